@@ -1,0 +1,42 @@
+# Two commands set everything up on a machine with Python >= 3.11, make and git:
+#   make demo    see it work
+#   make test    run the tests
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint types bench pins clean
+.DEFAULT_GOAL := demo
+
+# The environment is built once and again only when what it is built from changes.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Proximetry needs Python 3.11 or newer; say which with: make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m examples.first_look
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.losses
+
+# Refresh constraints.txt: plain pins, no addresses.
+pins: $(READY)
+	$(BIN)/uv pip compile --quiet --upgrade --extra dev --no-header --no-annotate --no-emit-index-url \
+	  --constraint pins.in pyproject.toml --output-file constraints.txt
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

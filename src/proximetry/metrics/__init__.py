@@ -1,0 +1,1 @@
+"""Retrieval, clustering and verification metrics."""
