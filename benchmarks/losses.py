@@ -1,0 +1,118 @@
+"""Losses beside pytorch-metric-learning: forward + backward, time and memory in one process.
+
+python -m benchmarks.losses [--repeats 9] [--only proxy_anchor]
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from pytorch_metric_learning import losses as peer_losses
+from pytorch_metric_learning import regularizers as peer_regularizers
+from torch import Tensor, nn
+
+from benchmarks.measure import Run, alternate, peak_memory, versions
+from proximetry import losses
+
+BATCH, DIM = 180, 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: two ways to the same number."""
+
+    name: str
+    ours: nn.Module
+    theirs: nn.Module
+    call: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    repeats: int
+
+
+def plain(loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    value: Tensor = loss(x, y)
+    return value
+
+
+def cases(only: str | None) -> Iterator[Case]:
+    for classes, repeats in ((100, 100), (11_318, 9), (100_000, 5)):
+        if only in (None, "proxy_anchor"):
+            torch.manual_seed(0)
+            anchor = losses.ProxyAnchor(classes, DIM)
+            peer = peer_losses.ProxyAnchorLoss(classes, DIM)
+            peer.proxies.data = anchor.proxies.weight.detach()[:, 0].clone()
+            yield Case(f"Proxy-Anchor, {classes} classes", anchor, peer, plain, repeats)
+    for classes, repeats in ((100, 100), (1_000, 21)):
+        if only in (None, "soft_triple"):
+            torch.manual_seed(0)
+            triple = losses.SoftTriple(classes, DIM, 10, tau=0.0)
+            peer = peer_losses.SoftTripleLoss(classes, DIM, 10)
+            # theirs is [D, C·K] with the proxies of a class side by side
+            peer.fc.data = triple.proxies.weight.detach().reshape(-1, DIM).T.contiguous()
+            yield Case(f"SoftTriple, {classes} classes × 10", triple, peer, plain, repeats)
+    if only in (None, "regularface"):
+        torch.manual_seed(0)
+        proxies = losses.Proxies(11_318, DIM)
+        exclusive = nn.ModuleList([proxies, losses.ExclusiveRegularizer()])
+        weights = nn.ParameterList([proxies.weight.detach()[:, 0].clone()])
+        peer = nn.ModuleList([peer_regularizers.RegularFaceRegularizer(), weights])
+        yield Case("RegularFace, 11318 classes", exclusive, peer, regularizer, 5)
+
+
+def regularizer(pair: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    assert isinstance(pair, nn.ModuleList)
+    if isinstance(pair[0], losses.Proxies):
+        value: Tensor = pair[1](pair[0])
+    else:
+        value = pair[0](pair[1][0])
+    return value
+
+
+def step(case: Case, loss: nn.Module, x: Tensor, y: Tensor) -> Run:
+    def run() -> Tensor:
+        x.grad = None
+        loss.zero_grad(set_to_none=True)
+        value = case.call(loss, x, y)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+
+    return run
+
+
+def measure(case: Case, repeats: int | None) -> str:
+    torch.manual_seed(1)
+    classes = next(p for p in case.ours.parameters() if p.ndim == 3).shape[0]
+    x = torch.randn(BATCH, DIM, requires_grad=True)
+    y = torch.randint(0, classes, (BATCH,))
+    ours, theirs = step(case, case.ours, x, y), step(case, case.theirs, x, y)
+    mine, other = ours(), theirs()
+    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    gradient = sum(p.numel() * p.element_size() for p in case.ours.parameters())
+    memory = []
+    for run, loss in ((ours, case.ours), (theirs, case.theirs)):
+        loss.zero_grad(set_to_none=True)
+        memory.append(max(0, peak_memory(run) - gradient) / 2**20)
+        loss.zero_grad(set_to_none=True)
+    seconds = alternate({"ours": ours, "theirs": theirs}, repeats or case.repeats)
+    return (
+        f"| {case.name} | {seconds['ours'] * 1e3:.1f} ms | {seconds['theirs'] * 1e3:.1f} ms | "
+        f"{seconds['theirs'] / seconds['ours']:.2f} × | {memory[0]:.1f} MiB | "
+        f"{memory[1]:.1f} MiB | {memory[0] / max(memory[1], 1e-9):.3f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, help="runs behind each median")
+    parser.add_argument("--only", choices=("proxy_anchor", "soft_triple", "regularface"))
+    arguments = parser.parse_args()
+    print(f"batch {BATCH}, dim {DIM}, forward + backward; {versions()}")
+    print("memory is beyond the parameters and their gradient; theirs: pytorch-metric-learning\n")
+    print("| | ours | theirs | speed | our memory | their memory | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for case in cases(arguments.only):
+        print(measure(case, arguments.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()

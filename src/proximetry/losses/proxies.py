@@ -1,0 +1,296 @@
+"""Proxies: the learned points of the classes, kept in full precision, named, and able to grow."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from proximetry.losses import checks
+from proximetry.losses.similarity import unit
+
+Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
+
+
+def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
+    """Draw [C, K, D] proxies as the papers' own code does.
+
+    The length of a proxy does not change the loss, but it does set how far one optimiser step
+    turns it, so the published learning rates go with the published initialisation.
+
+    - ``kaiming_normal`` (Proxy-Anchor): standard deviation √(2 / (C·K));
+    - ``kaiming_uniform`` (SoftTriple): uniform in ±1 / √(C·K);
+    - ``normal`` (Proxy-NCA, ProxyNCA++): standard deviation 1/8;
+    - ``small_normal`` (CosFace, ArcFace): standard deviation 0.01;
+    - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
+    """
+    proxies = shape[0] * shape[1]
+    noise = torch.empty(shape)
+    match init:
+        case "kaiming_normal":
+            return noise.normal_(0.0, math.sqrt(2.0 / proxies), generator=generator)
+        case "kaiming_uniform":
+            bound = 1.0 / math.sqrt(proxies)
+            return noise.uniform_(-bound, bound, generator=generator)
+        case "normal":
+            return noise.normal_(0.0, 1.0 / 8.0, generator=generator)
+        case "small_normal":
+            return noise.normal_(0.0, 0.01, generator=generator)
+        case "sphere":
+            return unit(noise.normal_(generator=generator))[0]
+
+
+class Proxies(nn.Module):
+    """K learned vectors for each of C classes: ``weight`` of shape [C, K, D].
+
+    The weight never becomes narrower than float32: ``half()``, ``bfloat16()`` and autocast leave
+    it as it is (``double()`` widens it, for numerical checks). Class names, if given, travel in
+    the state dictionary, as bytes, so that it stays free of pickled objects.
+    """
+
+    names_utf8: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        proxies_per_class: int = 1,
+        *,
+        init: Init = "kaiming_normal",
+        names: Sequence[str] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (
+            checks.count("num_classes", num_classes),
+            checks.count("proxies_per_class", proxies_per_class),
+            checks.count("dim", dim),
+        )
+        checks.one_of("init", init, get_args(Init))
+        self.init: Init = init
+        self.weight = nn.Parameter(draw(shape, init, generator))
+        self.register_buffer("names_utf8", _encode(_checked_names(names, num_classes)))
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, C."""
+        return self.weight.shape[0]
+
+    @property
+    def proxies_per_class(self) -> int:
+        """The number of proxies of each class, K."""
+        return self.weight.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """The width of a proxy, D."""
+        return self.weight.shape[2]
+
+    @property
+    def names(self) -> list[str] | None:
+        """The names of the classes in the order of their labels, or None."""
+        return _decode(self.names_utf8)
+
+    @names.setter
+    def names(self, names: Sequence[str] | None) -> None:
+        encoded = _encode(_checked_names(names, self.num_classes))
+        self.names_utf8 = encoded.to(self.names_utf8.device)
+
+    @torch.no_grad()
+    def project_(self) -> "Proxies":
+        """Put every proxy back on the unit sphere: the projection step of RegularFace.
+
+        Call it after ``optimizer.step()``.
+        """
+        self.weight.copy_(unit(self.weight)[0])
+        return self
+
+    @torch.no_grad()
+    def grow(
+        self,
+        new_classes: int | Sequence[str],
+        *,
+        init: Init | Tensor | Sequence[Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        generator: torch.Generator | None = None,
+    ) -> range:
+        """Add classes after training and return their labels.
+
+        ``new_classes`` is how many, or their names (required if the present classes have names).
+        ``init`` is one of the initialisations (default: the one used before), or a tensor
+        [new, D] or [new, K, D], or for each new class a tensor [n, D] of example embeddings: the
+        proxies then start at their directions. New proxies take the mean length of the old ones.
+
+        The weight becomes a new parameter. Pass the ``optimizer`` that holds the old one and it is
+        exchanged there, its moments kept for the old classes and zero for the new.
+        """
+        names = None if isinstance(new_classes, int) else list(new_classes)
+        added = checks.count("new_classes", len(names) if names is not None else new_classes)  # type: ignore[arg-type]
+        known = self.names
+        if (known is None) != (names is None):
+            raise ValueError(
+                "the present classes have names, so the new ones need names too"
+                if names is None
+                else "the present classes have no names; set `names` before growing with names"
+            )
+        fresh = self._fresh(added, init, generator)
+        old = self.weight
+        merged = known + names if known is not None and names is not None else None
+        _checked_names(merged, self.num_classes + added)
+        self.weight = nn.Parameter(torch.cat([old, fresh.to(old)]), old.requires_grad)
+        self.names = merged
+        if optimizer is not None:
+            _exchange(optimizer, old, self.weight)
+        return range(self.num_classes - added, self.num_classes)
+
+    def _fresh(
+        self,
+        added: int,
+        init: Init | Tensor | Sequence[Tensor] | None,
+        seed: torch.Generator | None,
+    ) -> Tensor:
+        shape = (added, self.proxies_per_class, self.dim)
+        if init is None or isinstance(init, str):
+            checks.one_of("init", init or self.init, get_args(Init))
+            fresh = draw(shape, init or self.init, seed)
+        elif isinstance(init, Tensor):
+            flat = init.unsqueeze(1).expand(shape) if init.ndim == 2 else init
+            if tuple(flat.shape) != shape or tuple(init.shape) not in (shape, (added, self.dim)):
+                raise ValueError(
+                    f"init must be [{added}, {self.dim}] or {list(shape)}, got {list(init.shape)}"
+                )
+            fresh = flat.float()
+        else:
+            if len(init) != added:
+                raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
+            fresh = torch.stack([_directions(set_, *shape[1:]) for set_ in init])
+        length = unit(self.weight.float())[1].mean()
+        return unit(fresh)[0].to(self.weight.device) * length
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Proxies":
+        def without_narrowing(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if changed.is_floating_point() and changed.dtype.itemsize < 4:
+                return tensor.to(changed.device)
+            return changed
+
+        super()._apply(without_narrowing, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(prefix + "names_utf8")
+        if isinstance(stored, Tensor):  # names have any length, so make room for them
+            self.names_utf8 = torch.empty_like(stored, device=self.names_utf8.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Shape and start, for ``print(loss)``."""
+        classes, k, dim = self.weight.shape
+        return f"num_classes={classes}, proxies_per_class={k}, dim={dim}, init={self.init!r}"
+
+
+def parameter_groups(
+    model: nn.Module,
+    *losses: nn.Module,
+    lr: float,
+    proxy_lr_multiplier: float = 100.0,
+    weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Optimiser groups for a model and its losses, with the proxies' own learning rate.
+
+    Proxies are parameters of the loss, easily forgotten, and want a much larger learning rate than
+    the network (100 times in the published recipes). Refuses losses without parameters to train
+    twice over: a parameter given to two groups, or a call that holds no proxies at all.
+    """
+    lr = checks.positive("lr", lr)
+    multiplier = checks.positive("proxy_lr_multiplier", proxy_lr_multiplier)
+    proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
+    if not proxies:
+        raise ValueError("none of the losses has proxies; pass the loss modules after the model")
+    special = {id(p) for p in proxies}
+    rest = [p for loss in losses for p in loss.parameters() if id(p) not in special]
+    groups: list[dict[str, Any]] = [
+        {"name": "model", "params": _trainable(model.parameters()), "lr": lr},
+        {"name": "proxies", "params": _trainable(proxies), "lr": lr * multiplier},
+        {"name": "loss", "params": _trainable(rest), "lr": lr},
+    ]
+    seen: set[int] = set()
+    for group in groups:
+        members = [id(p) for p in group["params"]]
+        if seen & set(members) or len(set(members)) < len(members):
+            raise ValueError(f"a parameter of group {group['name']!r} was given twice")
+        seen.update(members)
+        if weight_decay is not None:
+            group["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
+    return [group for group in groups if group["params"]]
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
+
+
+def _directions(examples: Tensor, proxies: int, dim: int) -> Tensor:
+    """Return ``proxies`` directions [K, D] that cover the examples [n, D] of one class."""
+    if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
+        raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
+    x = unit(examples.float())[0]
+    if proxies == 1:
+        return unit(x.mean(0, keepdim=True))[0]
+    # Spherical k-means from a farthest-first start: deterministic, and no two proxies alike
+    # unless there are fewer examples than proxies.
+    centres = unit(x.mean(0, keepdim=True))[0]
+    while centres.shape[0] < proxies:
+        farthest = (x @ centres.T).amax(1).argmin()
+        centres = torch.cat([centres, x[farthest : farthest + 1]])
+    for _ in range(10):
+        nearest = (x @ centres.T).argmax(1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, x)
+        used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
+        centres = torch.where(used, unit(sums)[0], centres)
+    return centres
+
+
+def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
+    """Put ``new`` in the place of ``old``; moments of the old rows stay, those of new are zero."""
+    found = False
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if parameter is old:
+                group["params"][index], found = new, True
+    if not found:
+        raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
+    state = optimizer.state.pop(old, None)
+    if state is not None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == old.shape:
+                state[key] = torch.zeros_like(new, dtype=value.dtype)
+                state[key][: old.shape[0]] = value
+        optimizer.state[new] = state
+
+
+def _checked_names(names: Sequence[str] | None, num_classes: int) -> Sequence[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"class names must be a sequence of strings, got {names!r}")
+    if len(names) != num_classes:
+        raise ValueError(f"{num_classes} classes need as many names, got {len(names)}")
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"class names must differ, {twice!r} stands twice")
+    return names
+
+
+def _encode(names: Sequence[str] | None) -> Tensor:
+    text = "" if names is None else json.dumps(list(names), ensure_ascii=False)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _decode(encoded: Tensor) -> list[str] | None:
+    if encoded.numel() == 0:
+        return None
+    names: list[str] = json.loads(bytes(encoded.tolist()).decode())
+    return names

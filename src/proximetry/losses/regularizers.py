@@ -1,0 +1,236 @@
+"""Terms over the proxies that can be added to any loss: ``loss(x, y) + term(loss.proxies)``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from proximetry.losses import checks
+from proximetry.losses.proxies import Proxies
+from proximetry.losses.similarity import inverse_length, unit
+
+#: Entries of a block that a regulariser holds at once.
+BLOCK_ENTRIES = 2**20
+
+
+class IntraClassRegularizer(nn.Module):
+    """SoftTriple's term (seed 004 eq. 3): draws the proxies of one class together.
+
+    ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
+    proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet. Only the K × K
+    blocks of one class are ever formed, some classes at a time.
+    """
+
+    def __init__(self, weight: float = 0.2) -> None:
+        super().__init__()
+        self.weight = checks.non_negative("weight", weight)
+
+    def forward(self, proxies: Proxies | Tensor) -> Tensor:
+        """Return the term for proxies [C, K, D]."""
+        return self.weight * intra_class_distance(_weight_of(proxies))
+
+
+def intra_class_distance(weight: Tensor) -> Tensor:
+    """Seed 004 eq. 3 of proxies [C, K, D]."""
+    classes, k, dim = weight.shape
+    if k == 1:
+        return weight.new_zeros(())
+    pairs = classes * k * (k - 1)
+    if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
+        return _pair_distances(weight) / pairs
+    step = max(1, BLOCK_ENTRIES // (k * dim))
+    total: Tensor = _BlockSum.apply(weight, _pair_distances, step, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return total / pairs
+
+
+def _pair_distances(weight: Tensor) -> Tensor:
+    """Σ over classes and pairs t < s of the distance of two proxies."""
+    direction, _ = unit(weight)
+    cosine = direction @ direction.transpose(1, 2)
+    k = weight.shape[1]
+    first, second = torch.triu_indices(k, k, 1, device=weight.device)
+    return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
+
+
+class _BlockSum(torch.autograd.Function):
+    """Σ over blocks of rows of ``term(block)``: value and gradient block by block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, term: Callable[[Tensor], Tensor], step: int, wanted: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.term, ctx.step = term, step
+        total, ctx.ready = _block_pass(weight, term, step, wanted and ctx.needs_input_grad[0])
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        # Handed over, not copied; a second backward through the same graph makes it anew.
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:
+            _, ready = _block_pass(ctx.saved_tensors[0], ctx.term, ctx.step, True)
+        return ready.mul_(grad), None, None, None
+
+
+def _block_pass(
+    weight: Tensor, term: Callable[[Tensor], Tensor], step: int, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    gradient = torch.empty_like(weight) if wanted else None
+    total = weight.new_zeros(())
+    for start in range(0, weight.shape[0], step):
+        block = weight[start : start + step].detach().requires_grad_(wanted)
+        with torch.set_grad_enabled(wanted):
+            value = term(block)
+        total += value.detach()
+        if gradient is not None:
+            (gradient[start : start + step],) = torch.autograd.grad(value, block)
+    return total, gradient
+
+
+class ExclusiveRegularizer(nn.Module):
+    """RegularFace's term (seed 003): pushes every class away from its nearest rival.
+
+    ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``. With several proxies per class, each looks for
+    its nearest proxy of another class. The rivals are found tile by tile without gradient, half
+    of the tiles being enough since the cosine is symmetric; then only the found pairs are
+    differentiated. Memory is that of one tile and of the gathered pairs.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = checks.non_negative("weight", weight)
+
+    def forward(self, proxies: Proxies | Tensor) -> Tensor:
+        """Return the term for proxies [C, K, D] or [C, D]; zero if there is one class only."""
+        weight = _weight_of(proxies)
+        if weight.shape[0] == 1:
+            return weight.sum() * 0.0
+        with torch.autocast(weight.device.type, enabled=False):
+            flat = weight.reshape(-1, weight.shape[-1])
+            rival = nearest_rivals(weight.detach())
+            total: Tensor = _PairCosines.apply(flat, rival)  # type: ignore[no-untyped-call]
+            return self.weight * total / flat.shape[0]
+
+
+@torch.no_grad()
+def nearest_rivals(weight: Tensor, block: int | None = None) -> Tensor:
+    """For each of the C·K proxies the index of the nearest proxy of another class.
+
+    Among equally near ones the smallest index. ``weight`` is [C, K, D] or [C, D].
+    """
+    k = weight.shape[1] if weight.ndim == 3 else 1
+    direction, _ = unit(weight.reshape(-1, weight.shape[-1]))
+    total = direction.shape[0]
+    if block is None:
+        block = 1024 if weight.device.type == "cpu" else 8192
+    block = max(1, block // k) * k  # whole classes, so that only diagonal tiles hold own pairs
+    best = direction.new_full((total,), -torch.inf)
+    rival = torch.zeros(total, dtype=torch.long, device=weight.device)
+    for start in range(0, total, block):
+        rows = slice(start, min(start + block, total))
+        for other in range(start, total, block):
+            columns = slice(other, min(other + block, total))
+            cosine = direction[rows] @ direction[columns].T
+            if other == start:
+                owner = torch.arange(cosine.shape[0], device=weight.device) // k
+                cosine.masked_fill_(owner.unsqueeze(1) == owner, -torch.inf)
+            else:
+                _improve(best, rival, columns, cosine, 0, start)
+            _improve(best, rival, rows, cosine, 1, other)
+    return rival
+
+
+def _improve(
+    best: Tensor, rival: Tensor, part: slice, cosine: Tensor, dim: int, offset: int
+) -> None:
+    """Let ``part`` of the proxies take the nearest of a tile where it is nearer than before."""
+    value, index = cosine.max(dim)
+    better = value > best[part]
+    best[part] = torch.where(better, value, best[part])
+    rival[part] = torch.where(better, index + offset, rival[part])
+
+
+class _PairCosines(torch.autograd.Function):
+    """Σ_i cos(W_i, W_rival(i)); the gradient reaches both members of a pair."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rival: Tensor) -> Tensor:
+        inverse, _ = inverse_length(weight)
+        cosines = weight.new_empty(weight.shape[0])
+        step = max(1, BLOCK_ENTRIES // weight.shape[1])
+        for start in range(0, weight.shape[0], step):
+            rows = slice(start, start + step)
+            other = rival[rows]
+            dot = (weight[rows] * weight[other]).sum(1)
+            cosines[rows] = dot * inverse[rows] * inverse[other]
+        ctx.save_for_backward(weight, rival, inverse, cosines)
+        return cosines.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, rival, inverse, cosines = ctx.saved_tensors
+        # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
+        radial = cosines.clone().index_add_(0, rival, cosines).mul_(inverse.square())
+        gradient = weight * radial.neg_().unsqueeze(1)
+        step = max(1, BLOCK_ENTRIES // weight.shape[1])
+        for start in range(0, weight.shape[0], step):
+            rows = slice(start, start + step)
+            other = rival[rows]
+            factor = (inverse[rows] * inverse[other]).unsqueeze(1)
+            gradient[rows] += weight[other] * factor
+            gradient.index_add_(0, other, weight[rows] * factor)
+        return gradient.mul_(grad), None
+
+
+class CenterLoss(nn.Module):
+    """Centre loss (Wen et al. 2016): draws embeddings to the running centre of their class.
+
+    ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The centres are not trained by the optimiser: in
+    training mode each call moves those of the batch by
+    ``c_j ← c_j − rate · Σ_{y_i=j} (c_j − x_i) / (1 + n_j)``, after the loss was taken. Embeddings
+    are used as they come, with their length.
+    """
+
+    centers: Tensor
+
+    def __init__(
+        self, num_classes: int, dim: int, weight: float = 0.003, rate: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.weight = checks.non_negative("weight", weight)
+        self.rate = checks.positive("rate", rate)
+        shape = (checks.count("num_classes", num_classes), checks.count("dim", dim))
+        self.register_buffer("centers", torch.zeros(shape))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the term of a batch, and in training mode move the centres."""
+        checks.batch(embeddings, labels, self.centers.shape[1])
+        if not torch.compiler.is_compiling():
+            checks.label_range(labels, self.centers.shape[0])
+        labels = labels.long()
+        with torch.autocast(embeddings.device.type, enabled=False):
+            away = embeddings.float() - self.centers[labels].float()
+            loss = self.weight * 0.5 * away.square().sum(1).mean()
+            if self.training:
+                self._move(away.detach(), labels)
+            return loss
+
+    @torch.no_grad()
+    def _move(self, away: Tensor, labels: Tensor) -> None:
+        sums = torch.zeros_like(self.centers, dtype=away.dtype).index_add_(0, labels, away)
+        members = torch.bincount(labels, minlength=self.centers.shape[0]).unsqueeze(1)
+        self.centers.add_((self.rate * sums / (1 + members)).to(self.centers.dtype))
+
+
+def _weight_of(proxies: Proxies | Tensor) -> Tensor:
+    weight = proxies.weight if isinstance(proxies, Proxies) else proxies
+    if weight.ndim not in (2, 3):
+        raise ValueError(
+            f"proxies must be [classes, dim] or [classes, K, dim], got {list(weight.shape)}"
+        )
+    return weight

@@ -1,0 +1,75 @@
+"""From proxies to one similarity per class: S(x, c), forwards and (for the tiles) backwards."""
+
+import torch
+from torch import Tensor
+
+from proximetry.losses.table import Similarity
+
+#: Vectors shorter than this have no direction: they count as zero and receive no gradient.
+SHORTEST = 1e-12
+
+
+def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself."""
+    length = torch.linalg.vector_norm(vectors, dim=-1)
+    some = length > SHORTEST
+    safe = torch.where(some, length, torch.ones_like(length))
+    return torch.where(some, safe.reciprocal(), torch.zeros_like(length)), length
+
+
+def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vectors scaled to length one, and their lengths ([..., D] and [...]).
+
+    A zero vector stays zero and its gradient is zero: finite whatever the precision, where
+    dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
+    """
+    inverse, length = inverse_length(vectors)
+    return vectors * inverse.unsqueeze(-1), length
+
+
+def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D] of lengths 1 / ``inverse``.
+
+    Scaling the products by the lengths is cheaper than scaling the proxies when the batch is
+    smaller than the embedding is wide. K comes first so that what follows runs along long rows.
+    """
+    classes, k, dim = weight.shape
+    s = (x @ weight.reshape(classes * k, dim).T) * inverse.reshape(-1)
+    return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous()
+
+
+def reduce_proxies(s: Tensor, similarity: Similarity, gamma: float) -> Tensor:
+    """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
+
+    ``soft`` is seed 004 eq. 1: the mean of the cosines weighted by softmax(s / gamma).
+    """
+    if s.shape[0] == 1:
+        return s[0]
+    match similarity:
+        case "soft":
+            return (torch.softmax(s / gamma, 0) * s).sum(0)
+        case "max":
+            return s.amax(0)
+        case "mean":
+            return s.mean(0)
+        case "single":
+            raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")
+
+
+def spread_gradient(
+    grad: Tensor, s: Tensor, S: Tensor, similarity: Similarity, gamma: float
+) -> Tensor:
+    """∂/∂s from the gradient with respect to S = reduce_proxies(s); may reuse ``grad``."""
+    if s.shape[0] == 1:
+        return grad.unsqueeze(0)
+    match similarity:
+        case "soft":
+            share = torch.softmax(s / gamma, 0)
+            return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
+        case "max":
+            nearest = s == S
+            return nearest * (grad / nearest.sum(0))
+        case "mean":
+            return (grad / s.shape[0]).expand_as(s).contiguous()
+        case "single":
+            raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")

@@ -1,0 +1,86 @@
+"""The table: what distinguishes one proxy loss from another, and how its parts make one number.
+
+Every loss here is a grouped log-sum-exp over class similarities. A `Row` names three choices:
+
+1. the *similarity* S(x, c) drawn from the K proxies of class c;
+2. the *group*: which entries share one logarithm, all samples of a class or all classes of a
+   sample;
+3. the *combination* of a sample's own class (positive) with the others (negatives).
+
+The fourth choice, what a margin does to the logits, is two short methods of the loss itself
+(`ProxyLoss.positive_logit` and `ProxyLoss.negative_logit`): any function for the positive,
+``scale · S + offset`` for the negatives.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from proximetry.losses import checks
+
+Similarity = Literal["single", "soft", "max", "mean"]
+Group = Literal["class", "sample"]
+Combination = Literal["apart", "together", "softmax", "others"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table of losses."""
+
+    similarity: Similarity
+    group: Group
+    combination: Combination
+
+    def __post_init__(self) -> None:
+        checks.one_of("similarity", self.similarity, get_args(Similarity))
+        checks.one_of("group", self.group, get_args(Group))
+        checks.one_of("combination", self.combination, get_args(Combination))
+        if self.group == "class" and self.combination != "apart":
+            raise ValueError(
+                f"a class-wise loss keeps positives and negatives apart, got {self.combination!r}"
+            )
+
+
+def combine(
+    row: Row, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
+) -> Tensor:
+    """Join the logits of the positives with what the engine made of the negatives.
+
+    ``positive`` holds one logit per sample. ``negatives`` is, by sample, the log-sum-exp over the
+    other classes ([batch]; -inf where there is none) and, by class, the finished negative term.
+    """
+    if row.group == "class":
+        return _mean_over_present_classes(positive, labels, num_classes) + negatives
+    match row.combination:
+        case "apart":
+            return (softplus(positive) + softplus(negatives)).mean()
+        case "together":
+            return softplus(torch.logaddexp(positive, negatives)).mean()
+        case "softmax":
+            return softplus(negatives - positive).mean()
+        case "others":
+            # With a single class there is nothing to push away from: only the pull remains.
+            push = torch.where(torch.isneginf(negatives), torch.zeros_like(negatives), negatives)
+            return (push - positive).mean()
+
+
+def softplus(z: Tensor) -> Tensor:
+    """log(1 + e^z), exact to the last digits also in float64 (torch's default stops at z = 20)."""
+    return F.softplus(z, threshold=50.0)
+
+
+def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
+    """log(1 + Σ e^z) from ``total`` = Σ e^(z - shift), ``shift`` >= 0, without cancellation."""
+    return shift + torch.log1p(total + torch.expm1(-shift))
+
+
+def _mean_over_present_classes(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Mean over the classes in the batch of log(1 + Σ over their samples of e^logit)."""
+    zero = logit.new_zeros(num_classes)
+    shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
+    total = zero.index_add(0, labels, torch.exp(logit - shift[labels]))
+    present = zero.scatter(0, labels, 1.0).sum()
+    return log1p_sum_exp(total, shift).sum() / present
