@@ -102,6 +102,8 @@ class PairLoss(nn.Module):
         self.name = name
         self.miner = miner
         if memory is not None:
+            if name == "n_pair":
+                raise ValueError("n_pair cannot be combined with cross-batch memory")
             if dim is None:
                 raise ValueError("cross-batch memory needs dim, the width of the embeddings")
             loss = losses.CrossBatchMemory(

@@ -121,8 +121,9 @@ class Proxies(nn.Module):
 
         ``new_classes`` is how many, or their names (required if the present classes have names).
         ``init`` is one of the initialisations (default: the one used before), or a tensor
-        [new, D] or [new, K, D], or for each new class a tensor [n, D] of example embeddings: the
-        proxies then start at their directions. New proxies take the mean length of the old ones.
+        [new, K, D] (or [new, D] if K = 1), or for each new class a tensor [n, D] of example
+        embeddings, in whose directions the proxies then start. New proxies take the mean length
+        of the old ones.
 
         The weight becomes a new parameter. Pass the ``optimizer`` that holds the old one and it is
         exchanged there, its moments kept for the old classes and zero for the new.
@@ -157,18 +158,15 @@ class Proxies(nn.Module):
             checks.one_of("init", init or self.init, get_args(Init))
             fresh = draw(shape, init or self.init, seed)
         elif isinstance(init, Tensor):
-            flat = init.unsqueeze(1).expand(shape) if init.ndim == 2 else init
-            if tuple(flat.shape) != shape or tuple(init.shape) not in (shape, (added, self.dim)):
-                raise ValueError(
-                    f"init must be [{added}, {self.dim}] or {list(shape)}, got {list(init.shape)}"
-                )
-            fresh = flat.float()
+            fresh = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
+            if tuple(fresh.shape) != shape:
+                raise ValueError(f"init must be {list(shape)}, got {list(init.shape)}")
         else:
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
-            fresh = torch.stack([_directions(set_, *shape[1:]) for set_ in init])
+            fresh = torch.stack([_directions(set_, *shape[1:], seed) for set_ in init])
         length = unit(self.weight.float())[1].mean()
-        return unit(fresh)[0].to(self.weight.device) * length
+        return unit(fresh.float())[0].to(self.weight.device) * length
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Proxies":
         def without_narrowing(tensor: Tensor) -> Tensor:
@@ -232,15 +230,16 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.requires_grad]
 
 
-def _directions(examples: Tensor, proxies: int, dim: int) -> Tensor:
+def _directions(
+    examples: Tensor, proxies: int, dim: int, generator: torch.Generator | None
+) -> Tensor:
     """Return ``proxies`` directions [K, D] that cover the examples [n, D] of one class."""
     if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
         raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
     x = unit(examples.float())[0]
     if proxies == 1:
         return unit(x.mean(0, keepdim=True))[0]
-    # Spherical k-means from a farthest-first start: deterministic, and no two proxies alike
-    # unless there are fewer examples than proxies.
+    # Spherical k-means from a farthest-first start.
     centres = unit(x.mean(0, keepdim=True))[0]
     while centres.shape[0] < proxies:
         farthest = (x @ centres.T).amax(1).argmin()
@@ -250,7 +249,9 @@ def _directions(examples: Tensor, proxies: int, dim: int) -> Tensor:
         sums = torch.zeros_like(centres).index_add_(0, nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
         centres = torch.where(used, unit(sums)[0], centres)
-    return centres
+    # Equal proxies of a class would receive equal gradients and stay equal for ever.
+    noise = torch.randn(centres.shape, generator=generator).to(centres)
+    return unit(centres + 0.01 * unit(noise)[0])[0]
 
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:

@@ -34,6 +34,8 @@ class IntraClassRegularizer(nn.Module):
 
 def intra_class_distance(weight: Tensor) -> Tensor:
     """Seed 004 eq. 3 of proxies [C, K, D]."""
+    if weight.ndim != 3:
+        raise ValueError(f"proxies must be [classes, K, dim], got {list(weight.shape)}")
     classes, k, dim = weight.shape
     if k == 1:
         return weight.new_zeros(())

@@ -1,0 +1,14 @@
+"""Settings for all tests: one thread per worker, hypothesis without deadlines."""
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "proximetry",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,  # the same examples everywhere: a red run can be repeated
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("proximetry")

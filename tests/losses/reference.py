@@ -1,0 +1,157 @@
+"""The losses once more, from the papers, in NumPy float64 and plain loops.
+
+Nothing here is shared with the package. ``x`` is [B, D], ``w`` is [C, K, D], ``y`` is [B].
+"""
+
+import numpy as np
+
+
+def unit(v):
+    return v / np.linalg.norm(v, axis=-1, keepdims=True)
+
+
+def cosine(x, w):
+    """[B, C, K]"""
+    return np.einsum("bd,ckd->bck", unit(x), unit(w))
+
+
+def soft_similarity(x, w, gamma):
+    """Seed 004 eq. 1."""
+    s = cosine(x, w)
+    q = np.exp(s / gamma) / np.exp(s / gamma).sum(-1, keepdims=True)
+    return (q * s).sum(-1)
+
+
+def intra_class(w):
+    """Seed 004 eq. 3, with the 1e-5 of the reference implementation."""
+    C, K, _ = w.shape
+    if K == 1:
+        return 0.0
+    w = unit(w)
+    total = 0.0
+    for c in range(C):
+        for t in range(K):
+            for s in range(t + 1, K):
+                total += np.sqrt(2 + 1e-5 - 2 * w[c, s] @ w[c, t])
+    return total / (C * K * (K - 1))
+
+
+def proxy_nca(x, w, y, temperature=1.0):
+    x, p = unit(x), unit(w)[:, 0]
+    total = 0.0
+    for i in range(len(x)):
+        d = ((x[i] - p) ** 2).sum(-1) / temperature
+        others = [np.exp(-d[c]) for c in range(len(p)) if c != y[i]]
+        total += -np.log(np.exp(-d[y[i]]) / sum(others))
+    return total / len(x)
+
+
+def proxy_nca_plus_plus(x, w, y, temperature=1 / 9):
+    x, p = unit(x), unit(w)[:, 0]
+    total = 0.0
+    for i in range(len(x)):
+        d = ((x[i] - p) ** 2).sum(-1) / temperature
+        total += -np.log(np.exp(-d[y[i]]) / np.exp(-d).sum())
+    return total / len(x)
+
+
+def anchor_terms(S, y, alpha, margin):
+    """Seed 001 / seed 004 eq. 6 over similarities [B, C]."""
+    B, C = S.shape
+    present = sorted(set(y.tolist()))
+    pull = 0.0
+    for c in present:
+        pull += np.log(1 + sum(np.exp(-alpha * (S[i, c] - margin)) for i in range(B) if y[i] == c))
+    push = 0.0
+    for c in range(C):
+        push += np.log(1 + sum(np.exp(alpha * (S[i, c] + margin)) for i in range(B) if y[i] != c))
+    return pull / len(present) + push / C
+
+
+def proxy_anchor(x, w, y, alpha=32.0, margin=0.1):
+    return anchor_terms(cosine(x, w)[:, :, 0], y, alpha, margin)
+
+
+def mpa(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
+    return anchor_terms(soft_similarity(x, w, gamma), y, alpha, margin) + tau * intra_class(w)
+
+
+def mpa_dw(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
+    """Seed 004 eqs. 12 and 13."""
+    S = soft_similarity(x, w, gamma)
+    total = 0.0
+    for i in range(len(x)):
+        total += np.log(1 + np.exp(-alpha * (S[i, y[i]] - margin)))
+        push = [np.exp(alpha * (S[i, c] + margin)) for c in range(S.shape[1]) if c != y[i]]
+        total += np.log(1 + sum(push))
+    return total / len(x) + tau * intra_class(w)
+
+
+def mpa_ap(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
+    """Seed 004 eqs. 15 to 17."""
+    S = soft_similarity(x, w, gamma)
+    total = 0.0
+    for i in range(len(x)):
+        marked = [margin - S[i, c] if c == y[i] else S[i, c] + margin for c in range(S.shape[1])]
+        total += np.log(1 + np.exp(alpha * np.array(marked)).sum())
+    return total / len(x) + tau * intra_class(w)
+
+
+def cross_entropy(logits, y):
+    return np.mean(
+        [-np.log(np.exp(z[c]) / np.exp(z).sum()) for z, c in zip(logits, y, strict=True)]
+    )
+
+
+def soft_triple(x, w, y, scale=20.0, gamma=0.1, margin=0.01, tau=0.2):
+    """Seed 004 eqs. 2 to 4, the mean over the batch as in the reference implementation."""
+    z = soft_similarity(x, w, gamma)
+    z[np.arange(len(x)), y] -= margin
+    return cross_entropy(scale * z, y) + tau * intra_class(w)
+
+
+def norm_softmax(x, w, y, scale=20.0):
+    return cross_entropy(scale * cosine(x, w).max(-1), y)
+
+
+def cosface(x, w, y, scale=64.0, margin=0.35):
+    z = cosine(x, w).max(-1)
+    z[np.arange(len(x)), y] -= margin
+    return cross_entropy(scale * z, y)
+
+
+def arcface(x, w, y, scale=64.0, margin=0.5):
+    z = cosine(x, w).max(-1)
+    for i in range(len(x)):
+        theta = np.arccos(z[i, y[i]])
+        beyond = theta > np.pi - margin
+        z[i, y[i]] = np.cos(theta) + np.cos(margin) - 1 if beyond else np.cos(theta + margin)
+    return cross_entropy(scale * z, y)
+
+
+def psi(theta, m):
+    k = min(int(theta * m / np.pi), m - 1)
+    return (-1) ** k * np.cos(m * theta) - 2 * k
+
+
+def sphereface(x, w, y, margin=4, lam=1000.0):
+    z = cosine(x, w).max(-1)
+    for i in range(len(x)):
+        theta = np.arccos(z[i, y[i]])
+        z[i, y[i]] = (lam * np.cos(theta) + psi(theta, margin)) / (1 + lam)
+    return cross_entropy(np.linalg.norm(x, axis=1, keepdims=True) * z, y)
+
+
+FORMULAS = {
+    "proxy_nca": proxy_nca,
+    "proxy_nca_plus_plus": proxy_nca_plus_plus,
+    "proxy_anchor": proxy_anchor,
+    "soft_triple": soft_triple,
+    "mpa": mpa,
+    "mpa_dw": mpa_dw,
+    "mpa_ap": mpa_ap,
+    "norm_softmax": norm_softmax,
+    "cosface": cosface,
+    "arcface": arcface,
+    "sphereface": sphereface,
+}

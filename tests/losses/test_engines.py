@@ -1,0 +1,147 @@
+"""The streamed engine gives the dense engine's numbers, for any shape and tile."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proximetry.losses import streamed as streamed_module
+from proximetry.losses.dense import dense
+from proximetry.losses.proxy_loss import DENSE_ENTRIES
+from proximetry.losses.streamed import streamed
+from tests.losses.cases import NAMES, batch, make, value_and_gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    size=st.integers(1, 24),
+    classes=st.integers(1, 40),
+    dim=st.integers(1, 24),
+    k=st.integers(1, 4),
+    entries=st.sampled_from([1, 16, 64, 256, 2**18]),
+    seed=st.integers(0, 10**6),
+)
+def test_streamed_equals_dense_in_float32(name, size, classes, dim, k, entries, seed):
+    x, y = batch(size, classes, dim, seed, torch.float32)
+    first = make(name, classes, dim, k, seed, engine="dense").eval()
+    second = make(name, classes, dim, k, seed, engine="streamed").eval()
+    expected = value_and_gradients(first, x, y)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed_module, "TILE_ENTRIES", {"cpu": entries})
+        got = value_and_gradients(second, x, y)
+    assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-5, abs=1e-6)
+    # The gradient of a cosine is what is left of (slope / length) when its radial part is taken
+    # away, so that is the scale of its rounding; ArcFace's slope has a pole at cosines of ±1.
+    slope = float(max(getattr(first, key, 0.0) for key in ("alpha", "scale")) or 2.0)
+    if name == "arcface":
+        own = first.similarities(x).gather(1, y.unsqueeze(1))
+        slope /= (1 - own.square()).clamp(min=1e-6).min().item()
+    lengths = (x.norm(dim=1), first.proxies.weight.detach().norm(dim=2))
+    for ours, theirs, length in zip(got[1:], expected[1:], lengths, strict=True):
+        scale = max(theirs.abs().max().item(), slope / length.min().item() / 10)
+        assert (ours - theirs).abs().max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("tile", [1, 3, 7, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_tile_gives_the_same_in_float64(name, tile):
+    x, y = batch()
+    loss = make(name, k=3).double()
+    w = loss.proxies.weight
+    length = torch.linalg.vector_norm(x, dim=1)
+    scale, offset = loss.negative_logit(length)
+    weight = loss.negative_weight(y) if loss.row.group == "class" else 0.0
+    x = (x / length.unsqueeze(1)).requires_grad_()
+    results = []
+    for engine, extra in ((dense, ()), (streamed, (tile,))):
+        own, negatives = engine(x, w, y, loss.row, loss.gamma, scale, offset, weight, *extra)
+        total = (own * torch.arange(1.0, 10.0)).sum() + (negatives * 3.0).sum()
+        results.append((total.detach(), *torch.autograd.grad(total, (x, w))))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_auto_streams_when_the_array_would_be_large():
+    x, _ = batch(size=64)
+    loss = make("proxy_anchor", classes=DENSE_ENTRIES // 64)
+    assert loss._is_dense(x)
+    assert not make("proxy_anchor", classes=DENSE_ENTRIES // 64 + 1)._is_dense(x)
+    assert not make("mpa", classes=DENSE_ENTRIES // 64, k=2)._is_dense(x)
+    assert make("mpa", classes=10**5, dim=1, k=1, engine="dense")._is_dense(x)
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "mpa", "soft_triple", "proxy_nca_plus_plus"])
+def test_streaming_never_holds_batch_by_classes(name):
+    """Every tensor that streaming makes is far smaller than batch × classes × K."""
+    size, classes, dim, k = 64, 4096, 8, 2
+    loss = make(name, classes, dim, k, engine="streamed")
+    x, y = batch(size, classes, dim, dtype=torch.float32)
+    largest = _largest_tensor(lambda: value_and_gradients(loss, x, y))
+    per_class = loss.proxies.proxies_per_class
+    assert largest <= max(streamed_module.TILE_ENTRIES["cpu"], classes * per_class * dim)
+    dense_loss = make(name, classes, dim, k, engine="dense")
+    assert _largest_tensor(lambda: value_and_gradients(dense_loss, x, y)) >= size * classes
+
+
+def _largest_tensor(run):
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for leaf in torch.utils._pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.largest = max(self.largest, leaf.numel())
+            return result
+
+    with Watch() as watch:
+        run()
+    return watch.largest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_twice_through_one_graph(name):
+    x, y = batch()
+    x.requires_grad_()
+    loss = make(name, k=2, engine="streamed").double().eval()
+    value = loss(x, y)
+    inputs = (x, loss.proxies.weight)
+    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    second = torch.autograd.grad(value, inputs)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_follow_the_factor_and_accumulate(name):
+    x, y = batch()
+    plain = make(name, k=2, engine="streamed").double().eval()
+    value_and_gradients(plain, x, y)
+    expected = plain.proxies.weight.grad.clone()
+    (plain(x, y) * 2.5).backward()
+    torch.testing.assert_close(plain.proxies.weight.grad, 3.5 * expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_proxies_and_frozen_embeddings(name):
+    x, y = batch()
+    loss = make(name, k=2, engine="streamed").double().eval()
+    both = value_and_gradients(loss, x, y)
+    (only_proxies,) = torch.autograd.grad(loss(x, y), loss.proxies.weight)
+    torch.testing.assert_close(only_proxies, both[2])
+    loss.proxies.weight.requires_grad_(False)
+    x = x.clone().requires_grad_()
+    (only_x,) = torch.autograd.grad(loss(x, y), x)
+    torch.testing.assert_close(only_x, both[1])
+    with torch.no_grad():
+        assert loss(x, y).item() == pytest.approx(both[0].item())
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
+def test_a_second_derivative_is_refused_by_streaming_not_wrong(name):
+    x, y = batch()
+    x.requires_grad_()
+    loss = make(name, k=2, engine="streamed").double()
+    (gradient,) = torch.autograd.grad(loss(x, y), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -1,0 +1,288 @@
+"""Each loss against its formula, its paper's gradient, finite differences, and its relatives."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proximetry import losses
+from proximetry.losses.dense import dense
+from proximetry.losses.streamed import streamed
+from proximetry.losses.table import combine
+from tests.losses import reference
+from tests.losses.cases import NAMES, SEVERAL, SUBCENTRES, batch, make
+
+ENGINES = {"dense": dense, "streamed": streamed}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_value_is_the_papers(name, k, engine):
+    loss = make(name, k=k, engine=engine).double()
+    for seed in range(5):
+        x, y = batch(seed=seed)
+        expected = reference.FORMULAS[name](
+            x.numpy(), loss.proxies.weight.detach().numpy(), y.numpy()
+        )
+        loss.eval()  # SphereFace's annealing stands still
+        assert loss(x, y).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("proxy_nca", {"temperature": 0.3}),
+        ("proxy_nca_plus_plus", {"temperature": 0.5}),
+        ("proxy_anchor", {"alpha": 7.0, "margin": 0.3}),
+        ("soft_triple", {"scale": 5.0, "gamma": 0.4, "margin": 0.2, "tau": 1.5}),
+        ("mpa", {"alpha": 5.0, "margin": 0.2, "gamma": 0.3, "tau": 0.7}),
+        ("mpa_dw", {"alpha": 5.0, "margin": 0.2, "gamma": 0.3, "tau": 0.7}),
+        ("mpa_ap", {"alpha": 5.0, "margin": 0.2, "gamma": 0.3, "tau": 0.7}),
+        ("norm_softmax", {"scale": 3.0}),
+        ("cosface", {"scale": 9.0, "margin": 0.1}),
+        ("arcface", {"scale": 9.0, "margin": 1.2}),
+    ],
+)
+def test_settings_are_used_and_may_change_between_steps(name, settings):
+    loss = make(name, k=3).double()
+    x, y = batch()
+    loss(x, y)
+    for key, value in settings.items():
+        setattr(loss, key, value)
+    w = loss.proxies.weight.detach().numpy()
+    expected = reference.FORMULAS[name](x.numpy(), w, y.numpy(), **settings)
+    assert loss(x, y).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradcheck(name, k, engine):
+    loss = make(name, classes=4, dim=3, k=k, engine=engine).double().eval()
+    x, y = batch(size=5, classes=4, dim=3)
+
+    def function(x, w):
+        return torch.func.functional_call(loss, {"proxies.weight": w}, (x, y))
+
+    w = loss.proxies.weight.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, (x.requires_grad_(), w), atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradcheck_of_the_learned_temperature(engine):
+    loss = make("proxy_nca_plus_plus", engine=engine, learn_temperature=True).double()
+    x, y = batch()
+
+    def function(t):
+        return torch.func.functional_call(loss, {"log_temperature": t}, (x, y))
+
+    start = loss.log_temperature.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, (start,))
+    assert loss.temperature == pytest.approx(1 / 9)
+    loss.temperature = 0.5
+    expected = reference.proxy_nca_plus_plus(
+        x.numpy(), loss.proxies.weight.detach().numpy(), y.numpy(), 0.5
+    )
+    assert loss(x, y).item() == pytest.approx(expected)
+
+
+def similarity_gradient(loss, S, y, engine):
+    """∂L/∂S: with the unit vectors as proxies, the embeddings are the similarities."""
+    S = S.clone().requires_grad_()
+    eye = torch.eye(S.shape[1], dtype=S.dtype).unsqueeze(1)
+    scale, offset = loss.negative_logit(S.new_ones(S.shape[0]))
+    weight = loss.negative_weight(y) if loss.row.group == "class" else 0.0
+    own, negatives = ENGINES[engine](S, eye, y, loss.row, loss.gamma, scale, offset, weight)
+    positive = loss.positive_logit(own, S.new_ones(S.shape[0]))
+    combine(loss.row, positive, negatives, y, S.shape[1]).backward()
+    return S.grad.numpy()
+
+
+def similarities(B=6, C=5):
+    generator = torch.Generator().manual_seed(3)
+    S = torch.rand(B, C, generator=generator, dtype=torch.float64) * 1.6 - 0.8
+    return S, torch.randint(0, C, (B,), generator=generator)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_of_mpa_is_equation_8_and_9(engine):
+    alpha, delta = 6.0, 0.1
+    S, y = similarities()
+    got = similarity_gradient(losses.MPA(5, 5, alpha=alpha, margin=delta), S, y, engine)
+    s, y = S.numpy(), y.numpy()
+    for i, c in np.ndindex(s.shape):
+        if y[i] == c:
+            l = np.exp(-alpha * (s[:, c] - delta))  # noqa: E741
+            same = y == c
+            eight = -alpha * l[i] / (1 + l[same].sum()) / len(set(y.tolist()))
+            relative = np.exp(-alpha * (s[same, c] - s[i, c])).sum()
+            nine = -alpha / (np.exp(-alpha * (delta - s[i, c])) + relative) / len(set(y.tolist()))
+        else:
+            l = np.exp(alpha * (s[:, c] + delta))  # noqa: E741
+            other = y != c
+            eight = alpha * l[i] / (1 + l[other].sum()) / s.shape[1]
+            relative = np.exp(alpha * (s[other, c] - s[i, c])).sum()
+            nine = alpha / (np.exp(-alpha * (s[i, c] + delta)) + relative) / s.shape[1]
+        assert got[i, c] == pytest.approx(eight, rel=1e-9)
+        assert got[i, c] == pytest.approx(nine, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_of_mpa_dw_is_equation_14_corrected(engine):
+    """Printed: S_DR = S(x, c') − S(x, c'), which is zero; meant: S(x, c) − S(x, c')."""
+    alpha, delta = 6.0, 0.1
+    S, y = similarities()
+    got = similarity_gradient(losses.MPADW(5, 5, alpha=alpha, margin=delta), S, y, engine)
+    s, y = S.numpy(), y.numpy()
+    for i, c in np.ndindex(s.shape):
+        if y[i] == c:
+            expected = -alpha / (np.exp(-alpha * (delta - s[i, c])) + 1)
+        else:
+            others = np.arange(s.shape[1]) != y[i]
+            relative = np.exp(alpha * (s[i, others] - s[i, c])).sum()
+            expected = alpha / (np.exp(-alpha * (s[i, c] + delta)) + relative)
+        assert got[i, c] == pytest.approx(expected / len(s), rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_of_mpa_ap_is_equation_18(engine):
+    alpha, delta = 6.0, 0.1
+    S, y = similarities()
+    got = similarity_gradient(losses.MPAAP(5, 5, alpha=alpha, margin=delta), S, y, engine)
+    s, y = S.numpy(), y.numpy()
+    for i in range(len(s)):
+        own = np.arange(s.shape[1]) == y[i]
+        marked = np.where(own, delta - s[i], s[i] + delta)
+        for c in range(s.shape[1]):
+            relative = np.exp(alpha * (marked - marked[c])).sum()
+            expected = alpha / (np.exp(-alpha * marked[c]) + relative) / len(s)
+            sign = -1 if own[c] else 1  # S' falls with S for the own class
+            assert got[i, c] == pytest.approx(sign * expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_of_soft_triple_is_equation_5_corrected(engine):
+    """Printed with both signs wrong; true: −λ(1 − p_y) for the own class, λ p_c for the others."""
+    scale, delta = 6.0, 0.1
+    S, y = similarities()
+    loss = losses.SoftTriple(5, 5, scale=scale, margin=delta)
+    got = similarity_gradient(loss, S, y, engine)
+    s, y = S.numpy(), y.numpy()
+    for i in range(len(s)):
+        own = np.arange(s.shape[1]) == y[i]
+        z = np.exp(scale * (s[i] - delta * own))
+        expected = scale * (z / z.sum() - own) / len(s)
+        assert got[i] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mpa_with_one_proxy_is_proxy_anchor(engine):
+    x, y = batch()
+    anchor = make("proxy_anchor", engine=engine).double()
+    mpa = make("mpa", k=1, engine=engine).double()
+    mpa.proxies.load_state_dict(anchor.proxies.state_dict())
+    assert mpa(x, y).item() == pytest.approx(anchor(x, y).item(), rel=1e-14)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(0, 10**6))
+def test_mpa_ap_is_never_above_mpa_dw(size, classes, k, seed):
+    x, y = batch(size, classes, seed=seed)
+    dw = make("mpa_dw", classes, k=k, seed=seed).double()
+    ap = make("mpa_ap", classes, k=k, seed=seed).double()
+    assert ap(x, y).item() <= dw(x, y).item() * (1 + 1e-12)
+
+
+def test_proxy_nca_plus_plus_is_cross_entropy_on_18_cosines():
+    x, y = batch()
+    loss = make("proxy_nca_plus_plus").double()
+    cosine = F.normalize(x) @ F.normalize(loss.proxies.weight[:, 0]).T
+    assert loss(x, y).item() == pytest.approx(F.cross_entropy(18 * cosine, y).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SEVERAL))
+def test_identical_proxies_make_gamma_irrelevant(name):
+    x, y = batch()
+    loss = make(name, k=3, tau=0.0).double()
+    with torch.no_grad():
+        loss.proxies.weight[:] = loss.proxies.weight[:, :1]
+    first = loss(x, y).item()
+    loss.gamma = 3.0
+    assert loss(x, y).item() == pytest.approx(first, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mpa"])
+def test_classes_absent_from_the_batch_can_carry_the_negative_term(name):
+    x, y = batch(size=4)
+    loss = make(name, k=3, tau=0.0, negative_classes="absent").double()
+    S = reference.soft_similarity(x.numpy(), loss.proxies.weight.detach().numpy(), 0.1)
+    absent = [c for c in range(7) if c not in y.tolist()]
+    push = np.mean([np.log(1 + np.exp(32 * (S[:, c] + 0.1)).sum()) for c in absent])
+    whole = make(name, k=3, tau=0.0).double()
+    everything = np.mean(
+        [np.log(1 + np.exp(32 * (S[y.numpy() != c, c] + 0.1)).sum()) for c in range(7)]
+    )
+    difference = whole(x, y).item() - loss(x, y).item()
+    assert difference == pytest.approx(everything - push, rel=1e-9)
+
+
+def test_arcface_falls_without_a_jump_over_the_whole_circle():
+    loss = losses.ArcFace(3, 3)
+    theta = torch.linspace(0, torch.pi, 20001, dtype=torch.float64)
+    logit = loss.positive_logit(theta.cos(), torch.ones_like(theta)) / loss.scale
+    assert (logit.diff() <= 1e-12).all()
+    assert logit.diff().abs().max() < 2e-3
+    before = theta <= torch.pi - loss.margin
+    torch.testing.assert_close(logit[before][1:], torch.cos(theta + 0.5)[before][1:])
+
+
+def test_arcface_gradient_goes_through_the_angle():
+    loss = losses.ArcFace(3, 3)
+    theta = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
+    s = theta.cos().requires_grad_()
+    loss.positive_logit(s, torch.ones(3)).sum().backward()
+    torch.testing.assert_close(s.grad, 64.0 * torch.sin(theta + 0.5) / torch.sin(theta))
+
+
+def test_sphereface_psi_is_monotone_and_lambda_is_annealed():
+    loss = losses.SphereFace(3, 3)
+    theta = torch.linspace(0, torch.pi, 10001, dtype=torch.float64)
+    psi = loss._psi(theta.cos())
+    assert (psi.diff() <= 1e-12).all()
+    expected = [reference.psi(t, 4) for t in theta.numpy()]
+    np.testing.assert_allclose(psi.numpy(), expected, atol=1e-9)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    for step in range(3):
+        assert loss.annealed_lambda().item() == pytest.approx(1000 / (1 + 0.12 * step))
+        loss(x, y)
+    loss.eval()
+    loss(x, y)
+    assert loss.step.item() == 3
+    loss.step.fill_(10**6)
+    assert loss.annealed_lambda().item() == 5.0
+
+
+def test_sphereface_keeps_the_length_of_the_embedding():
+    x, y = batch()
+    loss = make("sphereface").double().eval()
+    assert loss(2 * x, y).item() != pytest.approx(loss(x, y).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"sphereface"}))
+def test_the_length_of_embeddings_and_proxies_does_not_matter(name):
+    x, y = batch()
+    loss = make(name, k=2).double()
+    value = loss(x, y).item()
+    with torch.no_grad():
+        loss.proxies.weight.mul_(7.0)
+    assert loss(x * 3.0, y).item() == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SUBCENTRES))
+def test_the_nearest_sub_centre_speaks_for_its_class(name):
+    x, _ = batch()
+    loss = make(name, k=3).double()
+    expected = reference.cosine(x.numpy(), loss.proxies.weight.detach().numpy()).max(-1)
+    np.testing.assert_allclose(loss.similarities(x).detach().numpy(), expected, rtol=1e-12)

@@ -1,0 +1,227 @@
+"""Proxies: starts, names, state, growth, optimiser groups."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from proximetry import losses
+from proximetry.losses import Proxies, parameter_groups
+from tests.losses.cases import NAMES, batch, make
+
+
+@pytest.mark.parametrize(
+    ("init", "deviation"),
+    [
+        ("kaiming_normal", math.sqrt(2 / 600)),
+        ("kaiming_uniform", 1 / math.sqrt(600) / math.sqrt(3)),
+        ("normal", 1 / 8),
+        ("small_normal", 0.01),
+    ],
+)
+def test_starts_have_the_papers_spread(init, deviation):
+    generator = torch.Generator().manual_seed(0)
+    weight = Proxies(200, 64, 3, init=init, generator=generator).weight
+    assert weight.std().item() == pytest.approx(deviation, rel=0.02)
+    assert weight.mean().abs().item() < deviation * 0.02
+
+
+def test_sphere_start_and_projection():
+    proxies = Proxies(50, 8, 2, init="sphere")
+    torch.testing.assert_close(proxies.weight.norm(dim=-1), torch.ones(50, 2))
+    with torch.no_grad():
+        proxies.weight.mul_(torch.rand(50, 2, 1) + 0.5)
+    direction = torch.nn.functional.normalize(proxies.weight, dim=-1)
+    assert proxies.project_() is proxies
+    torch.testing.assert_close(proxies.weight.detach(), direction.detach())
+    assert proxies.weight.requires_grad
+
+
+def test_default_starts_of_the_losses():
+    inits = {name: make(name).proxies.init for name in NAMES}
+    assert inits["proxy_anchor"] == inits["mpa"] == "kaiming_normal"
+    assert inits["soft_triple"] == "kaiming_uniform"
+    assert inits["proxy_nca"] == inits["proxy_nca_plus_plus"] == "normal"
+    assert inits["cosface"] == inits["arcface"] == "small_normal"
+    assert inits["sphereface"] == "sphere"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_round_trips_through_safetensors(name):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=2, seed=5)
+    loss.proxies.names = [f"Klasse {i} 한" for i in range(7)]
+    loss(x, y)  # SphereFace counts a step
+    other = make(name, k=2, seed=6)
+    other.load_state_dict(load(save(loss.state_dict())))
+    assert other.proxies.names == loss.proxies.names
+    assert other(x, y).item() == loss(x, y).item()
+    assert torch.equal(other.proxies.weight, loss.proxies.weight)
+
+
+def test_state_without_names_forgets_old_ones_and_copies_keep_them():
+    named = Proxies(2, 3, names=["a", "b"])
+    assert copy.deepcopy(named).names == ["a", "b"]
+    named.load_state_dict(Proxies(2, 3).state_dict())
+    assert named.names is None
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        named.load_state_dict(Proxies(3, 3).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["a"], "got 1"), (["a", "a"], "'a' stands twice"), ("ab", "sequence"), ([1, 2], "strings")],
+)
+def test_bad_names(names, message):
+    with pytest.raises(ValueError, match=message):
+        Proxies(2, 3, names=names)
+
+
+def test_precision_rules():
+    proxies = Proxies(4, 3)
+    weight = proxies.weight.detach().clone()
+    assert torch.equal(proxies.half().weight, weight)
+    assert torch.equal(proxies.to(torch.bfloat16).weight, weight)
+    assert proxies.double().weight.dtype == torch.float64
+    assert proxies.float().weight.dtype == torch.float32
+    assert proxies.to("meta", torch.float16).weight.dtype == torch.float32
+    assert proxies.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, torch.optim.SGD])
+def test_growing_keeps_the_old_classes_and_their_moments(optimizer_type):
+    loss = make("mpa", k=2)
+    options = {"momentum": 0.9} if optimizer_type is torch.optim.SGD else {}
+    optimizer = optimizer_type(parameter_groups(nn.Linear(2, 2), loss, lr=0.01), **options)
+    x, y = batch(dtype=torch.float32)
+    loss(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    old = loss.proxies.weight.detach().clone()
+    assert loss.proxies.grow(3, optimizer=optimizer) == range(7, 10)
+    weight = loss.proxies.weight
+    assert weight.shape == (10, 2, 5)
+    assert torch.equal(weight[:7], old)
+    lengths = weight.norm(dim=-1)
+    torch.testing.assert_close(lengths[7:], lengths[:7].mean().expand(3, 2))
+    moments = [v for v in optimizer.state[weight].values() if v.shape == weight.shape]
+    assert moments
+    assert all((m[7:] == 0).all() and (m[:7] != 0).any() for m in moments)
+    y[0] = 9
+    loss(x, y).backward()
+    optimizer.step()
+    assert not torch.equal(loss.proxies.weight[9], weight.new_zeros(2, 5))
+    assert not torch.equal(loss.proxies.weight[:7], old)
+
+
+def test_growing_from_examples():
+    proxies = Proxies(4, 3, names=list("abcd"))
+    examples = [torch.tensor([[2.0, 0.1, 0.0], [4.0, -0.2, 0.0]]), torch.tensor([[0.0, 0.0, -3.0]])]
+    assert proxies.grow(["e", "f"], init=examples) == range(4, 6)
+    assert proxies.names == list("abcdef")
+    direction = torch.nn.functional.normalize(proxies.weight[4:, 0], dim=-1)
+    torch.testing.assert_close(direction[0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(direction[1], torch.tensor([0.0, 0.0, -1.0]))
+
+
+def test_growing_several_proxies_covers_the_groups_of_the_examples():
+    proxies = Proxies(4, 3, 2)
+    axis = torch.eye(3)
+    noise = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) * 0.05
+    examples = torch.cat([axis[0] + noise[:10], axis[1] + noise[10:]])
+    proxies.grow(1, init=[examples])
+    cosine = torch.nn.functional.normalize(proxies.weight[4].detach(), dim=-1) @ axis[:2].T
+    assert sorted(cosine.argmax(1).tolist()) == [0, 1]
+    assert (cosine.amax(1) > 0.99).all()
+    proxies.grow(1, init=[axis[:1]])  # fewer examples than proxies: near, but not the same
+    assert not torch.equal(proxies.weight[5, 0], proxies.weight[5, 1])
+
+
+def test_growing_from_given_vectors():
+    proxies = Proxies(2, 3, 2)
+    given = torch.randn(3, 2, 3)
+    proxies.grow(3, init=given)
+    same = torch.nn.functional.cosine_similarity(proxies.weight[2:], given, dim=-1)
+    torch.testing.assert_close(same.detach(), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.grow(0), "new_classes .* got 0"),
+        (lambda p: p.grow(["x"]), "have no names"),
+        (lambda p: p.grow(2, init=torch.zeros(3, 3)), r"got \[3, 3\]"),
+        (lambda p: Proxies(2, 3, 2).grow(1, init=torch.ones(1, 3)), r"\[1, 2, 3\], got \[1, 3\]"),
+        (lambda p: p.grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
+        (lambda p: p.grow(1, init=[torch.zeros(1, 4)]), r"got \[1, 4\]"),
+        (lambda p: p.grow(1, init="flat"), "init .* got 'flat'"),
+        (
+            lambda p: p.grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+            "does not hold",
+        ),
+    ],
+)
+def test_bad_growth(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Proxies(2, 3))
+
+
+def test_growing_named_classes_needs_new_names():
+    proxies = Proxies(2, 3, names=["a", "b"])
+    with pytest.raises(ValueError, match="need names"):
+        proxies.grow(1)
+    with pytest.raises(ValueError, match="'a' stands twice"):
+        proxies.grow(["a"])
+    assert proxies.names == ["a", "b"]
+    assert proxies.weight.shape[0] == 2
+
+
+def test_parameter_groups_hold_everything_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+    model[0].requires_grad_(False)
+    loss = losses.ProxyNCAPlusPlus(7, 5, learn_temperature=True)
+    groups = parameter_groups(model, loss, lr=1e-3, proxy_lr_multiplier=50.0, weight_decay=1e-4)
+    assert [g["name"] for g in groups] == ["model", "proxies", "loss"]
+    assert [g["lr"] for g in groups] == [1e-3, pytest.approx(0.05), 1e-3]
+    assert [len(g["params"]) for g in groups] == [2, 1, 1]
+    assert groups[1]["params"][0] is loss.proxies.weight
+    assert all(g["weight_decay"] == 1e-4 for g in groups)
+    torch.optim.AdamW(groups)
+
+
+def test_parameter_groups_refuse_what_would_go_wrong():
+    model = nn.Linear(4, 5)
+    with pytest.raises(ValueError, match="none of the losses has proxies"):
+        parameter_groups(model, lr=1e-3)
+    with pytest.raises(ValueError, match="none of the losses has proxies"):
+        parameter_groups(model, nn.Linear(2, 2), lr=1e-3)
+    loss = make("proxy_anchor")
+    with pytest.raises(ValueError, match="given twice"):
+        parameter_groups(nn.ModuleList([model, loss]), loss, lr=1e-3)
+    with pytest.raises(ValueError, match="given twice"):
+        parameter_groups(model, loss, loss, lr=1e-3)
+    with pytest.raises(ValueError, match="lr must be positive, got 0"):
+        parameter_groups(model, loss, lr=0)
+
+
+def test_training_a_few_steps_separates_classes():
+    """The proxies and a linear model learn a small problem with every loss."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(6, 12, generator=generator)
+    y = torch.arange(60) % 6
+    data = centres[y] + 0.3 * torch.randn(60, 12, generator=generator)
+    for name in NAMES:
+        torch.manual_seed(0)
+        model, loss = nn.Linear(12, 8), make(name, 6, 8, k=2)
+        optimizer = torch.optim.Adam(parameter_groups(model, loss, lr=1e-2, proxy_lr_multiplier=3))
+        first = loss(model(data), y).item()
+        for _ in range(60):
+            optimizer.zero_grad()
+            value = loss(model(data), y)
+            value.backward()
+            optimizer.step()
+        assert value.item() < first, name
+        assert (loss.similarities(model(data)).argmax(1) == y).float().mean() > 0.95, name

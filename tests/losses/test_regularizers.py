@@ -1,0 +1,180 @@
+"""Regularisers against their formulas, in value, gradient and the memory they promise."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proximetry import losses
+from proximetry.losses import regularizers
+from proximetry.losses.regularizers import (
+    CenterLoss,
+    ExclusiveRegularizer,
+    IntraClassRegularizer,
+    intra_class_distance,
+    nearest_rivals,
+)
+from tests.losses import reference
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("entries", [1, 40, 2**20])
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(2, 6), st.integers(0, 1000))
+def test_intra_class_term_is_equation_3(entries, classes, k, dim, seed):
+    w = draw(classes, k, dim, seed=seed).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regularizers, "BLOCK_ENTRIES", entries)
+        value = intra_class_distance(w)
+        assert value.item() == pytest.approx(reference.intra_class(w.detach().numpy()), rel=1e-9)
+        if k > 1:
+            (gradient,) = torch.autograd.grad(value, w)
+    if k > 1:
+        (expected,) = torch.autograd.grad(intra_class_distance(w), w)
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_intra_class_gradcheck_in_blocks_and_backward_twice(monkeypatch):
+    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", 1)
+    w = draw(4, 3, 3).requires_grad_()
+    assert torch.autograd.gradcheck(intra_class_distance, (w,))
+    value = intra_class_distance(w) * 3.0
+    (first,) = torch.autograd.grad(value, w, retain_graph=True)
+    (second,) = torch.autograd.grad(value, w)
+    torch.testing.assert_close(first, second)
+    with torch.no_grad():
+        assert intra_class_distance(w).item() == pytest.approx(value.item() / 3.0)
+
+
+def test_identical_proxies_have_a_finite_gradient():
+    w = torch.ones(3, 4, 5, requires_grad=True)
+    intra_class_distance(w).backward()
+    assert torch.isfinite(w.grad).all()
+
+
+def test_intra_class_module_uses_its_weight():
+    proxies = losses.Proxies(5, 4, 3)
+    expected = 0.7 * reference.intra_class(proxies.weight.detach().double().numpy())
+    assert IntraClassRegularizer(0.7)(proxies).item() == pytest.approx(expected, rel=1e-5)
+
+
+def exclusive(w):
+    """Seed 003: (1/C) Σ_i max_{j≠i} cos, over proxies of other classes."""
+    C, K, _ = w.shape
+    flat = reference.unit(w).reshape(C * K, -1)
+    cosine = flat @ flat.T
+    owner = np.arange(C * K) // K
+    cosine[owner[:, None] == owner] = -np.inf
+    return cosine.max(1).mean(), cosine.argmax(1)
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, None])
+@given(st.integers(2, 15), st.integers(1, 3), st.integers(2, 6), st.integers(0, 1000))
+def test_exclusive_term_is_regularfaces(block, classes, k, dim, seed):
+    w = draw(classes, k, dim, seed=seed)
+    value, rivals = exclusive(w.numpy())
+    assert nearest_rivals(w, block).tolist() == rivals.tolist()
+    assert ExclusiveRegularizer(2.0)(w).item() == pytest.approx(2.0 * value, rel=1e-9)
+
+
+def test_exclusive_gradient_reaches_both_members_of_a_pair():
+    w = draw(9, 2, 4).requires_grad_()
+    assert torch.autograd.gradcheck(ExclusiveRegularizer(), (w,))
+    flat = draw(9, 4).requires_grad_()
+    assert torch.autograd.gradcheck(ExclusiveRegularizer(), (flat,))
+
+
+def test_exclusive_gradient_in_blocks(monkeypatch):
+    w = draw(30, 1, 4).requires_grad_()
+    (whole,) = torch.autograd.grad(ExclusiveRegularizer()(w), w)
+    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", 16)
+    (blocks,) = torch.autograd.grad(ExclusiveRegularizer()(w), w)
+    torch.testing.assert_close(blocks, whole)
+
+
+def test_exclusive_with_ties_zero_vectors_and_one_class():
+    same = torch.ones(6, 1, 3, requires_grad=True)
+    value = ExclusiveRegularizer()(same)
+    assert value.item() == pytest.approx(1.0)
+    assert nearest_rivals(same).tolist() == [1, 0, 0, 0, 0, 0]
+    value.backward()
+    assert torch.isfinite(same.grad).all()
+    zero = torch.zeros(3, 1, 3, requires_grad=True)
+    ExclusiveRegularizer()(zero).backward()
+    assert (zero.grad == 0).all()
+    one = torch.ones(1, 2, 3, requires_grad=True)
+    single = ExclusiveRegularizer()(one)
+    single.backward()
+    assert single.item() == 0.0
+
+
+def test_exclusive_regularisation_separates():
+    """Projected gradient descent on the term alone spreads proxies over the sphere."""
+    torch.manual_seed(0)
+    proxies = losses.Proxies(4, 3, init="sphere")
+    term = ExclusiveRegularizer()
+    optimizer = torch.optim.SGD(proxies.parameters(), lr=0.2)
+    for _ in range(400):
+        optimizer.zero_grad()
+        value = term(proxies)
+        value.backward()
+        optimizer.step()
+        proxies.project_()
+    # four points on a sphere are farthest apart as a tetrahedron: cosine −1/3
+    assert value.item() == pytest.approx(-1 / 3, abs=0.05)
+
+
+def test_center_loss_by_hand():
+    term = CenterLoss(3, 2, weight=0.5, rate=0.5)
+    x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0]], requires_grad=True)
+    y = torch.tensor([0, 0, 1])
+    value = term(x, y)
+    assert value.item() == pytest.approx(0.5 * 0.5 * (1 + 9 + 4) / 3)
+    value.backward()
+    torch.testing.assert_close(x.grad, 0.5 * x.detach() / 3)
+    # c ← c − rate · Σ(c − x) / (1 + n): (1 + 3) / 3 / 2 and 2 / 2 / 2
+    torch.testing.assert_close(term.centers, torch.tensor([[2 / 3, 0.0], [0.0, 0.5], [0.0, 0.0]]))
+    term.eval()
+    before = term.centers.clone()
+    term(x, y)
+    assert torch.equal(term.centers, before)
+
+
+def test_center_loss_finds_the_class_means():
+    term = CenterLoss(2, 3)
+    x = draw(20, 3).float()
+    y = torch.arange(20) % 2
+    for _ in range(200):
+        term(x, y)
+    expected = torch.stack([x[y == 0].mean(0), x[y == 1].mean(0)])
+    torch.testing.assert_close(term.centers, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: IntraClassRegularizer(-1.0), "weight .* got -1.0"),
+        (lambda: ExclusiveRegularizer(float("nan")), "weight .* got nan"),
+        (lambda: ExclusiveRegularizer()(torch.zeros(3)), r"got \[3\]"),
+        (lambda: IntraClassRegularizer()(torch.zeros(3, 2)), r"got \[3, 2\]"),
+        (lambda: CenterLoss(0, 2), "num_classes .* got 0"),
+        (lambda: CenterLoss(2, 2, rate=0.0), "rate .* got 0.0"),
+        (lambda: CenterLoss(2, 2)(torch.zeros(1, 2), torch.tensor([2])), "label 2"),
+        (lambda: CenterLoss(2, 2)(torch.zeros(1, 3), torch.tensor([1])), "3 wide"),
+    ],
+)
+def test_bad_use(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_any_loss_takes_any_regulariser():
+    x, y = torch.randn(8, 5), torch.arange(8) % 4
+    for name in losses.LOSSES:
+        loss = losses.create(name, 4, 5)
+        total = loss(x, y) + 0.5 * ExclusiveRegularizer()(loss.proxies)
+        (total + IntraClassRegularizer()(loss.proxies) + CenterLoss(4, 5)(x, y)).backward()
+        assert torch.isfinite(loss.proxies.weight.grad).all()

@@ -1,0 +1,265 @@
+"""Nothing overflows, nothing turns NaN, no precision is lost, and it compiles."""
+
+import pytest
+import torch
+
+from proximetry import losses
+from tests.losses.cases import NAMES, SEVERAL, SUBCENTRES, batch, make, value_and_gradients
+
+ENGINES = ["dense", "streamed"]
+
+
+def assert_finite(name, x, y, classes=7, engine="dense", **settings):
+    loss = make(name, classes, x.shape[1], k=3, engine=engine, **settings)
+    value, gx, gw = value_and_gradients(loss, x, y)
+    assert value.dtype == torch.float32
+    assert value.ndim == 0
+    assert gx.dtype == x.dtype
+    assert torch.isfinite(value)
+    assert torch.isfinite(gx).all()
+    assert torch.isfinite(gw).all()
+    return value, gx, gw
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_batches_in_every_precision(name, dtype, engine):
+    x, y = batch(dtype=torch.float32)
+    x = x.to(dtype)
+    assert_finite(name, x, y, engine=engine)
+    assert_finite(name, x[:1], y[:1], engine=engine)
+    assert_finite(name, x, torch.zeros_like(y), engine=engine)
+    assert_finite(name, x, torch.zeros_like(y), classes=1, engine=engine)
+    assert_finite(name, x[:1].expand(9, -1).contiguous(), y, engine=engine)
+    assert_finite(name, torch.zeros_like(x), y, engine=engine)
+    zero_row = x.clone()
+    zero_row[3] = 0
+    assert_finite(name, zero_row, y, engine=engine)
+    assert_finite(name, x, y, classes=1000, engine=engine)
+    assert_finite(name, x * 1e-3, y, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_settings(name, engine):
+    x, y = batch(dtype=torch.float32)
+    for sign in (1.0, -1.0):
+        torch.manual_seed(0)
+        loss = make(name, k=3, engine=engine)
+        own = loss.proxies.weight.detach()[y, 0]
+        for scale in (1e-3, 1.0, 1000.0):
+            for key in {"alpha", "scale"} & set(loss.settings):
+                setattr(loss, key, scale)
+            if hasattr(loss, "temperature"):
+                loss.temperature = 1.0 / scale
+            # on the proxy, and opposite to it: cosines of exactly ±1
+            value, gx, gw = value_and_gradients(loss, sign * own, y)
+            assert torch.isfinite(value), (scale, sign)
+            assert torch.isfinite(gx).all(), (scale, sign)
+            assert torch.isfinite(gw).all(), (scale, sign)
+            value_and_gradients(loss, x, y)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("alpha", [1.0, 50.0, 59.0, 61.0, 300.0, 1000.0])
+@pytest.mark.parametrize("name", ["proxy_anchor", "mpa", "mpa_dw", "mpa_ap"])
+def test_large_alpha_is_right_not_only_finite(name, alpha, engine):
+    x, y = batch()
+    wide = make(name, k=3, alpha=alpha, engine="dense").double()
+    narrow = make(name, k=3, alpha=alpha, engine=engine)
+    expected = value_and_gradients(wide, x, y)
+    got = value_and_gradients(narrow, x.float(), y)
+    assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        assert (a.double() - b).abs().max() <= 2e-6 * (1 + alpha) * b.abs().max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_proxies_are_harmless(name, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=3, engine=engine)
+    with torch.no_grad():
+        loss.proxies.weight[2] = 0
+    value, gx, gw = value_and_gradients(loss, x, y)
+    assert torch.isfinite(value)
+    assert torch.isfinite(gx).all()
+    assert (gw[2] == 0).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_changes_nothing(name, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=2, engine=engine).eval()
+    expected = value_and_gradients(loss, x, y)
+    inside = x.clone().requires_grad_()
+    loss.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(inside, y)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert value.item() == expected[0].item()
+    assert torch.equal(inside.grad, expected[1])
+    assert torch.equal(loss.proxies.weight.grad, expected[2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proxies_stay_in_full_precision_through_a_half_precision_step(name):
+    loss = make(name, k=2).bfloat16().half()
+    assert loss.proxies.weight.dtype == torch.float32
+    before = make(name, k=2).proxies.weight
+    assert torch.equal(loss.proxies.weight, before)
+    optimizer = torch.optim.AdamW(loss.parameters())
+    x, y = batch(dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss(x.requires_grad_(), y).backward()
+    optimizer.step()
+    weight = loss.proxies.weight
+    assert weight.dtype == weight.grad.dtype == torch.float32
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
+    assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_as_one_graph(name):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=2, engine="dense").eval()
+    expected = value_and_gradients(loss, x, y)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    inside = x.clone().requires_grad_()
+    loss.zero_grad(set_to_none=True)
+    value = compiled(inside, y)
+    value.backward()
+    torch.testing.assert_close(value, expected[0])
+    torch.testing.assert_close(inside.grad, expected[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss.proxies.weight.grad, expected[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["proxy_anchor", "mpa_ap", "sphereface"])
+def test_compiles_to_machine_code(name):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=2).eval()
+    expected, _, _ = value_and_gradients(loss, x, y)
+    compiled = torch.compile(loss, fullgraph=True)
+    torch.testing.assert_close(compiled(x, y).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_the_losses_compile_in_one_process_without_a_reset():
+    torch._dynamo.reset()
+    x, y = batch(dtype=torch.float32)
+    for name in NAMES:
+        loss = torch.compile(make(name), fullgraph=True, backend="eager")
+        assert torch.isfinite(loss(x, y))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_moves_its_proxies(name, engine):
+    loss = make(name, engine=engine).to("meta")
+    assert all(tensor.device.type == "meta" for tensor in loss.state_dict().values())
+    empty = loss.to_empty(device="cpu")
+    empty.load_state_dict(make(name).state_dict())
+    x, y = batch(dtype=torch.float32)
+    assert empty(x, y).item() == pytest.approx(make(name)(x, y).item(), rel=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_gives_the_numbers_of_the_cpu(name, engine):
+    x, y = batch(64, 500, 32, dtype=torch.float32)
+    loss = make(name, 500, 32, k=3, engine=engine).eval()
+    expected = value_and_gradients(loss, x, y)
+    got = value_and_gradients(loss.cuda(), x.cuda(), y.cuda())
+    for a, b in zip(got, expected, strict=True):
+        assert (a.cpu() - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_of_any_integer_type(name, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=2, engine=engine).eval()
+    expected = loss(x, y).item()
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert loss(x, y.to(dtype)).item() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda x, y: (x, y.float()), "torch.float32"),
+        (lambda x, y: (x, y.bool()), "torch.bool"),
+        (lambda x, y: (x, y + 5), r"label 11 \(position 0 of the batch\) is outside 0\.\.6"),
+        (lambda x, y: (x, y - 10), "label -10"),
+        (lambda x, y: (x[:, :4], y), "4 wide, the proxies 5"),
+        (lambda x, y: (x, y[:5]), r"9 embeddings .* got \[5\]"),
+        (lambda x, y: (x, y.unsqueeze(1)), r"got \[9, 1\]"),
+        (lambda x, y: (x[:0], y[:0]), "empty"),
+        (lambda x, y: (x[0], y[:1]), r"got shape \[5\]"),
+        (lambda x, y: (x.long(), y), "torch.int64"),
+    ],
+)
+def test_bad_batches_are_refused_by_name(name, break_it, message):
+    x, y = batch(dtype=torch.float32)
+    y[0], y[1] = 6, 0
+    with pytest.raises(ValueError, match=message):
+        make(name)(*break_it(x, y))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: losses.ProxyAnchor(3, 4, alpha=0.0), "alpha must be positive, got 0.0"),
+        (lambda: losses.ProxyAnchor(3, 4, alpha=-32), "alpha must be positive, got -32"),
+        (lambda: losses.ProxyAnchor(3, 4, alpha=float("nan")), "alpha .* got nan"),
+        (lambda: losses.ProxyAnchor(3, 4, margin=float("inf")), "margin .* got inf"),
+        (lambda: losses.ProxyAnchor(0, 4), "num_classes .* got 0"),
+        (lambda: losses.ProxyAnchor(3, 0), "dim .* got 0"),
+        (lambda: losses.ProxyAnchor(2.5, 4), "num_classes .* got 2.5"),
+        (lambda: losses.ProxyAnchor(3, 4, engine="fast"), "engine .* got 'fast'"),
+        (lambda: losses.MPA(3, 4, proxies_per_class=0), "proxies_per_class .* got 0"),
+        (lambda: losses.MPA(3, 4, tau=-1.0), "tau must not be negative, got -1.0"),
+        (lambda: losses.MPA(3, 4, negative_classes="some"), "negative_classes .* got 'some'"),
+        (lambda: losses.SoftTriple(3, 4, gamma=0.0), "gamma must be positive, got 0.0"),
+        (lambda: losses.SoftTriple(3, 4, scale=-1.0), "scale must be positive, got -1.0"),
+        (lambda: losses.ProxyNCAPlusPlus(3, 4, temperature=0), "temperature .* got 0"),
+        (lambda: losses.ArcFace(3, 4, margin=3.5), "margin .* got 3.5"),
+        (lambda: losses.SphereFace(3, 4, margin=0), "margin .* got 0"),
+        (lambda: losses.SphereFace(3, 4, margin=1.5), "margin .* got 1.5"),
+        (lambda: losses.create("proxy_ancor", 3, 4), "did you mean 'proxy_anchor'"),
+        (lambda: losses.create("mpa", 3, 4, alhpa=3.0), "alhpa"),
+        (lambda: losses.Row("single", "class", "softmax"), "softmax"),
+        (lambda: losses.Row("double", "class", "apart"), "similarity .* got 'double'"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(make_it, message):
+    with pytest.raises(ValueError, match=message):
+        make_it()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_settings_are_refused_on_assignment_too(name):
+    loss = make(name)
+    for key in set(loss.settings) - {"margin"}:
+        before = getattr(loss, key)
+        with pytest.raises(ValueError, match=key):
+            setattr(loss, key, -1.0)
+        assert getattr(loss, key) == before
+
+
+def test_the_label_check_can_be_turned_off():
+    x, y = batch(dtype=torch.float32)
+    loss = make("proxy_anchor")
+    loss.check_labels = False
+    assert torch.isfinite(loss(x, y))
+
+
+@pytest.mark.parametrize("name", sorted(SEVERAL | SUBCENTRES))
+def test_shape_of_the_proxies(name):
+    assert losses.create(name, 6, 4, proxies_per_class=3).proxies.weight.shape == (6, 3, 4)
+    assert f"{name}" in losses.LOSSES
