@@ -64,7 +64,7 @@ def regularizer(pair: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if isinstance(pair[0], losses.Proxies):
         value: Tensor = pair[1](pair[0])
     else:
-        value = pair[0](pair[1][0])
+        value = pair[0](next(pair[1].parameters()))
     return value
 
 

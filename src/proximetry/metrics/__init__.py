@@ -1,1 +1,72 @@
-"""Retrieval, clustering and verification metrics."""
+"""Retrieval, clustering and verification metrics: exact, in one pass, over arrays."""
+
+from proximetry.metrics.clustering import (
+    KMeans,
+    PairwiseF1,
+    ami,
+    cluster,
+    kmeans,
+    nmi,
+    pairwise_f1,
+)
+from proximetry.metrics.evaluation import (
+    Evaluation,
+    Interval,
+    evaluate,
+    evaluate_queries,
+    score_result,
+)
+from proximetry.metrics.identification import Identification, identify
+from proximetry.metrics.pairs import (
+    PairList,
+    Templates,
+    pair_similarities,
+    read_pairs,
+    set_similarities,
+    templates,
+)
+from proximetry.metrics.retrieval import RetrievalResult, retrieve
+from proximetry.metrics.separability import Separability, separability
+from proximetry.metrics.verification import (
+    Roc,
+    Verification,
+    auc,
+    eer,
+    roc,
+    tar_at_far,
+    verify,
+)
+
+__all__ = [
+    "Evaluation",
+    "Identification",
+    "Interval",
+    "KMeans",
+    "PairList",
+    "PairwiseF1",
+    "RetrievalResult",
+    "Roc",
+    "Separability",
+    "Templates",
+    "Verification",
+    "ami",
+    "auc",
+    "cluster",
+    "eer",
+    "evaluate",
+    "evaluate_queries",
+    "identify",
+    "kmeans",
+    "nmi",
+    "pair_similarities",
+    "pairwise_f1",
+    "read_pairs",
+    "retrieve",
+    "roc",
+    "score_result",
+    "separability",
+    "set_similarities",
+    "tar_at_far",
+    "templates",
+    "verify",
+]

@@ -1,0 +1,172 @@
+"""Retrieval metrics beside the peers: time and peak memory, in one process, on the same vectors.
+
+python -m benchmarks.metrics [--device cuda] [--size sop|cub] [--repeats 3] [--skip-peers]
+
+Ours: recall@1, 10, 100, 1000, R-precision, MAP@R, MRR and nDCG@100 together.
+pytorch-metric-learning: precision@1, R-precision and MAP@R, with its batched torch k-NN.
+open-metric-learning: CMC@1, precision and MAP at the largest R, with its batched k-NN.
+A peer that is not installed is left out with a note.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import peak_memory, versions
+from proximetry.metrics import evaluate
+
+DIM = 512
+SIZES = {"sop": (60_502, 11_316), "cub": (5_864, 100)}
+# How far items lie from the middle of their class; gives recall@1 = 0.94 at the larger size.
+SPREAD = 2.0
+# Queries that pytorch-metric-learning handles at once.
+PEER_BATCH = 1024
+
+Scores = dict[str, float]
+
+
+@dataclass
+class Stopwatch:
+    """Runs something, and keeps how long each run took and what came out."""
+
+    run: Callable[[], Scores]
+    device: str
+    seconds: list[float] = field(default_factory=list)
+    scores: Scores = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        """One run."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.scores = self.run()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def data(size: str, device: str) -> tuple[Tensor, Tensor]:
+    """Vectors around class centres, in no particular order; two items or more to a class."""
+    count, classes = SIZES[size]
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(0, classes, (count - 2 * classes,), generator=generator)
+    labels = torch.cat([torch.arange(classes).repeat(2), some])
+    labels = labels[torch.randperm(count, generator=generator)]
+    centres = torch.randn(classes, DIM, generator=generator)
+    vectors = torch.randn(count, DIM, generator=generator).mul_(SPREAD).add_(centres[labels])
+    return vectors.to(device), labels.to(device)
+
+
+def ours(vectors: Tensor, labels: Tensor) -> Scores:
+    return evaluate(vectors, labels, recall_at=(1, 10, 100, 1000), ndcg_at=(100,))
+
+
+def pytorch_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
+    from pytorch_metric_learning.distances import CosineSimilarity
+    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+    from pytorch_metric_learning.utils.inference import CustomKNN
+
+    calculator = AccuracyCalculator(
+        include=("precision_at_1", "r_precision", "mean_average_precision_at_r"),
+        k="max_bin_count",
+        device=vectors.device,
+        knn_func=CustomKNN(CosineSimilarity(), batch_size=PEER_BATCH),
+    )
+    found = calculator.get_accuracy(vectors, labels)
+    return {
+        "recall@1": float(found["precision_at_1"]),
+        "r_precision": float(found["r_precision"]),
+        "map@r": float(found["mean_average_precision_at_r"]),
+    }
+
+
+def open_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
+    from oml.functional.knn import batched_knn
+    from oml.functional.metrics import calc_retrieval_metrics
+
+    unit = torch.nn.functional.normalize(vectors)
+    everyone = torch.arange(len(unit))
+    largest = int(torch.bincount(labels).max()) - 1
+    _, found, relevant = batched_knn(unit, everyone, everyone, top_n=largest, labels_gt=labels)
+    scores = calc_retrieval_metrics(
+        list(found),
+        relevant,
+        cmc_top_k=(1,),
+        precision_top_k=(largest,),
+        map_top_k=(largest,),
+    )
+    return {"recall@1": float(scores["cmc"][1])}
+
+
+PEERS: dict[str, tuple[str, Callable[[Tensor, Tensor], Scores], str]] = {
+    "pytorch-metric-learning": ("pytorch_metric_learning", pytorch_metric_learning, "cpu cuda"),
+    "open-metric-learning": ("oml", open_metric_learning, "cpu"),
+}
+
+
+def check_agreement(mine: Scores, other: Scores, name: str) -> None:
+    # Rounding may swap two neighbours that are almost equally near; more than that is an error.
+    for key, value in other.items():
+        if abs(mine[key] - value) > 1e-4:
+            raise SystemExit(f"{name} finds {key} = {value}, we find {mine[key]}")
+
+
+def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
+    vectors, labels = data(size, device)
+    count, classes = SIZES[size]
+    print(f"\n{count} vectors of {DIM}, {classes} classes, {device}\n", flush=True)
+    print("| | seconds | slower than ours | memory beyond the input |\n|---|---|---|---|")
+    runs: dict[str, Callable[[Tensor, Tensor], Scores]] = {"proximetry": ours}
+    for name, (module, run, devices) in PEERS.items():
+        if skip_peers or device not in devices.split():
+            continue
+        if importlib.util.find_spec(module) is None:
+            print(f"| {name} | not installed | | |")
+            continue
+        runs[name] = run
+    watches: dict[str, Stopwatch] = {}
+    ours(vectors[:2048], labels[:2048])  # load libraries before anything is measured
+    for name, run in runs.items():
+        watch = Stopwatch(lambda run=run: run(vectors, labels), device)  # type: ignore[misc]
+        watches[name] = watch
+        memory = peak_memory(watch, device) / 2**20
+        for _ in range(repeats - 1):
+            watch()
+        # On a GPU the first run is a warm-up; on a processor it is like any other.
+        seconds = statistics.median(watch.seconds[1:] if device == "cuda" else watch.seconds)
+        watch.seconds = [seconds]
+        ratio = seconds / watches["proximetry"].seconds[0]
+        print(f"| {name} | {seconds:.3f} | {ratio:.2f} × | {memory:.0f} MiB |", flush=True)
+        check_agreement(watches["proximetry"].scores, watch.scores, name)
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in watches["proximetry"].scores.items())
+    print(f"\n{shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
+    parser.add_argument("--repeats", type=int, help="runs behind each median (CPU 1, CUDA 6)")
+    parser.add_argument("--threads", type=int, default=2, help="processor threads")
+    parser.add_argument("--skip-peers", action="store_true", help="measure ours alone")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    repeats = arguments.repeats or (6 if arguments.device == "cuda" else 1)
+    print(versions())
+    for size in [arguments.size] if arguments.size else list(SIZES):
+        compare(
+            size,
+            arguments.device,
+            max(repeats, 2 * (arguments.device == "cuda")),
+            arguments.skip_peers,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""The command line: one plain function per command, built from its signature."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[int, int], None]
+
+
+def demo(out: Path | None = None, seed: int = 0) -> None:
+    """Train on the built-in glyphs and look for characters never seen in training.
+
+    Takes about two minutes on two CPU cores and needs no download.
+
+    Args:
+        out: folder of the run; default: a new one below runs/.
+        seed: of the run.
+    """
+    from proximetry.training.demo import run_demo
+    from proximetry.training.display import make_display
+
+    run_demo(out, seed, make_display())
+
+
+def train(recipe: str, out: Path, device: str | None = None, fresh: bool = False) -> None:
+    """Train an embedder as a recipe says, or continue where a run was cut off.
+
+    Every key of the recipe can be overridden: --optimizer.lr 2e-4 --data.root ~/cub
+
+    Args:
+        recipe: a YAML file, or the name of a shipped recipe (see: proximetry recipes).
+        out: folder of the run; a run that is there is continued.
+        device: cpu, cuda or cuda:1; default: cuda where there is one.
+        fresh: refuse to continue a run that is there.
+    """
+    raise NotImplementedError("main() calls _train with the overrides")
+
+
+def evaluate(
+    embedder: Path,
+    dataset: str,
+    root: Path | None = None,
+    split: str = "test",
+    recall_at: tuple[int, ...] = (1, 2, 4, 8),
+    ndcg_at: tuple[int, ...] = (2, 4, 8),
+    clustering: bool = False,
+    batch_size: int = 64,
+    device: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Measure how well an embedder finds images of the same class again.
+
+    Args:
+        embedder: folder of a saved embedder, such as runs/first/embedder.
+        dataset: glyphs, folder, csv, parquet, shards, faces, cub, cars, sop or inshop.
+        root: where its images lie.
+        split: which rows: test, train, val or all.
+        recall_at: the k of recall@k.
+        ndcg_at: the k of nDCG@k.
+        clustering: also NMI, AMI and pairwise F1 of k-means.
+        batch_size: images per forward pass.
+        device: cpu or cuda; default: cuda where there is one.
+        out: also write the numbers to this JSON file.
+    """
+    from proximetry import metrics
+    from proximetry.models import Embedder
+    from proximetry.training.material import open_catalog
+    from proximetry.training.recipe import Data
+
+    model = Embedder.load(embedder, device=_device(device))
+    catalog = open_catalog(Data(dataset=dataset, root=None if root is None else str(root)))
+    if split != "all":
+        chosen = catalog.filter(split=split)
+        if len(chosen) == 0:
+            raise ValueError(f"{dataset} has no rows of split {split!r}; try --split all")
+        catalog = chosen
+    files = [catalog.file(i) for i in range(len(catalog))]
+    with _progress("embedding") as report:
+        vectors = model.encode(
+            files, batch_size=batch_size, progress=lambda done: report(done, len(files))
+        )
+    from proximetry.training.material import questions
+
+    with _progress("searching") as report:
+        result = metrics.evaluate(
+            **questions(catalog, vectors),
+            recall_at=recall_at,
+            ndcg_at=ndcg_at,
+            clustering=clustering,
+            metric="cosine" if model.architecture.normalize else "euclidean",
+            progress=report,
+        )
+    print(_table({f"{dataset} ({split})": result}))
+    for note in catalog.notes:
+        print(f"note: {note}")
+    if out is not None:
+        from proximetry.training.checkpoint import write_atomically
+
+        write_atomically(out, json.dumps(result, indent=2).encode())
+
+
+def embed(
+    embedder: Path,
+    images: list[Path],
+    out: Path = Path("vectors.npz"),
+    batch_size: int = 64,
+    flip: bool = False,
+    device: str | None = None,
+) -> None:
+    """Turn images into vectors and write them to a .npz file (arrays: vectors, paths).
+
+    Args:
+        embedder: folder of a saved embedder.
+        images: image files, and folders to be searched for them.
+        out: file to write.
+        batch_size: images per forward pass.
+        flip: append the vector of the mirrored image.
+        device: cpu or cuda; default: cuda where there is one.
+    """
+    import io
+
+    import numpy as np
+
+    from proximetry.data.folders import is_image
+    from proximetry.models import Embedder
+    from proximetry.training.checkpoint import write_atomically
+
+    files: list[str] = []
+    for path in images:
+        if path.is_dir():
+            files += sorted(str(f) for f in path.rglob("*") if f.is_file() and is_image(f.name))
+        elif path.is_file():
+            files.append(str(path))
+        else:
+            raise ValueError(f"there is no image or folder {path}")
+    if not files:
+        raise ValueError(f"no images below {', '.join(map(str, images))}")
+    model = Embedder.load(embedder, device=_device(device))
+    with _progress("embedding") as report:
+        vectors = model.encode(
+            files, batch_size, flip=flip, progress=lambda done: report(done, len(files))
+        )
+    buffer = io.BytesIO()
+    np.savez(buffer, vectors=vectors.numpy(), paths=np.array(files))
+    write_atomically(out, buffer.getvalue())
+    print(f"{len(files)} vectors of {vectors.shape[1]} numbers in {out}")
+
+
+def export(embedder: Path, out: Path, opset: int = 18) -> None:
+    """Write an embedder as ONNX and check that onnxruntime agrees with torch.
+
+    Args:
+        embedder: folder of a saved embedder.
+        out: the .onnx file to write.
+        opset: version of the ONNX operators.
+    """
+    from proximetry.models import Embedder
+
+    model = Embedder.load(embedder)
+    model.export_onnx(out, opset=opset)
+    height, width = model.preprocessing.crop
+    print(f"{out}: RGB 0…255, float32 [N, 3, {height}, {width}] → [N, {model.dim}], checked")
+
+
+def recipes(show: str | None = None) -> None:
+    """List the shipped recipes, or print one.
+
+    Args:
+        show: the recipe to print; a start for your own YAML file.
+    """
+    from proximetry.training.recipe import Recipe, find_recipe, shipped_recipes
+
+    if show is not None:
+        print(find_recipe(show).read_text(encoding="utf-8"), end="")
+        return
+    for known in shipped_recipes():
+        print(f"{known:32} {Recipe.load(known).about}")
+
+
+def datasets(describe: str | None = None, root: Path | None = None) -> None:
+    """List the datasets that can be read, or check and describe one.
+
+    Args:
+        describe: the dataset to check and describe.
+        root: where its images lie.
+    """
+    from proximetry.data import list_datasets
+    from proximetry.training.material import open_catalog
+    from proximetry.training.recipe import Data
+
+    if describe is None:
+        for known, about in list_datasets().items():
+            print(f"{known:12} {about}")
+        return
+    catalog = open_catalog(Data(dataset=describe, root=None if root is None else str(root)))
+    print(catalog.describe())
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "train": train,
+    "evaluate": evaluate,
+    "embed": embed,
+    "export": export,
+    "recipes": recipes,
+    "datasets": datasets,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 done, 1 it failed, 2 it was asked wrongly."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `proximetry recipes | head`
+        sys.stderr.close()
+        return 0
+
+
+def _main(words: list[str]) -> int:
+    try:
+        from argparse import ArgumentError
+
+        from jsonargparse import ArgumentParser
+    except ImportError:
+        print(
+            "the command line needs an extra: pip install 'proximetry[train]'",
+            file=sys.stderr,
+        )
+        return 1
+    from proximetry import __version__
+    from proximetry.training.recipe import Recipe
+    from proximetry.training.recipe_values import RecipeError
+
+    parser = ArgumentParser(
+        prog="proximetry",
+        description="Train embeddings with proxy-based losses, evaluate them, put them to use.",
+        exit_on_error=False,
+        version=f"proximetry {__version__}",
+    )
+    commands = parser.add_subcommands(required=True, dest="command")
+    try:
+        for name, function in COMMANDS.items():
+            help_text = (function.__doc__ or "").split("\n\n")[0]
+            sub = ArgumentParser(exit_on_error=False, description=help_text)
+            sub.add_function_arguments(function, as_positional=True)
+            if name == "train":
+                _add_recipe(sub, words)
+            commands.add_subcommand(name, sub, help=help_text)
+        if not words:
+            parser.print_help()
+            return 2
+        chosen = parser.parse_args(words)
+    except (ArgumentError, RecipeError) as error:
+        print(f"proximetry: {_readable(str(error), parser, words)}", file=sys.stderr)
+        return 2
+    except SystemExit as leaving:  # --help, --version, --print_config
+        return int(leaving.code or 0)
+    name = chosen.command
+    given = parser.instantiate(chosen)[name].as_dict()
+    given.pop("config", None)
+    try:
+        if name == "train":
+            sections = {f.name: given.pop(f.name) for f in fields(Recipe) if f.name in given}
+            _train(given, sections)
+        else:
+            COMMANDS[name](**given)
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    """A sentence for a user's mistake; anything else is our mistake and keeps its traceback."""
+    from proximetry.training.stopping import Stopped
+
+    if isinstance(error, (ValueError, Stopped, ImportError, OSError)):
+        print(f"proximetry: {error}", file=sys.stderr)
+        return 1
+    raise error
+
+
+def _train(given: dict[str, Any], sections: dict[str, Any]) -> None:
+    from proximetry.training import Recipe
+    from proximetry.training import train as run
+    from proximetry.training.display import make_display
+
+    results = run(
+        Recipe(**sections),
+        given["out"],
+        device=given["device"],
+        resume=not given["fresh"],
+        display=make_display(),
+    )
+    rows = {}
+    for which in ("last", "chosen"):
+        for part in ("held_out", "test"):
+            if part in results[which]:
+                label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
+                rows[label] = results[which][part]
+    print(_table(rows))
+    print(f"protocol: {results['protocol']}; embedder and results in {given['out']}")
+
+
+def _add_recipe(parser: Any, words: Sequence[str]) -> None:
+    """Make every key of the recipe an option, with the values of the chosen recipe as defaults."""
+    from proximetry.training.recipe import Recipe
+
+    named = next((w for w in words[1:] if not w.startswith("-")), None)
+    parser.add_class_arguments(Recipe, None)
+    if named is not None and words[0] == "train":
+        parser.set_defaults(_flat(Recipe.load(named).to_dict()))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "settings":
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _readable(message: str, parser: Any, words: Sequence[str]) -> str:
+    """One sentence, with the nearest known option for a mistyped one."""
+    text = " ".join(message.split())
+    for word in words:
+        if word.startswith("--"):
+            option = word.split("=")[0]
+            known: list[str] = []
+            for sub in parser._subcommands_action._name_parser_map.values():
+                known += sub._option_string_actions
+            near = get_close_matches(option, known, 1)
+            if option not in known and near and option in text:
+                return f"{text}; did you mean {near[0]}?"
+    return text
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress]:
+    """A bar on a terminal, after a moment; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _table(rows: dict[str, dict[str, float]]) -> str:
+    """Metrics in percent, one line per row; counts as they are."""
+    counts = ("queries", "queries_without_positive")
+    keys = [key for key in next(iter(rows.values())) if key not in counts]
+    width = max(len(name) for name in rows) + 2
+    lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
+    for name, values in rows.items():
+        lines.append(f"{name:{width}}" + "".join(f"{100 * values[key]:12.1f}" for key in keys))
+    left_out = next(iter(rows.values())).get("queries_without_positive", 0)
+    if left_out:
+        lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
+    return "\n".join(lines)
+
+
+def entry() -> None:
+    """Run a command and leave with its exit code; the console script."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

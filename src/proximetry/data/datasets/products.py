@@ -1,0 +1,85 @@
+"""Stanford Online Products and In-Shop Clothes Retrieval."""
+
+import os
+from pathlib import Path
+
+from proximetry.data.catalog import Catalog
+from proximetry.data.datasets.counts import (
+    Size,
+    count_notes,
+    drop_missing,
+    fields_of,
+    find_home,
+    finish,
+    split_notes,
+    wrong_folder,
+)
+
+_SOP = "Stanford Online Products"
+_SOP_TRAIN, _SOP_TEST = Size(59551, 11318), Size(60502, 11316)
+_INSHOP = "In-Shop"
+_INSHOP_TRAIN, _INSHOP_QUERY, _INSHOP_GALLERY = (
+    Size(25882, 3997),
+    Size(14218, 3985),
+    Size(12612, 3985),
+)
+
+
+def sop(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+    """Read Stanford Online Products by its lists; the kind of product is the group."""
+    lists = {"train": "Ebay_train.txt", "test": "Ebay_test.txt"}
+    home = find_home(root, ["Stanford_Online_Products"], lists.values())
+    if not all((home / name).is_file() for name in lists.values()):
+        raise wrong_folder(_SOP, home, "Ebay_train.txt and Ebay_test.txt")
+    rows = [
+        (path, label, split, path.split("/")[0].removesuffix("_final"))
+        for split, name in lists.items()
+        for _, label, _, path in fields_of(home / name, 4, skip=1)
+    ]
+    if not rows:
+        raise ValueError(f"{_SOP}: the lists in {home} are empty")
+    paths, labels, splits, groups = zip(*rows, strict=True)
+    catalog, notes = drop_missing(_SOP, Catalog(paths, labels, splits, home, groups=groups))
+    return finish(catalog, [*notes, *split_notes(_SOP, catalog, _SOP_TRAIN, _SOP_TEST)], strict)
+
+
+def inshop(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+    """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
+    base = find_home(root, ["In-shop", "inshop"], ["Eval/list_eval_partition.txt"])
+    places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
+    partition = next((p for p in places if p.is_file()), None)
+    if partition is None:
+        raise wrong_folder(_INSHOP, base, "Eval/list_eval_partition.txt")
+    catalog, notes = drop_missing(_INSHOP, _inshop_catalog(partition, _inshop_images(base)))
+    parts = {
+        "train": (catalog.filter(split="train"), _INSHOP_TRAIN),
+        "query": (catalog.filter(query=True), _INSHOP_QUERY),
+        "gallery": (catalog.filter(gallery=True), _INSHOP_GALLERY),
+    }
+    return finish(catalog, [*notes, *count_notes(_INSHOP, parts)], strict)
+
+
+def _inshop_images(base: Path) -> Path:
+    """Return the folder that holds img/, which the paths in the list begin with."""
+    for home in (base / "Img", base):
+        if (home / "img").is_dir():
+            return home
+    raise wrong_folder(_INSHOP, base, "Img/img/ (unpack Img/img.zip)")
+
+
+def _inshop_catalog(partition: Path, home: Path) -> Catalog:
+    # The first line is a count, the second the names of the columns.
+    rows = list(fields_of(partition, 3, skip=2))
+    known = {"train", "query", "gallery"}
+    for path, _, role in rows:
+        if role not in known:
+            raise ValueError(f"{partition}: {role!r} of {path} is none of train, query, gallery")
+    return Catalog(
+        paths=tuple(path for path, _, _ in rows),
+        labels=tuple(label for _, label, _ in rows),
+        splits=tuple("train" if role == "train" else "test" for _, _, role in rows),
+        root=home,
+        queries=tuple(role == "query" for _, _, role in rows),
+        galleries=tuple(role == "gallery" for _, _, role in rows),
+        groups=tuple("/".join(path.split("/")[1:3]) for path, _, _ in rows),
+    )

@@ -1,0 +1,110 @@
+"""What lies in a folder of class folders."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from proximetry.data.extras import some
+
+EXTENSIONS = frozenset(
+    [
+        ".jpg",
+        ".jpeg",
+        ".png",
+        ".webp",
+        ".gif",
+        ".tif",
+        ".tiff",
+        ".bmp",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".jp2",
+        ".avif",
+    ]
+)
+_SPLIT_FOLDERS = {
+    "train": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Images below a folder, in sorted order."""
+
+    paths: tuple[str, ...]
+    labels: tuple[str, ...]
+    splits: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def is_image(name: str) -> bool:
+    """Tell by its name whether a file is meant to be an image."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+
+
+def class_folders(root: Path) -> list[Path]:
+    """Return the visible sub-folders in sorted order."""
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def scan_folder(root: Path) -> Found:
+    """Collect the images of a folder of folders; see Catalog.from_folder."""
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
+    splits = split_folders(root)
+    homes = [("all", root)] if splits is None else splits
+    rows: list[tuple[str, str, str]] = []
+    ignored: list[str] = []
+    empty: list[str] = []
+    for split, home in homes:
+        ignored += [p.relative_to(root).as_posix() for p in sorted(home.iterdir()) if _stray(p)]
+        for folder in class_folders(home):
+            before = len(rows)
+            for path in _files(folder):
+                relative = path.relative_to(root).as_posix()
+                if is_image(path.name):
+                    rows.append((relative, folder.name, split))
+                else:
+                    ignored.append(relative)
+            if len(rows) == before:
+                empty.append(folder.relative_to(root).as_posix())
+    if not rows:
+        raise ValueError(
+            f"{root} holds no images in sub-folders; expected {root}/<class>/<image>.jpg, found "
+            f"{some([p.name for p in sorted(root.iterdir())]) or 'nothing'}"
+        )
+    notes = []
+    if ignored:
+        notes.append(f"{len(ignored)} files are not images in a class folder: {some(ignored)}")
+    if empty:
+        notes.append(f"{len(empty)} class folders hold no images: {some(empty)}")
+    paths, labels, parts = zip(*rows, strict=True)
+    return Found(paths, labels, parts, tuple(notes))
+
+
+def split_folders(root: Path) -> list[tuple[str, Path]] | None:
+    """Return (split, folder) pairs when the sub-folders are splits that hold class folders."""
+    inner = class_folders(root)
+    if not inner or any(p.name.lower() not in _SPLIT_FOLDERS for p in inner):
+        return None
+    if not all(class_folders(p) for p in inner):
+        return None
+    return [(_SPLIT_FOLDERS[p.name.lower()], p) for p in inner]
+
+
+def _stray(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for home, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                yield Path(home, name)

@@ -1,0 +1,307 @@
+"""Images decoded once, then read from a memory map by every process that needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from proximetry.data.catalog import Catalog
+from proximetry.data.decode import MAX_PIXELS, ImageError, open_image
+from proximetry.data.extras import some
+from proximetry.data.pixel_store import (
+    BrokenStoreError,
+    locked,
+    open_store,
+    remove_leftovers,
+    write_store,
+)
+from proximetry.data.places import cache_folder, written_whole
+from proximetry.data.tar_members import is_shard_path, read_bytes, split_shard_path
+
+Array = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+_UNREADABLE = b"unreadable"
+
+
+class PixelCache:
+    """Images of a catalogue as RGB bytes, all scaled to the same short side.
+
+    Attributes:
+        catalog: the images that could be read, in the order of the cache.
+        bad: path and reason of those that could not.
+        flat: all pixels in one row, uint8; a memory map, or memory of a device after `to`.
+        index: offset in `flat`, height and width of each image.
+        offsets, heights, widths: the columns of `index`.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        flat: torch.Tensor,
+        index: npt.NDArray[np.int64],
+        bad: tuple[tuple[str, str], ...] = (),
+        folder: Path | None = None,
+    ) -> None:
+        if len(catalog) != len(index):
+            raise ValueError(f"{len(catalog)} rows in the catalogue, {len(index)} images")
+        self.catalog, self.flat, self.bad = catalog, flat, bad
+        self.index, self._folder = index, folder
+        self.offsets, self.heights, self.widths = (index[:, i] for i in range(3))
+
+    @classmethod
+    def build(
+        cls,
+        catalog: Catalog,
+        short_side: int,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        policy: Literal["error", "skip"] = "error",
+        crop_to_box: bool = False,
+        workers: int | None = None,
+        progress: Progress | None = None,
+    ) -> PixelCache:
+        """Open the cache of these images, decoding them first if nobody has.
+
+        The cache is found by what the image files contain, not by where they lie. Processes
+        that ask for the same one at once wait for the first; one that was cut off while
+        writing, or has been damaged since, is made again.
+
+        Args:
+            catalog: what to decode.
+            short_side: pixels of the shorter side after scaling (bicubic, aspect kept).
+            root: folder of caches; the user's cache folder unless given.
+            policy: when images cannot be read, "error" raises an ImageError that names them,
+                "skip" leaves them out of `catalog` and lists them in `bad`.
+            crop_to_box: cut images that have a box to it first.
+            workers: threads that decode.
+            progress: called with (images done, images in all).
+        """
+        if policy not in ("error", "skip"):
+            raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
+        if not 1 <= short_side <= 4096:
+            raise ValueError(f"short_side must be from 1 to 4096 pixels, got {short_side}")
+        if len(catalog) == 0:
+            raise ValueError("the catalogue is empty: there is nothing to decode")
+        count = workers or min(8, os.cpu_count() or 1)
+        home = cache_folder() / "pixels" if root is None else Path(root)
+        folder = home / _key(catalog, short_side, crop_to_box, home, count)
+        cache = _try_open(folder, catalog)
+        if cache is None:
+            with locked(home / f"{folder.name}.lock") as alone:
+                cache = _try_open(folder, catalog)  # another process may have built it
+                if cache is None:
+                    _clear(folder, alone)
+                    images = _decode_all(catalog, short_side, crop_to_box, count, progress)
+                    write_store(folder, images)
+                    cache = _open(folder, catalog, verify=False)
+        _check_bad(cache, len(catalog), policy)
+        return cache
+
+    @classmethod
+    def in_memory(cls, images: Sequence[Array], catalog: Catalog | None = None) -> PixelCache:
+        """Hold H×W×3 uint8 arrays that are already there."""
+        for i, image in enumerate(images):
+            if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
+                raise ValueError(
+                    f"image {i} must be uint8 of H×W×3, got {image.dtype} of {image.shape}"
+                )
+        sizes = np.array([i.shape[:2] for i in images], dtype=np.int64).reshape(-1, 2)
+        ends = np.cumsum(3 * sizes.prod(1))
+        index = np.column_stack([ends - 3 * sizes.prod(1), sizes])
+        flat = np.concatenate([i.ravel() for i in images] or [np.empty(0, np.uint8)])
+        if catalog is None:
+            names = tuple(f"<array {i}>" for i in range(len(images)))
+            catalog = Catalog(names, names, ("all",) * len(images))
+        return cls(catalog, torch.from_numpy(flat), index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> Array:
+        """Return one image as a read-only H×W×3 view."""
+        view: Array = self.tensor(i).cpu().numpy()
+        view.flags.writeable = False
+        return view
+
+    def tensor(self, i: int) -> torch.Tensor:
+        """Return one image as an H×W×3 view on the device of the cache; not to be written to."""
+        offset, height, width = self.index[i].tolist()
+        return self.flat[offset : offset + height * width * 3].view(height, width, 3)
+
+    def take(self, rows: Sequence[int] | npt.NDArray[Any]) -> PixelCache:
+        """Return some of the images, by number or mask, over the same pixels."""
+        catalog = self.catalog.subset(rows)
+        index = self.index[np.asarray(rows, dtype=None if len(rows) else np.int64)]
+        return PixelCache(catalog, self.flat, index, self.bad, self._folder)
+
+    def to(self, device: torch.device | str) -> PixelCache:
+        """Return the same images with the pixels in the memory of a device."""
+        flat = self.flat.to(device)
+        return PixelCache(self.catalog, flat, self.index, self.bad, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map is opened again in the other process instead of being copied there.
+        state = self.__dict__.copy()
+        if self._folder is not None:
+            del state["flat"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._folder is not None:
+            self.flat = _map(self._folder)
+
+
+def _map(folder: Path) -> torch.Tensor:
+    # Mode "c": torch wants memory it could write to; writes would stay in this process.
+    return torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
+
+
+def _open(folder: Path, catalog: Catalog, *, verify: bool) -> PixelCache:
+    header, index = open_store(folder, verify=verify)
+    bad = dict(header.bad)
+    good = [i for i in range(len(catalog)) if i not in bad]
+    reasons = tuple((catalog.paths[i], reason) for i, reason in bad.items())
+    flat = _map(folder) if header.bytes else torch.empty(0, dtype=torch.uint8)
+    return PixelCache(catalog.subset(good), flat, index, reasons, folder if good else None)
+
+
+def _try_open(folder: Path, catalog: Catalog) -> PixelCache | None:
+    try:
+        return _open(folder, catalog, verify=True)
+    except BrokenStoreError:
+        return None
+
+
+def _clear(folder: Path, alone: bool) -> None:
+    """Put away a damaged store, and what killed builders left if no other can be at work."""
+    if folder.exists():
+        # Renamed first: what bears the name is either a whole store or not there.
+        broken = folder.with_name(f".{folder.name}.{uuid4().hex}.part")
+        folder.rename(broken)
+        shutil.rmtree(broken, ignore_errors=True)
+    if alone:
+        remove_leftovers(folder)
+
+
+def _check_bad(cache: PixelCache, total: int, policy: str) -> None:
+    if not cache.bad or (policy == "skip" and len(cache) > 0):
+        return
+    listed = some([f"{path}: {reason}" for path, reason in cache.bad])
+    hint = "" if len(cache) == 0 else "; policy='skip' leaves them out"
+    raise ImageError(f"{len(cache.bad)} of {total} images cannot be read", listed + hint)
+
+
+def _key(catalog: Catalog, short_side: int, crop: bool, home: Path, workers: int) -> str:
+    """Digest what the cache depends on: the bytes of every image, and how they are decoded."""
+    digest = hashlib.blake2b(digest_size=12)
+    facts = (short_side, metadata.version("pillow"), catalog.boxes if crop else None)
+    digest.update(repr(facts).encode())
+    digest.update(_contents(catalog, home, workers).encode())
+    return digest.hexdigest()
+
+
+def _contents(catalog: Catalog, home: Path, workers: int) -> str:
+    """Digest the bytes of all images.
+
+    The result is remembered under the names, sizes and times of the files, so that only the
+    first call reads them.
+    """
+    known = home / "contents" / _stamp(catalog)
+    if known.is_file():
+        return known.read_text(encoding="ascii")
+    digest = hashlib.blake2b(digest_size=12)
+    with ThreadPoolExecutor(workers) as pool:
+        contents = list(pool.map(_content, map(catalog.file, range(len(catalog)))))
+    for one in contents:
+        digest.update(one)
+    # A file that cannot be read may become readable without a new time stamp.
+    if _UNREADABLE not in contents:
+        with written_whole(known) as part:
+            part.write_text(digest.hexdigest(), encoding="ascii")
+    return digest.hexdigest()
+
+
+def _content(file: str) -> bytes:
+    try:
+        return hashlib.blake2b(read_bytes(file), digest_size=16).digest()
+    except (OSError, ValueError):
+        return _UNREADABLE
+
+
+def _stamp(catalog: Catalog) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    seen: dict[str, tuple[int, int]] = {}
+    for i in range(len(catalog)):
+        name = os.path.abspath(catalog.file(i))
+        file = split_shard_path(name)[0] if is_shard_path(name) else name
+        if file not in seen:
+            try:
+                status = os.stat(file)
+                seen[file] = (status.st_size, status.st_mtime_ns)
+            except OSError:
+                seen[file] = (-1, -1)
+        digest.update(f"{name}\0{seen[file]}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _decode_all(
+    catalog: Catalog, short_side: int, crop: bool, workers: int, progress: Progress | None
+) -> Iterator[tuple[int, Array | str]]:
+    """Decode in threads, in order, with only a few images in memory at once."""
+    waiting: deque[Future[Array | str]] = deque()
+    total = len(catalog)
+    with ThreadPoolExecutor(workers) as pool:
+        for row in range(total + 4 * workers):
+            if row < total:
+                box = catalog.boxes[row] if crop and catalog.boxes else None
+                waiting.append(pool.submit(_decode, catalog.file(row), short_side, box))
+            done = row - 4 * workers
+            if 0 <= done < total:
+                yield done, waiting.popleft().result()
+                if progress is not None:
+                    progress(done + 1, total)
+
+
+def _decode(file: str, short_side: int, box: tuple[float, ...] | None) -> Array | str:
+    try:
+        image = open_image(file)
+        if box is not None:
+            image = _cut(image, file, box)
+        size = scaled_size(*image.size, short_side)
+        if size[0] * size[1] > MAX_PIXELS:
+            raise ImageError(file, f"{image.width}×{image.height} pixels is too narrow to scale")
+        if size != image.size:
+            image = image.resize(size, Image.Resampling.BICUBIC)
+        return np.asarray(image)
+    except ImageError as error:
+        return error.reason
+
+
+def _cut(image: Image.Image, file: str, box: tuple[float, ...]) -> Image.Image:
+    x, y, w, h = box
+    left, top = round(x), round(y)
+    right, bottom = min(round(x + w), image.width), min(round(y + h), image.height)
+    if right <= left or bottom <= top:
+        raise ImageError(file, f"the box {box} lies outside {image.width}×{image.height} pixels")
+    return image.crop((left, top, right, bottom))
+
+
+def scaled_size(width: int, height: int, short_side: int) -> tuple[int, int]:
+    """Return width and height with the shorter one as asked and the other in proportion."""
+    if width <= height:
+        return short_side, max(short_side, int(short_side * height / width))
+    return max(short_side, int(short_side * width / height)), short_side

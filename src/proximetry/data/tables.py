@@ -1,0 +1,188 @@
+"""The catalogue's columns in CSV and Parquet files."""
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from proximetry.data.extras import closest, need
+
+Columns = dict[str, tuple[object, ...]]
+
+_BOX = ("box_x", "box_y", "box_w", "box_h")
+# Column in the file → field of Catalog.
+_FIELDS = {
+    "path": "paths",
+    "label": "labels",
+    "split": "splits",
+    "query": "queries",
+    "gallery": "galleries",
+    "group": "groups",
+}
+KNOWN = (*_FIELDS, *_BOX)
+_TRUE = {"true", "1", "yes"}
+_FALSE = {"false", "0", "no", ""}
+
+
+def read_csv(file: Path) -> Columns:
+    """Read a CSV file into the fields of Catalog."""
+    try:
+        # utf-8-sig drops the mark that spreadsheets write first; surrogateescape keeps file
+        # names that are not UTF-8 as the system gave them.
+        with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
+            lines = csv.reader(stream, strict=True)
+            header = next(lines, None)
+            if not header:
+                raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
+            _check_header(file, header)
+            table = list(_numbered(file, lines, len(header)))
+    except csv.Error as error:
+        raise ValueError(f"{file}: not a CSV file: {error}") from error
+    columns = {name: [line[i] for line in table] for i, name in enumerate(header)}
+    return _to_fields(file, columns, len(table))
+
+
+def _numbered(file: Path, lines: Iterable[list[str]], width: int) -> Iterator[list[str]]:
+    number = 0
+    for line in lines:
+        if not line:
+            continue
+        number += 1
+        if len(line) != width:
+            raise ValueError(
+                f"{file}: row {number} has {len(line)} fields, the header has {width}: {line!r}"
+            )
+        yield line
+
+
+def read_parquet(file: Path) -> Columns:
+    """Read a Parquet file into the fields of Catalog."""
+    parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
+    arrow = need("pyarrow", "parquet", "Reading Parquet")
+    try:
+        table = parquet.read_table(os.fspath(file))
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{file}: not a Parquet file: {error}") from error
+    _check_header(file, table.column_names)
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    return _to_fields(file, columns, table.num_rows)
+
+
+def _check_header(file: Path, header: list[str]) -> None:
+    for name in header:
+        if name not in KNOWN:
+            hint = closest(name, KNOWN)
+            if any(mark in name for mark in ";\t|"):
+                hint = ": the columns must be separated by commas."
+            raise ValueError(f"{file}: unknown column {name!r}{hint}")
+        if header.count(name) > 1:
+            raise ValueError(f"{file}: column {name!r} appears twice")
+    for name in ("path", "label"):
+        if name not in header:
+            raise ValueError(f"{file}: the column {name!r} is missing; it has {', '.join(header)}")
+    boxes = [name for name in _BOX if name in header]
+    if boxes and len(boxes) < len(_BOX):
+        raise ValueError(
+            f"{file}: a box needs {', '.join(_BOX)}; only {', '.join(boxes)} are there"
+        )
+
+
+def _to_fields(file: Path, columns: dict[str, list[Any]], rows: int) -> Columns:
+    fields: Columns = {"splits": ("all",) * rows}
+    for name, target in _FIELDS.items():
+        if name in columns:
+            convert = _flag if name in ("query", "gallery") else _text
+            fields[target] = tuple(_convert(file, name, columns[name], convert))
+    if _BOX[0] in columns:
+        numbers = [list(_convert(file, name, columns[name], _number)) for name in _BOX]
+        fields["boxes"] = tuple(
+            _box(file, i, box) for i, box in enumerate(zip(*numbers, strict=True))
+        )
+    return fields
+
+
+def _convert(
+    file: Path, name: str, values: list[Any], convert: Callable[[Any], object]
+) -> Iterator[object]:
+    for i, value in enumerate(values):
+        try:
+            yield convert(value)
+        except ValueError as error:
+            raise ValueError(f"{file}: row {i + 1}, column {name}: {value!r} {error}") from None
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = _text(value).strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError("is neither true nor false")
+    return word in _TRUE
+
+
+def _number(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("is not a number") from None
+
+
+def _box(file: Path, i: int, box: tuple[object, ...]) -> tuple[object, ...] | None:
+    known = [side is not None for side in box]
+    if any(known) and not all(known):
+        raise ValueError(f"{file}: row {i + 1}, column box: {box!r} is only part of a box")
+    return box if all(known) else None
+
+
+def _to_columns(fields: Columns) -> dict[str, list[object]]:
+    columns = {n: list(fields[target]) for n, target in _FIELDS.items() if target in fields}
+    if "boxes" in fields:
+        for place, name in enumerate(_BOX):
+            columns[name] = [b[place] if isinstance(b, tuple) else None for b in fields["boxes"]]
+    return columns
+
+
+def write_csv(file: Path, fields: Columns) -> None:
+    """Write the fields of Catalog as CSV, whole or not at all."""
+    columns = _to_columns(fields)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(columns)
+            writer.writerows(zip(*(map(_csv_cell, c) for c in columns.values()), strict=True))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else value
+
+
+def write_parquet(file: Path, fields: Columns) -> None:
+    """Write the fields of Catalog as Parquet, whole or not at all."""
+    arrow = need("pyarrow", "parquet", "Writing Parquet")
+    parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
+    types = {"query": arrow.bool_(), "gallery": arrow.bool_()}
+    types |= {name: arrow.float64() for name in _BOX}
+    columns = _to_columns(fields)
+    try:
+        arrays = [arrow.array(v, types.get(n, arrow.string())) for n, v in columns.items()]
+    except UnicodeEncodeError as error:
+        raise ValueError(f"Parquet holds UTF-8 only, this is not: {error.object!r}") from error
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        parquet.write_table(arrow.table(arrays, names=list(columns)), os.fspath(part))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

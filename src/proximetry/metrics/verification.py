@@ -1,0 +1,290 @@
+"""Verification: are two images of the same person (or thing)?
+
+Similarities are "larger is nearer" throughout, and a pair is called the same when its similarity
+is at least the threshold. Curves and rates are float64.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from proximetry.metrics.arrays import IntArray, Labels, as_labels, encode
+from proximetry.metrics.pairs import (
+    PairList,
+    Templates,
+    pair_similarities,
+    read_pairs,
+    set_similarities,
+    templates,
+)
+
+__all__ = [
+    "PairList",
+    "Roc",
+    "Templates",
+    "Verification",
+    "auc",
+    "eer",
+    "pair_similarities",
+    "read_pairs",
+    "roc",
+    "set_similarities",
+    "tar_at_far",
+    "templates",
+    "verify",
+]
+
+Values = Tensor | npt.NDArray[Any] | Sequence[float]
+Truth = Tensor | npt.NDArray[Any] | Sequence[bool]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Roc:
+    """The ROC curve: one point per distinct similarity, from strict to lax.
+
+    ``far`` is the fraction of different pairs accepted at each of ``thresholds``, ``tar`` that
+    of same pairs. The first point, at an infinite threshold, accepts nothing.
+    """
+
+    far: FloatArray
+    tar: FloatArray
+    thresholds: FloatArray
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of ``verify``.
+
+    ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
+    deviation over folds (LFW's μ̂ ± S_E). ``tar_at_far`` holds the rates that could be measured;
+    ``unmeasurable_far`` those asked for that are below one in the number of different pairs.
+    """
+
+    accuracy: float
+    standard_error: float
+    fold_accuracies: FloatArray
+    thresholds: FloatArray
+    auc: float
+    eer: float
+    tar_at_far: dict[float, float]
+    unmeasurable_far: tuple[float, ...]
+    roc: Roc
+    same_pairs: int
+    different_pairs: int
+
+    def __str__(self) -> str:
+        rates = "".join(f", TAR@FAR={far:g} {tar:.4f}" for far, tar in self.tar_at_far.items())
+        missing = "".join(
+            f", TAR@FAR={far:g} not measurable with {self.different_pairs} different pairs"
+            for far in self.unmeasurable_far
+        )
+        return (
+            f"accuracy {self.accuracy:.4f} ± {self.standard_error:.4f} "
+            f"({len(self.fold_accuracies)} folds), AUC {self.auc:.4f}, EER {self.eer:.4f}"
+            f"{rates}{missing}"
+        )
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """How many pairs of either kind are accepted at each threshold, and how many there are."""
+
+    different: IntArray
+    same: IntArray
+    thresholds: FloatArray
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return int(self.different[-1]), int(self.same[-1])
+
+
+def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    values = np.asarray(
+        similarities.detach().cpu().double() if isinstance(similarities, Tensor) else similarities,
+        dtype=np.float64,
+    )
+    truth = np.asarray(same.detach().cpu() if isinstance(same, Tensor) else same)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"similarities must be a list of numbers, got shape {values.shape}")
+    if truth.shape != values.shape:
+        raise ValueError(f"same has shape {truth.shape} for {len(values)} similarities")
+    if truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all():
+        raise ValueError("same must say True or False (1 or 0) for every pair")
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        listed = ", ".join(map(str, wrong[:5])) + (", …" if len(wrong) > 5 else "")
+        raise ValueError(f"similarities has NaN or infinite values in rows {listed}")
+    truth = truth.astype(np.bool_)
+    if truth.all() or not truth.any():
+        raise ValueError(
+            f"all pairs are {'the same' if truth[0] else 'different'}; both kinds are needed"
+        )
+    return values, truth
+
+
+def _tally(values: FloatArray, truth: npt.NDArray[np.bool_]) -> _Tally:
+    order = np.argsort(-values, kind="stable")
+    values, truth = values[order], truth[order]
+    # Pairs with equal similarity are accepted together: a point only where the value changes.
+    last = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
+    same = np.cumsum(truth)[last]
+    return _Tally(
+        np.append(0, last + 1 - same), np.append(0, same), np.append(np.inf, values[last])
+    )
+
+
+def _tally_of(similarities: Values, same: Truth) -> _Tally:
+    return _tally(*_checked(similarities, same))
+
+
+def roc(similarities: Values, same: Truth) -> Roc:
+    """The ROC curve, all its points, ties accepted together."""
+    return _roc(_tally_of(similarities, same))
+
+
+def _roc(tally: _Tally) -> Roc:
+    different, same = tally.totals
+    return Roc(tally.different / different, tally.same / same, tally.thresholds)
+
+
+def auc(similarities: Values, same: Truth) -> float:
+    """Area under the ROC curve: how often a same pair beats a different one, a tie being half."""
+    return _auc(_tally_of(similarities, same))
+
+
+def _auc(tally: _Tally) -> float:
+    different, same = tally.totals
+    # Twice the area in whole pairs; Python's integers keep it exact at any size.
+    heights = tally.same[1:] + tally.same[:-1]
+    twice = sum((np.diff(tally.different) * heights).tolist())
+    return float(twice / (2 * different * same))
+
+
+def eer(similarities: Values, same: Truth) -> float:
+    """Equal error rate: where false accepts (FAR) and false rejects (1 − TAR) are as frequent.
+
+    Between two points the ROC curve is taken to be a straight line.
+    """
+    return _eer(_tally_of(similarities, same))
+
+
+def _eer(tally: _Tally) -> float:
+    different, same = tally.totals
+    # False rejects minus false accepts, in units of 1/(different · same): exact integers.
+    excess = (same - tally.same) * different - tally.different * same
+    at = int(np.argmax(excess <= 0))
+    share = excess[at - 1] / (excess[at - 1] - excess[at])
+    before, after = tally.different[at - 1], tally.different[at]
+    return float((before + share * (after - before)) / different)
+
+
+def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
+    """The most same pairs that can be accepted with at most a fraction ``far`` of false accepts.
+
+    No interpolation: a threshold that really exists. A ``far`` below one in the number of
+    different pairs cannot be measured and is refused.
+    """
+    tally = _tally_of(similarities, same)
+    if not _measurable(tally, far):
+        different = tally.totals[0]
+        raise ValueError(
+            f"a FAR of {far:g} cannot be measured with {different} different pairs; the least "
+            f"is 1/{different} = {1 / different:.3g}"
+        )
+    return _tar_at_far(tally, far)
+
+
+def _measurable(tally: _Tally, far: float) -> bool:
+    if not 0 < far <= 1:
+        raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
+    return _allowed(tally, far) >= 1
+
+
+def _allowed(tally: _Tally, far: float) -> int:
+    """How many false accepts a rate allows; 0.29 of 100 are 29, although 0.29 · 100 < 29."""
+    exact = far * tally.totals[0]
+    nearest = round(exact)
+    return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
+
+
+def _tar_at_far(tally: _Tally, far: float) -> float:
+    at = int(np.searchsorted(tally.different, _allowed(tally, far), side="right")) - 1
+    return float(tally.same[at] / tally.totals[1])
+
+
+def verify(
+    similarities: Values,
+    same: Truth,
+    *,
+    folds: int | Labels = 10,
+    far: Sequence[float] = (1e-1, 1e-2, 1e-3),
+) -> Verification:
+    """The LFW / YTF protocol over pairs.
+
+    For each fold the threshold is chosen on all other folds, where it makes the most decisions
+    right, and judged on the fold. Candidates are all that can differ: the midpoints between
+    neighbouring similarities, and ±∞ (accept nothing, accept everything); among equally good
+    ones the highest wins, which accepts the fewest. ``folds`` is a number (the pairs are cut
+    into that many blocks in their order, as LFW lists them) or one fold id per pair.
+
+    The curve, AUC, EER and TAR at each ``far`` use all pairs together.
+    """
+    values, truth = _checked(similarities, same)
+    parts, names = _folds(folds, truth)
+    thresholds, accuracies = np.empty(len(names)), np.empty(len(names))
+    for fold in range(len(names)):
+        inside = parts == fold
+        thresholds[fold] = _best_threshold(_tally(values[~inside], truth[~inside]))
+        accuracies[fold] = np.mean((values[inside] >= thresholds[fold]) == truth[inside])
+    tally = _tally(values, truth)
+    measurable = {rate: _measurable(tally, rate) for rate in far}
+    return Verification(
+        accuracy=float(accuracies.mean()),
+        standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(names))),
+        fold_accuracies=accuracies,
+        thresholds=thresholds,
+        auc=_auc(tally),
+        eer=_eer(tally),
+        tar_at_far={rate: _tar_at_far(tally, rate) for rate, known in measurable.items() if known},
+        unmeasurable_far=tuple(rate for rate, known in measurable.items() if not known),
+        roc=_roc(tally),
+        same_pairs=tally.totals[1],
+        different_pairs=tally.totals[0],
+    )
+
+
+def _folds(folds: int | Labels, truth: npt.NDArray[np.bool_]) -> tuple[IntArray, npt.NDArray[Any]]:
+    """The fold number of every pair, and the name of every fold."""
+    if isinstance(folds, (int, np.integer)):
+        if not 2 <= folds <= len(truth):
+            raise ValueError(f"folds must be from 2 to the number of pairs, got {folds}")
+        parts, names = np.arange(len(truth)) * folds // len(truth), np.arange(folds)
+    else:
+        (parts,), names = encode(as_labels(folds, len(truth), "folds"))
+        if len(names) < 2:
+            raise ValueError(f"at least two folds are needed, got only {names[0].item()!r}")
+    same = np.bincount(parts, truth, len(names))
+    lacking = np.flatnonzero((same == 0) | (same == np.bincount(parts)))
+    if len(lacking):
+        raise ValueError(
+            f"fold {names[lacking[0]].item()!r} lacks pairs of one kind; each fold needs same and "
+            "different pairs: give fold ids that mix them (folds=…), or order the pairs by fold"
+        )
+    return parts, names
+
+
+def _best_threshold(tally: _Tally) -> float:
+    right = tally.same + (tally.totals[0] - tally.different)
+    best = int(np.argmax(right))  # thresholds fall, so the first is the highest
+    if best in (0, len(right) - 1):
+        return math.inf if best == 0 else -math.inf
+    above, below = tally.thresholds[best], tally.thresholds[best + 1]
+    middle = float(above / 2 + below / 2)
+    # Between neighbouring floats there is no middle; the upper one separates them.
+    return middle if below < middle <= above else float(above)

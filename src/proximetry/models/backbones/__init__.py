@@ -1,0 +1,136 @@
+"""Backbones: every model of timm by name, and three that timm lacks, registered into it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
+from proximetry.models.preprocessing import Preprocessing
+
+__all__ = ["Features", "build", "check_name", "list_backbones", "prepare", "preprocessing"]
+
+# What timm's configuration has no field for.
+_PIXELS: dict[str, dict[str, Any]] = {
+    "bn_inception": {"scale": 1.0, "channels": "BGR"},
+    "sphereface20": {"scale": 1.0},
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a backbone gives for pictures of one size: a map [channels, H, W], or one vector."""
+
+    channels: int
+    size: tuple[int, int] | None  # None: no map, the backbone pools its tokens itself
+    channels_last: bool = False
+
+
+def list_backbones(pattern: str = "") -> list[str]:
+    """Return the names that `Embedder.create` takes; `pattern` may hold wildcards ("resnet*")."""
+    return timm.list_models(pattern)
+
+
+def check_name(name: str) -> str:
+    """Return `name`; refuse what is no backbone and suggest near names."""
+    if isinstance(name, str) and timm.is_model(name):
+        return name
+    near = get_close_matches(str(name), timm.list_models(), 3, 0.5)
+    hint = f", did you mean {' or '.join(map(repr, near))}?" if near else "."
+    raise ValueError(f"unknown backbone {name!r}{hint} list_backbones('resnet*') finds names.")
+
+
+def preprocessing(
+    model: nn.Module, name: str, crop: tuple[int, int] | None, resize: int | None
+) -> Preprocessing:
+    """Return the pixels a model made by `build` wants."""
+    special = _PIXELS.get(name.partition(".")[0], {})
+    settings: Any = model.pretrained_cfg
+    base = Preprocessing.from_timm(settings, crop, resize)
+    return Preprocessing.from_json({**base.to_json(), **special})
+
+
+def build(
+    name: str, crop: tuple[int, int] | None = None, tensors: dict[str, Tensor] | None = None
+) -> nn.Module:
+    """Make a backbone without classifier, random or with tensors under timm's own names."""
+    config = timm.get_pretrained_cfg(check_name(name))
+    extra: dict[str, Any] = {}
+    if crop and config and config.fixed_input_size and crop != tuple(config.input_size[-2:]):
+        extra["img_size"] = crop
+    # Tensors, not their file: timm would unpickle it without restriction.
+    overlay = {"state_dict": tensors} if tensors else None
+    try:
+        model = timm.create_model(
+            name,
+            pretrained=tensors is not None,
+            pretrained_cfg_overlay=overlay,
+            num_classes=0,
+            **extra,
+        )
+    except TypeError as error:
+        if "img_size" not in extra:
+            raise
+        only = "×".join(map(str, config.input_size[-2:])) if config else "its own size"
+        raise ValueError(
+            f"{name} takes pictures of {only} only, not {crop[0]}×{crop[1]}"  # type: ignore[index]
+        ) from error
+    settings: Any = model.pretrained_cfg
+    settings["state_dict"] = None
+    return model
+
+
+def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
+    """Find out what the backbone gives, and drop the layers that take no part in it.
+
+    Those are layers that timm puts behind its own pooling (ConvNeXt's last norm, the last
+    convolution of MobileNetV3): without gradients they would stall distributed training.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad():
+            features, output = _probe(model, torch.zeros(1, 3, *crop))
+            parameters = [value for value in model.parameters() if value.requires_grad]
+            gradients = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{name} cannot take pictures of {crop[0]}×{crop[1]}: {reason}. "
+            "Choose another image_size."
+        ) from error
+    finally:
+        model.train(was_training)
+    _drop_unused(model, {id(p) for p, g in zip(parameters, gradients, strict=True) if g is None})
+    return features
+
+
+def _probe(model: Any, pixels: Tensor) -> tuple[Features, Tensor]:
+    output = model.forward_features(pixels)
+    if not isinstance(output, Tensor) or output.ndim != 4:
+        output = model(pixels)
+        if output.ndim != 2:
+            raise ValueError(f"its pooled output has shape {list(output.shape)}")
+        return Features(output.shape[1], None), output
+    _, first, middle, last = output.shape
+    named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
+    channels_last = last == model.num_features and (named_last or first != last)
+    if channels_last:
+        return Features(last, (first, middle), True), output
+    return Features(first, (middle, last)), output
+
+
+def _drop_unused(module: nn.Module, unused: Iterable[int]) -> None:
+    for parameter in module.parameters(recurse=False):
+        if id(parameter) in unused:
+            parameter.requires_grad_(False)
+    for name, child in module.named_children():
+        own = list(child.parameters())
+        if own and all(id(parameter) in unused for parameter in own):
+            setattr(module, name, nn.Identity())
+        else:
+            _drop_unused(child, unused)

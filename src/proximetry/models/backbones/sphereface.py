@@ -1,0 +1,88 @@
+"""The 20-layer network of SphereFace (Liu et al. 2017): PReLU, no batch norm, 112×96 faces.
+
+Layers are named as in the published Caffe network (conv1_1, relu1_1, …). Its last layer, fully
+connected from the flattened map to 512, is the head of the embedder.
+"""
+
+from typing import Any
+
+from timm.models import register_model
+from torch import Tensor, nn
+
+from proximetry.models.backbones.registration import adopt_config, config
+
+__all__: list[str] = []
+
+# Channels and residual blocks of the four stages; each stage starts with a stride-2 convolution.
+_STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))
+
+default_cfgs = {
+    "sphereface20": config(
+        mean=(127.5, 127.5, 127.5),
+        std=(128.0, 128.0, 128.0),
+        input_size=(3, 112, 96),
+        crop_pct=1.0,
+        interpolation="bilinear",
+        first_conv="conv1_1",
+        classifier="fc6",
+        pool_size=(7, 6),
+    )
+}
+
+
+class SphereFace20(nn.Module):
+    """Twenty convolutions; the map of a 112×96 face is 512×7×6."""
+
+    num_features = 512
+
+    def __init__(self, num_classes: int = 0) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        inputs = 3
+        for stage, (channels, blocks) in enumerate(_STAGES, 1):
+            for layer in range(1, 2 * blocks + 2):
+                conv = nn.Conv2d(inputs, channels, 3, 2 if layer == 1 else 1, 1)
+                if layer == 1:
+                    nn.init.xavier_uniform_(conv.weight)
+                else:
+                    # Residual branches start near zero: without batch norm they would add up.
+                    nn.init.normal_(conv.weight, std=0.01)
+                nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+                self.add_module(f"conv{stage}_{layer}", conv)
+                self.add_module(f"relu{stage}_{layer}", nn.PReLU(channels))
+                inputs = channels
+        self.fc6 = nn.Linear(512, num_classes) if num_classes else nn.Identity()
+
+    def _run(self, stage: int, layer: int, x: Tensor) -> Tensor:
+        convolved = getattr(self, f"conv{stage}_{layer}")(x)
+        return getattr(self, f"relu{stage}_{layer}")(convolved)  # type: ignore[no-any-return]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the last feature map, [B, 512, H / 16, W / 16]."""
+        for stage, (_, blocks) in enumerate(_STAGES, 1):
+            x = self._run(stage, 1, x)
+            for block in range(blocks):
+                inner = self._run(stage, 2 * block + 2, x)
+                x = x + self._run(stage, 2 * block + 3, inner)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool by mean and classify (the embedder flattens instead)."""
+        x = x.mean((2, 3))
+        return x if pre_logits else self.fc6(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return class scores, or the pooled features when made for no classes."""
+        return self.forward_head(self.forward_features(x))
+
+
+@register_model
+def sphereface20(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    cache_dir: str | None = None,
+    num_classes: int = 0,
+) -> SphereFace20:
+    """Make the 20-layer SphereFace network."""
+    return adopt_config(SphereFace20(num_classes), "sphereface20", pretrained)

@@ -1,0 +1,52 @@
+"""Batch normalisation while fine-tuning: frozen statistics, and how fast they move."""
+
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class _Frozen(_BatchNorm):
+    """Stays in evaluation mode whatever its parents are switched to."""
+
+    def train(self, mode: bool = True) -> "_Frozen":
+        super().train(False)
+        return self
+
+
+@cache
+def _frozen(kind: Any) -> Any:
+    return type(f"Frozen{kind.__name__}", (_Frozen, kind), {})
+
+
+def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
+    """Freeze the running statistics of every batch norm in `module`, and return it.
+
+    They are used as they are and no longer updated, also after later calls of `.train()`.
+    With `affine`, scale and shift stop learning too. The class of each layer is replaced, so
+    copies (an average of the weights, say) stay frozen as well.
+    """
+    for layer in module.modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if not isinstance(layer, _Frozen):
+            kind: Any = type(layer)
+            layer.__class__ = _frozen(kind)
+        layer.train()
+        if affine:
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(False)
+    return module
+
+
+def set_batchnorm_momentum(module: Module, momentum: float) -> Module:
+    """Set how much one batch moves the running statistics (PyTorch's sense; Proxy-Anchor 0.9)."""
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum must be between 0 and 1, got {momentum!r}")
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.momentum = momentum
+    return module

@@ -1,0 +1,216 @@
+"""An embedder on disk: one JSON file that says everything, one safetensors file of weights.
+
+The weights file carries its own checksum in its name, and `embedder.json` names it. Replacing
+`embedder.json`, one atomic rename, is the moment a save takes place: killed before it, the old
+embedder is whole; after it, the new one is.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from proximetry import __version__
+from proximetry.models.backbones import build
+from proximetry.models.preprocessing import Preprocessing
+from proximetry.models.weights import WeightsRecord
+
+if TYPE_CHECKING:
+    from proximetry.models.embedder import Embedder
+
+AnyEmbedder = TypeVar("AnyEmbedder", bound="Embedder")
+
+FORMAT = "proximetry embedder"
+VERSION = 1
+DESCRIPTION = "embedder.json"
+_WEIGHTS_NAME = re.compile(r"embedder-[0-9a-f]{16}\.safetensors")
+_OURS = re.compile(r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder-\w+\.part")
+
+
+def save(
+    embedder: "Embedder",
+    folder: Path,
+    class_names: Sequence[str] | None,
+    metrics: dict[str, Any] | None,
+    recipe: dict[str, Any] | None,
+) -> Path:
+    """Do the work of `Embedder.save`."""
+    _refuse_foreign(folder)
+    state = embedder.state_dict()
+    # Copies, because safetensors refuses tensors that share memory.
+    weights = save_tensors({key: value.detach().cpu().clone() for key, value in state.items()})
+    digest = hashlib.sha256(weights).hexdigest()
+    extras = {
+        "class_names": list(class_names) if class_names is not None else embedder.class_names,
+        "metrics": metrics if metrics is not None else embedder.metrics,
+        "recipe": recipe if recipe is not None else embedder.recipe,
+    }
+    file = f"embedder-{digest[:16]}.safetensors"
+    text = _describe(embedder, extras, {"file": file, "sha256": digest, "bytes": len(weights)})
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / file, weights)
+    _write(folder / DESCRIPTION, text.encode())
+    for stale in folder.iterdir():
+        if stale.name not in (file, DESCRIPTION) and _OURS.fullmatch(stale.name):
+            stale.unlink(missing_ok=True)
+    embedder.class_names, embedder.metrics, embedder.recipe = extras.values()  # type: ignore[assignment]
+    return folder
+
+
+def load(kind: type[AnyEmbedder], folder: Path) -> AnyEmbedder:
+    """Do the work of `Embedder.load`."""
+    from proximetry.models.embedder import Architecture
+
+    description = _read_description(folder)
+    tensors = _read_weights(folder, description)
+    try:
+        architecture = Architecture(**description["architecture"])
+        preprocessing = Preprocessing.from_json(description["preprocessing"])
+        record = WeightsRecord.from_json(description["weights"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / DESCRIPTION} is damaged: {error}") from error
+    # The random start of the layers is overwritten; the caller's random numbers stay as they are.
+    with torch.random.fork_rng(devices=[]):
+        model = build(architecture.backbone, preprocessing.crop)
+        embedder = kind(model, architecture, preprocessing, record)
+    try:
+        embedder.load_state_dict(tensors)
+    except RuntimeError as error:
+        made = description.get("versions", {})
+        raise ValueError(
+            f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes it "
+            f"(saved with timm {made.get('timm', '?')}): {error}"
+        ) from error
+    embedder.class_names = description.get("class_names")
+    embedder.metrics = description.get("metrics")
+    embedder.recipe = description.get("recipe")
+    return embedder.eval()
+
+
+def _describe(embedder: "Embedder", extras: dict[str, Any], tensors: dict[str, Any]) -> str:
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "architecture": embedder.architecture.to_json(),
+        "preprocessing": embedder.preprocessing.to_json(),
+        "weights": embedder.weights.to_json(),
+        "tensors": tensors,
+        **extras,
+        "versions": {
+            "proximetry": __version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+        },
+    }
+    try:
+        return json.dumps(description, indent=2, ensure_ascii=False, default=_plain) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"metrics, recipe and class_names must be plain values: {error}"
+        ) from error
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy and torch numbers and arrays
+        return value.tolist()
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as JSON")
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
+    foreign = (
+        sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
+        if folder.exists()
+        else []
+    )
+    if foreign and not _is_embedder(folder):
+        raise ValueError(
+            f"{folder} holds other files ({', '.join(foreign[:3])}) and no embedder: "
+            "choose a new or empty folder"
+        )
+
+
+def _is_embedder(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / DESCRIPTION).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write beside, flush to the disk, then rename: the name holds all of it or the old."""
+    handle, name = tempfile.mkstemp(prefix=".embedder-", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes private files; an embedder is as readable as any new file.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    path = folder / DESCRIPTION
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{folder} is no saved embedder: it has no {DESCRIPTION}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} does not describe an embedder")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has format version {content.get('version')!r}; this Proximetry "
+            f"({__version__}) reads version {VERSION}: install the one that wrote it"
+        )
+    return content
+
+
+def _read_weights(folder: Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
+    entry = description.get("tensors")
+    name = entry.get("file") if isinstance(entry, dict) else None
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(name, str)
+        or not _WEIGHTS_NAME.fullmatch(name)
+    ):
+        raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file")
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{folder / name} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != entry.get("sha256"):
+        raise ValueError(
+            f"{folder / name} is damaged: its checksum is not the one it was saved with "
+            f"({len(content)} bytes here, {entry.get('bytes')} then)"
+        )
+    try:
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / name} is damaged: {error}") from error

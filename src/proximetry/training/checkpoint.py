@@ -1,0 +1,118 @@
+"""Checkpoints: one file each, safetensors with JSON in its header, written atomically.
+
+No pickle. A file holds the tensors of every part under the part's name, and everything else as
+JSON, so that it opens on any number of processes and can be read by people.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, and why."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that at any moment either the old or the new one is there, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(
+    path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
+) -> None:
+    """Write modules, optimiser and plain state."""
+    tensors: dict[str, Tensor] = {}
+    for part, module in modules.items():
+        for name, tensor in module.state_dict().items():
+            tensors[f"{part}.{name}"] = tensor.detach().cpu().contiguous().clone()
+    flat = optimizer.state_dict()
+    plain: dict[str, dict[str, Any]] = {}
+    for index, values in flat["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{name}"] = value.detach().cpu().contiguous().clone()
+            else:
+                plain.setdefault(str(index), {})[name] = value
+    header = {
+        "format": FORMAT,
+        "state": state,
+        "optimizer": {"groups": flat["param_groups"], "plain": plain},
+    }
+    write_atomically(path, save(tensors, {"proximetry": json.dumps(header)}))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read the plain state alone."""
+    state: dict[str, Any] = _open(path)[0]["state"]
+    return state
+
+
+def load_checkpoint(
+    path: Path, modules: dict[str, nn.Module], optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Read modules and, if given, the optimiser back, and return the plain state."""
+    header, tensors = _open(path)
+    for part, module in modules.items():
+        prefix = f"{part}."
+        own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
+        try:
+            module.load_state_dict(own)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} does not fit the {part} of this run: {error}") from error
+    if optimizer is not None:
+        states: dict[int, dict[str, Any]] = {}
+        for key, tensor in tensors.items():
+            if key.startswith("optimizer."):
+                _, index, name = key.split(".", 2)
+                states.setdefault(int(index), {})[name] = tensor
+        for index, values in header["optimizer"]["plain"].items():
+            states.setdefault(int(index), {}).update(values)
+        groups = header["optimizer"]["groups"]
+        for group in groups:
+            if "betas" in group:
+                group["betas"] = tuple(group["betas"])
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
+    state: dict[str, Any] = header["state"]
+    return state
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("proximetry")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no readable checkpoint: {error}") from error
+    if text is None:
+        raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of proximetry")
+    header = json.loads(text)
+    if header.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {header.get('format')}, this version reads {FORMAT}; "
+            "use the version of proximetry that wrote it"
+        )
+    return header, tensors

@@ -1,0 +1,171 @@
+"""The folder of a run: recipe, environment, metrics, checkpoints, the embedder."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proximetry.training.checkpoint import write_atomically
+from proximetry.training.recipe import Recipe
+
+
+class RunError(ValueError):
+    """A run that cannot start or go on, and why."""
+
+
+class RunFolder:
+    """Where a run writes. Only rank 0 writes; everyone may read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def last(self) -> Path:
+        """The newest checkpoint."""
+        return self.path / "checkpoints" / "last.safetensors"
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the chosen epoch so far."""
+        return self.path / "checkpoints" / "best.safetensors"
+
+    def of_epoch(self, epoch: int) -> Path:
+        """The kept checkpoint of an epoch."""
+        return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line and epoch."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def results(self) -> Path:
+        """What came out: metrics, protocol, chosen epoch."""
+        return self.path / "results.json"
+
+    @property
+    def embedder(self) -> Path:
+        """The trained embedder."""
+        return self.path / "embedder"
+
+    def open(self, recipe: Recipe, resume: bool) -> bool:
+        """Begin a run here, or continue one; return whether there is a checkpoint to continue."""
+        if self.recipe.exists():
+            if not resume:
+                raise RunError(
+                    f"{self.path} already holds a run; continue it with resume, or choose another "
+                    "folder"
+                )
+            before = Recipe.load(self.recipe).to_dict()
+            changed = _difference(before, recipe.to_dict())
+            if changed:
+                raise RunError(
+                    f"the run in {self.path} was started with another recipe: {changed}; "
+                    "continue it with the same recipe or choose another folder"
+                )
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for leftover in self.path.glob("**/.*.part"):
+            leftover.unlink(missing_ok=True)
+        if not self.recipe.exists():
+            environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
+            write_atomically(self.path / "environment.json", environment.encode())
+            recipe.save(self.recipe)
+        return self.last.exists()
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics so far; a half-written last line of a killed run is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = []
+        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return lines
+
+    def forget_after(self, epochs: int) -> None:
+        """Drop lines of epochs that will be trained again."""
+        kept = [line for line in self.history() if line["epoch"] <= epochs]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomically(self.metrics, text.encode())
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Write results.json."""
+        write_atomically(self.results, json.dumps(results, indent=2).encode())
+
+    def read_results(self) -> dict[str, Any]:
+        """Read results.json."""
+        results: dict[str, Any] = json.loads(self.results.read_text(encoding="utf-8"))
+        return results
+
+
+def describe_environment(seed: int) -> dict[str, Any]:
+    """Versions, seed, command and state of the code: what a figure needs to be believed."""
+    packages = ("proximetry", "torch", "torchvision", "timm", "numpy", "pillow")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "seed": seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in packages},
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "git": _git_state(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    def ask(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *words], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any], where: str = "") -> str:
+    """The first few keys in which two recipes differ."""
+    found = []
+    for key in now:
+        path = f"{where}{key}"
+        if isinstance(now[key], dict) and isinstance(before.get(key), dict) and key != "settings":
+            inner = _difference(before[key], now[key], f"{path}.")
+            found += [inner] if inner else []
+        elif before.get(key) != now[key]:
+            found.append(f"{path} {before.get(key)!r} → {now[key]!r}")
+    return ", ".join(found)

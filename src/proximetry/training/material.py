@@ -1,0 +1,191 @@
+"""What a run trains on and is judged on: rows of the catalogue, and batches of pixels."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry.data import (
+    Catalog,
+    ClassBalanced,
+    EvalTransform,
+    PixelCache,
+    Shuffled,
+    TrainTransform,
+    open_dataset,
+)
+from proximetry.models import Preprocessing
+from proximetry.training.display import Display
+from proximetry.training.folder import RunError
+from proximetry.training.recipe import Data, Recipe
+from proximetry.training.recipe_values import RecipeError
+from proximetry.training.seeds import derive
+from proximetry.training.world import World
+
+Rows = npt.NDArray[np.int64]
+
+
+def open_catalog(data: Data) -> Catalog:
+    """The catalogue of a recipe's data."""
+    if data.root is None and data.dataset != "glyphs":
+        raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
+    if data.dataset == "csv":
+        return Catalog.from_csv(str(data.root))
+    if data.dataset == "parquet":
+        return Catalog.from_parquet(str(data.root))
+    return open_dataset(data.dataset, data.root)
+
+
+class Material:
+    """The images of a run.
+
+    Attributes:
+        rows: rows of the catalogue to ``fit`` on, the ``held_out`` classes, and the ``test`` set.
+        class_names: of the classes to fit, in the order of their labels.
+        sampler: which of the rows to fit make up which batch.
+        notes: what the reader of the data had to say.
+    """
+
+    def __init__(
+        self, recipe: Recipe, preprocessing: Preprocessing, world: World, display: Display
+    ) -> None:
+        d = recipe.data
+        catalog = open_catalog(d)
+        short = d.short_side or preprocessing.resize
+
+        def build() -> PixelCache:
+            return PixelCache.build(catalog, short, d.cache_dir, policy=d.bad_images)
+
+        world.first(lambda: len(build()))  # rank 0 decodes, the others then find it done
+        cache = build()
+        for path, reason in cache.bad:
+            display.message(f"left out {path}: {reason}")
+        for note in cache.catalog.notes:
+            display.message(note)
+        if d.cache == "memory":
+            cache = PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
+        elif d.cache == "gpu":
+            cache = cache.to(world.device)
+        self.cache, self.catalog, self.world = cache, cache.catalog, world
+        self.notes = [*cache.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
+        self.rows = divide(self.catalog, recipe)
+        self._seed = recipe.training.seed
+        fit = self.catalog.subset(self.rows["fit"])
+        self.class_names = list(fit.class_names)
+        self._fit_codes = fit.codes
+        self.sampler = _sampler(recipe, fit.codes, world)
+        self._train = TrainTransform(
+            preprocessing.crop,
+            scale=d.crop_scale,
+            flip=d.flip,
+            interpolation=preprocessing.interpolation,
+        )
+        self._view = EvalTransform(
+            preprocessing.resize, preprocessing.crop, preprocessing.interpolation
+        )
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of this process's part of each batch, from batch ``start`` on.
+
+        The next batch is made in a thread while the present one is trained on. What it holds
+        depends on the seed, the epoch and its number alone.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(self._batch, epoch, start)
+            for number in range(start, len(self.sampler)):
+                pixels, labels = coming.result()
+                if number + 1 < len(self.sampler):
+                    coming = pool.submit(self._batch, epoch, number + 1)
+                yield pixels.to(self.world.device), labels.to(self.world.device)
+
+    def _batch(self, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        chosen = self.sampler.batch(epoch, number)
+        generator = torch.Generator().manual_seed(derive(self._seed, epoch, number))
+        rank, size = self.world.rank, self.world.size
+        mine = slice(len(chosen) * rank // size, len(chosen) * (rank + 1) // size)
+        rows = self.rows["fit"][chosen]
+        # Windows are drawn for the whole batch, so that they do not depend on who does what.
+        windows = self._train.draw(self.cache, rows, generator)[mine]
+        pixels = self._train.apply(self.cache, rows[mine], windows)
+        return pixels, torch.from_numpy(self._fit_codes[chosen[mine]])
+
+    def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
+        """Pixels of rows as evaluation sees them."""
+        for start in range(0, len(rows), batch_size):
+            yield self._view(self.cache, rows[start : start + batch_size]).to(self.world.device)
+
+    def file(self, index: int) -> str:
+        """The file of the index-th image to fit, for messages."""
+        return self.catalog.file(int(self.rows["fit"][index]))
+
+
+def questions(catalog: Catalog, vectors: Tensor) -> dict[str, Any]:
+    """What is asked of `metrics.evaluate`: all against all, or queries against a gallery."""
+    labels = np.asarray(catalog.labels)  # names, since numbers would differ between processes
+    if catalog.queries is None or catalog.galleries is None:
+        return {"embeddings": vectors, "labels": labels}
+    asks, answers = np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
+    return {
+        "embeddings": vectors[torch.from_numpy(answers)],
+        "labels": labels[answers],
+        "queries": vectors[torch.from_numpy(asks)],
+        "query_labels": labels[asks],
+    }
+
+
+def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
+    """Rows to fit, rows of held-out classes, and rows of the test set.
+
+    Classes are held out by a fixed draw, the same for every seed of a run, unless the catalogue
+    has a split "val" of its own. Without a split at all, everything is there to be trained on.
+    """
+    splits = np.asarray(catalog.splits)
+    train = np.flatnonzero((splits == "train") | (splits == "all"))
+    rows = {
+        "fit": train,
+        "held_out": np.flatnonzero(splits == "val"),
+        "test": np.flatnonzero(splits == "test"),
+    }
+    e = recipe.evaluation
+    if e.protocol == "held_out" and len(rows["held_out"]) == 0:
+        part = catalog.subset(train)
+        classes = len(part.class_names)
+        held = min(classes - 1, max(1, round(e.held_out * classes)))
+        if classes < 3:
+            raise RunError(
+                f"{classes} training classes are too few to hold some out; "
+                "use evaluation.protocol last"
+            )
+        names = part.split_classes((classes - held, held), seed=0)[1].class_names
+        out = np.isin(np.asarray(part.labels), names)
+        rows["fit"], rows["held_out"] = train[~out], train[out]
+    if len(rows["fit"]) == 0:
+        raise RunError("there is no image to train on: the catalogue has no rows of split train")
+    if e.protocol == "paper" and len(rows["test"]) == 0:
+        raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
+    return rows
+
+
+def _sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
+    d, seed = recipe.data, recipe.training.seed
+    try:
+        if d.sampler == "balanced":
+            classes = d.batch_size // d.images_per_class
+            return ClassBalanced(
+                codes, classes, d.images_per_class, seed=seed, rank=world.rank, world=world.size
+            )
+        full = len(codes) >= d.batch_size
+        return Shuffled(
+            len(codes),
+            d.batch_size,
+            drop_last=full,
+            seed=seed,
+            rank=world.rank,
+            world=world.size,
+        )
+    except ValueError as error:
+        raise RecipeError(f"data: {error}") from error

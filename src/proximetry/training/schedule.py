@@ -1,0 +1,67 @@
+"""Learning rates over the epochs: a formula for most schedules, a little memory for plateau."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from proximetry.training.recipe import Schedule
+
+
+@dataclass
+class LearningRates:
+    """Sets the learning rates of an optimiser at the start of each epoch.
+
+    ``base`` are the rates of the groups at full height. ``falls`` lists the epochs after which a
+    plateau made the rates fall.
+    """
+
+    schedule: Schedule
+    epochs: int
+    base: list[float]
+    best: float = -math.inf
+    stale: int = 0
+    falls: list[int] = field(default_factory=list)
+
+    def factor(self, epoch: int) -> float:
+        """What the rates are multiplied by in an epoch (counted from 0)."""
+        s = self.schedule
+        match s.name:
+            case "constant":
+                return 1.0
+            case "step":
+                return float(s.factor ** (epoch // s.every))
+            case "milestones":
+                return float(s.factor ** sum(epoch >= at for at in s.at))
+            case "plateau":
+                return float(s.factor ** len(self.falls))
+            case "cosine":
+                warm = s.warmup_epochs
+                done = max(0, epoch - warm) / max(1, self.epochs - warm)
+                return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def apply(self, optimizer: Optimizer, epoch: int) -> None:
+        """Set the rates for an epoch."""
+        for group, rate in zip(optimizer.param_groups, self.base, strict=True):
+            group["lr"] = rate * self.factor(epoch)
+
+    def observe(self, value: float, epoch: int) -> None:
+        """Take the selection metric after an epoch; larger is better."""
+        if value > self.best:
+            self.best, self.stale = value, 0
+            return
+        self.stale += 1
+        if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
+            self.falls.append(epoch + 1)
+            self.stale = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the formula does not know."""
+        best = None if math.isinf(self.best) else self.best
+        return {"best": best, "stale": self.stale, "falls": self.falls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.best = -math.inf if state["best"] is None else state["best"]
+        self.stale, self.falls = state["stale"], list(state["falls"])

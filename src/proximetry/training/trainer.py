@@ -1,0 +1,387 @@
+"""The loop. `train` is the door; `Trainer.run` is the page to read."""
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from proximetry import metrics
+from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
+from proximetry.training.display import Display
+from proximetry.training.folder import RunError, RunFolder
+from proximetry.training.material import Material, questions
+from proximetry.training.objective import Objective
+from proximetry.training.recipe import Recipe
+from proximetry.training.schedule import LearningRates
+from proximetry.training.seeds import derive
+from proximetry.training.stopping import Stopped, StopSignal
+from proximetry.training.tracking import Trackers
+from proximetry.training.world import World, average_gradients, gather
+
+_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Trainer:
+    """One run: everything it holds, and how it goes on."""
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, world: World, resume: bool, display: Display
+    ) -> None:
+        self.recipe, self.folder, self.world, self.display = recipe, folder, world, display
+        continues = world.first(lambda: folder.open(recipe, resume))
+        torch.manual_seed(recipe.training.seed)
+        m = recipe.model
+        self.embedder = Embedder.create(
+            m.backbone,
+            m.dim,
+            pooling=m.pooling,
+            layer_norm=m.layer_norm,
+            normalize=m.normalize,
+            weights=m.weights,
+            image_size=m.image_size,
+            resize=m.resize,
+        ).to(world.device)
+        if m.freeze_batchnorm:
+            freeze_batchnorm(self.embedder)
+        self.material = Material(recipe, self.embedder.preprocessing, world, display)
+        names = self.material.class_names
+        self.objective = Objective(recipe.loss, names, self.embedder.dim).to(world.device)
+        self.average = copy.deepcopy(self.embedder) if recipe.training.ema else None
+        self.optimizer = make_optimizer(recipe, self.embedder, self.objective)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates = LearningRates(recipe.schedule, recipe.training.epochs, rates)
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=recipe.training.precision == "float16"
+        )
+        self.epoch = self.batch = self.step_number = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.bad_step = torch.full((), -1, dtype=torch.long, device=world.device)
+        self.selected: dict[str, Any] = {"epoch": None, "value": None, "since": 0}
+        self.trackers = Trackers(recipe, folder.path) if world.leads else None
+        if continues:
+            self.restore()
+        self.network: nn.Module = self.embedder
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or to where a signal stops it, and return the results."""
+        steps = len(self.material.sampler)
+        self.display.start(self.recipe.training.epochs, steps)
+        with StopSignal() as stop:
+            while self.epoch < self.recipe.training.epochs and not self.is_stale():
+                self.begin_epoch()
+                started, seen = time.monotonic(), 0
+                for pixels, labels in self.material.batches(self.epoch, self.batch):
+                    loss = self.step(pixels, labels)
+                    self.batch += 1
+                    self.step_number += 1
+                    seen += len(labels) * self.world.size
+                    speed = seen / (time.monotonic() - started)
+                    self.display.step(self.epoch, self.batch, self._shown(loss), speed)
+                    if self.agree_to_stop(stop):
+                        self.save(self.folder.last)
+                        raise Stopped(self.step_number, self.folder.path)
+                    every = self.recipe.training.checkpoint_steps
+                    if every and self.step_number % every == 0 and self.batch < steps:
+                        self.save(self.folder.last)
+                self.end_epoch(seen / (time.monotonic() - started))
+        return self.finish()
+
+    def begin_epoch(self) -> None:
+        """Freeze or thaw the backbone, set the learning rates."""
+        warm = self.epoch >= self.recipe.schedule.warmup_epochs
+        for parameter in self.embedder.parameter_parts()["backbone"]:
+            parameter.requires_grad_(warm)
+        self.rates.apply(self.optimizer, self.epoch)
+        self.embedder.train()
+        self.objective.train()
+        network: nn.Module = self.embedder
+        if self.recipe.training.compile:
+            network = torch.compile(network)  # type: ignore[assignment]
+        if self.world.size > 1:  # made anew, since it notes which parameters are trained
+            network = DistributedDataParallel(network)
+        self.network = network
+
+    def step(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        """One update; the loss is that of the whole batch over all processes."""
+        # Every step has a seed of its own, so a continued run draws what the first would have.
+        torch.manual_seed(derive(self.recipe.training.seed, self.step_number, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.backward(pixels, labels)
+        self.scaler.unscale_(self.optimizer)
+        average_gradients(self.objective.parameters(), self.world)
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.objective.after_step()
+        self.update_average()
+        self.loss_sum += loss
+        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
+        self.bad_step = torch.where(first_bad, self.step_number, self.bad_step)
+        if self.world.device.type == "cpu":
+            self.check_finite()
+        return loss
+
+    def backward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        """Fill in the gradients and return the loss.
+
+        With `accumulate` the batch goes through the network in parts, twice: once for the
+        embeddings, from which loss and gradient of the whole batch follow, and once to carry the
+        gradient back. The result is that of the whole batch, in the memory of a part.
+        """
+        parts = self.recipe.training.accumulate
+        everyone = gather(labels, self.world)
+        if parts == 1:
+            embeddings = self.embed(pixels)
+            loss: Tensor = self.objective(gather(embeddings, self.world), everyone)
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            return loss.detach().double()
+        chunks = [chunk for chunk in pixels.chunk(parts) if len(chunk)]
+        with torch.no_grad():
+            found = [self.embed(chunk, part) for part, chunk in enumerate(chunks)]
+        embeddings = torch.cat(found).requires_grad_()
+        loss = self.objective(gather(embeddings, self.world), everyone)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        assert embeddings.grad is not None
+        start = 0
+        for part, chunk in enumerate(chunks):
+            gradient = embeddings.grad[start : start + len(chunk)]
+            self.embed(chunk, part).backward(gradient)  # type: ignore[no-untyped-call]
+            start += len(chunk)
+        return loss.detach().double()
+
+    def embed(self, pixels: Tensor, part: int | None = None) -> Tensor:
+        """Pixels 0…255 to embeddings, in the precision of the recipe."""
+        if part is not None:  # both passes over a part must drop the same units
+            seed, rank = self.recipe.training.seed, self.world.rank
+            torch.manual_seed(derive(seed, self.step_number, rank, part))
+        with self.autocast():
+            embeddings: Tensor = self.network(self.embedder.preprocessing.normalise(pixels))
+        return embeddings
+
+    def autocast(self) -> torch.autocast:
+        """The precision of the recipe, for the network alone."""
+        dtype = _PRECISIONS.get(self.recipe.training.precision)
+        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def clip(self) -> None:
+        """Clip gradients as the recipe says: values of all, the norm of the model's."""
+        o = self.recipe.optimizer
+        if o.clip_value is not None:
+            nn.utils.clip_grad_value_(self.embedder.parameters(), o.clip_value)
+            nn.utils.clip_grad_value_(self.objective.parameters(), o.clip_value)
+        if o.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.embedder.parameters(), o.clip_norm)
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        """Let the moving average follow; it starts quickly, as a plain mean would."""
+        if self.average is None:
+            return
+        decay = min(self.recipe.training.ema, (1 + self.step_number) / (10 + self.step_number))
+        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
+        for slow, fast in pairs:
+            slow.lerp_(fast, 1 - decay)
+        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
+            kept.copy_(new)
+
+    def end_epoch(self, speed: float) -> None:
+        """Evaluate, choose, write down, save."""
+        self.check_finite()
+        self.epoch += 1
+        self.batch = 0
+        line: dict[str, Any] = {
+            "epoch": self.epoch,
+            "step": self.step_number,
+            "loss": self.loss_sum.item() / len(self.material.sampler),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "images_per_second": round(speed, 1),
+        }
+        self.loss_sum.zero_()
+        e = self.recipe.evaluation
+        due = self.epoch % e.every == 0 or self.epoch == self.recipe.training.epochs
+        if e.protocol != "last" and due:
+            name = "test" if e.protocol == "paper" else "held_out"
+            line[name] = self.evaluate(name)
+            self.choose(line[name][e.metric])
+        if self.world.leads:
+            self.folder.log(line)
+            if self.trackers is not None:
+                self.trackers.log(line)
+        self.display.epoch(line)
+        self.save(self.folder.last)
+        keep = self.recipe.training.keep_every
+        if keep and self.epoch % keep == 0:
+            self.save(self.folder.of_epoch(self.epoch))
+
+    def choose(self, value: float) -> None:
+        """Keep this epoch if it is the best so far."""
+        self.rates.observe(value, self.epoch - 1)
+        if self.selected["value"] is None or value > self.selected["value"]:
+            self.selected = {"epoch": self.epoch, "value": value, "since": 0}
+            self.save(self.folder.best)
+        else:
+            self.selected["since"] += 1
+
+    def is_stale(self) -> bool:
+        """Whether the selection metric has stood still for too long."""
+        limit = self.recipe.training.stop_after
+        return limit > 0 and self.selected["since"] >= limit
+
+    def finish(self) -> dict[str, Any]:
+        """Judge the last and the chosen epoch, save the embedder, write the results."""
+        results: dict[str, Any] = {
+            "protocol": self.recipe.evaluation.protocol,
+            "seed": self.recipe.training.seed,
+            "epochs": self.epoch,
+            "falls": self.rates.falls,
+            "weights": self.embedder.weights.to_json(),
+            "notes": list(self.material.notes),
+            "last": {"epoch": self.epoch, **self.judge()},
+        }
+        results["chosen"] = results["last"]
+        if self.selected["epoch"] not in (None, self.epoch):
+            self.world.wait()
+            load_checkpoint(self.folder.best, self.modules())
+            results["chosen"] = {"epoch": self.selected["epoch"], **self.judge()}
+        if self.world.leads:
+            self.evaluated().save(
+                self.folder.embedder,
+                class_names=self.material.class_names,
+                metrics={"protocol": results["protocol"], **results["chosen"]},
+                recipe=self.recipe.to_dict(),
+            )
+            self.folder.write_results(results)
+            if self.trackers is not None:
+                self.trackers.close()
+        self.world.wait()
+        return self.folder.read_results()
+
+    def judge(self) -> dict[str, Any]:
+        """All there is to evaluate on, with the present weights."""
+        names = [name for name in ("held_out", "test") if len(self.material.rows[name])]
+        return {name: self.evaluate(name) for name in names}
+
+    def evaluated(self) -> Embedder:
+        """The weights that are judged and kept: the moving average, where there is one."""
+        return self.embedder if self.average is None else self.average
+
+    def evaluate(self, name: str) -> dict[str, float]:
+        """Metrics on the held-out classes or on the test set, spread over the processes."""
+        rows = self.material.rows[name][self.world.rank :: self.world.size]
+        e = self.recipe.evaluation
+        part = self.material.catalog.subset(rows)
+        return metrics.evaluate(
+            **questions(part, self.embeddings(rows)),
+            recall_at=e.recall_at,
+            ndcg_at=e.ndcg_at,
+            metric=e.similarity,
+            group=dist.group.WORLD if self.world.size > 1 else None,
+        )
+
+    @torch.no_grad()
+    def embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Embeddings of rows of the catalogue."""
+        model = self.evaluated()
+        model.eval()
+        found = [torch.empty(0, model.dim, device=self.world.device)]
+        with self.autocast():
+            for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
+                found.append(model(model.preprocessing.normalise(pixels)))
+        model.train()
+        return torch.cat(found)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint holds besides the optimiser."""
+        parts: dict[str, nn.Module] = {"embedder": self.embedder, "loss": self.objective}
+        return parts if self.average is None else {**parts, "average": self.average}
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; only of a healthy state."""
+        self.check_finite()
+        if self.world.leads:
+            state = {
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "step": self.step_number,
+                "loss_sum": self.loss_sum.item(),
+                "rates": self.rates.state_dict(),
+                "selected": self.selected,
+                "scaler": self.scaler.state_dict(),
+                "sampler": self.material.sampler.state_dict(),
+            }
+            save_checkpoint(path, self.modules(), self.optimizer, state)
+
+    def restore(self) -> None:
+        """Continue from the newest checkpoint."""
+        state = load_checkpoint(self.folder.last, self.modules(), self.optimizer)
+        self.material.sampler.load_state_dict(state["sampler"])
+        self.epoch, self.batch, self.step_number = state["epoch"], state["batch"], state["step"]
+        self.loss_sum.fill_(state["loss_sum"])
+        self.rates.load_state_dict(state["rates"])
+        self.selected = state["selected"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.world.leads:
+            self.folder.forget_after(self.epoch)
+        self.display.message(f"continuing after step {self.step_number} (epoch {self.epoch})")
+
+    def check_finite(self) -> None:
+        """Stop if the loss was not finite, naming the step and its images."""
+        step = int(self.bad_step)
+        if step < 0:
+            return
+        per_epoch = len(self.material.sampler)
+        indices = self.material.sampler.batch(step // per_epoch, step % per_epoch)
+        files = [self.material.file(i) for i in indices[:5]]
+        raise RunError(
+            f"the loss was not finite at step {step} (epoch {step // per_epoch + 1}); its "
+            f"{len(indices)} images begin with {', '.join(files)}. The last good checkpoint is "
+            f"{self.folder.last}. A smaller learning rate, clipping or float32 usually helps"
+        )
+
+    def agree_to_stop(self, stop: StopSignal) -> bool:
+        """Whether any process was asked to stop; all leave after the same step."""
+        if self.world.size == 1:
+            return stop.asked
+        flag = torch.tensor(int(stop.asked), device=self.world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _shown(self, loss: Tensor) -> float | None:
+        """The loss for the display; reading it from a GPU waits, so not at every step."""
+        if self.world.device.type == "cpu" or self.step_number % 20 == 0:
+            return loss.item()
+        return None
+
+
+def make_optimizer(
+    recipe: Recipe, embedder: Embedder, objective: Objective
+) -> torch.optim.Optimizer:
+    """The optimiser with a learning rate for each part."""
+    o = recipe.optimizer
+    parts = embedder.parameter_parts()
+    proxies, others = objective.parameter_parts()
+    groups = [
+        {"name": "backbone", "params": parts["backbone"], "lr": o.lr},
+        {"name": "head", "params": parts["head"], "lr": o.lr * o.head_multiplier},
+        {"name": "proxies", "params": proxies, "lr": o.lr * o.proxy_multiplier},
+        {"name": "loss", "params": others, "lr": o.lr},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise RunError("nothing to train: the model has no parameters and the loss no proxies")
+    match o.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay)
+        case "adam":
+            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=o.momentum, weight_decay=o.weight_decay)

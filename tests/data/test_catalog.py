@@ -1,0 +1,330 @@
+import string
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from proximetry.data import Catalog, concatenate
+
+TEXT = st.text(
+    st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
+)
+FINITE = st.floats(0, 1e6, allow_nan=False)
+BOX = st.tuples(FINITE, FINITE, st.floats(0.25, 1e6), st.floats(0.25, 1e6))
+
+
+@st.composite
+def catalogs(draw, min_rows=0):
+    rows = draw(st.integers(min_rows, 12))
+    column = lambda values: st.lists(values, min_size=rows, max_size=rows).map(tuple)  # noqa: E731
+    flags = draw(st.booleans())
+    return Catalog(
+        paths=draw(st.lists(TEXT, min_size=rows, max_size=rows, unique=True).map(tuple)),
+        labels=draw(column(TEXT)),
+        splits=draw(column(st.sampled_from(["all", "train", "val", "test"]))),
+        queries=draw(column(st.booleans())) if flags else None,
+        galleries=draw(column(st.booleans())) if flags else None,
+        groups=draw(st.none() | column(st.just("") | TEXT)),
+        boxes=draw(st.none() | column(st.none() | BOX)),
+    )
+
+
+def small(labels="aabbccdd", splits=None):
+    paths = tuple(f"{label}/{i}.png" for i, label in enumerate(labels))
+    return Catalog(paths, tuple(labels), splits or ("all",) * len(labels))
+
+
+def make_tree(root, names, junk=()):
+    for name in (*names, *junk):
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(file, "PNG")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(catalog=catalogs(), form=st.sampled_from(["csv", "parquet"]))
+def test_round_trip(tmp_path, catalog, form):
+    file = tmp_path / f"table.{form}"
+    getattr(catalog, f"to_{form}")(file)
+    again = getattr(Catalog, f"from_{form}")(file, root=catalog.root, check_files=False)
+    assert again == catalog
+    assert not list(tmp_path.glob(".*.part"))
+
+
+@given(catalog=catalogs(min_rows=1), seed=st.integers(0, 5), fraction=st.floats(0.05, 0.95))
+def test_split_classes_shares_none_and_loses_none(catalog, seed, fraction):
+    if len(catalog.class_names) < 2:
+        with pytest.raises(ValueError, match="cannot be divided"):
+            catalog.split_classes(fraction)
+        return
+    a, b = catalog.split_classes(fraction, seed=seed)
+    assert not set(a.labels) & set(b.labels)
+    assert sorted(a.paths + b.paths) == sorted(catalog.paths)
+    assert set(a.splits) == {"train"}
+    assert set(b.splits) == {"test"}
+    expected = min(max(round(fraction * len(catalog.class_names)), 1), len(catalog.class_names) - 1)
+    assert len(a.class_names) == expected
+    # The order of the rows must not decide where a class goes.
+    order = np.random.default_rng(seed).permutation(len(catalog))
+    shuffled, _ = catalog.subset(order).split_classes(fraction, seed=seed)
+    assert shuffled.class_names == a.class_names
+
+
+@given(st.integers(3, 40), st.lists(st.integers(1, 9), min_size=2, max_size=3))
+def test_fractions_never_leave_a_part_empty(classes, weights):
+    catalog = small([f"c{i}" for i in range(classes)])
+    shares = [w / sum(weights) for w in weights]
+    parts = catalog.split_classes(shares, names=("train", "val", "test")[: len(shares)])
+    sizes = [len(p.class_names) for p in parts]
+    assert min(sizes) >= 1
+    assert sum(sizes) == classes
+    assert all(abs(n - s * classes) <= 2 for n, s in zip(sizes, shares, strict=True))
+
+
+def test_split_classes_by_counts_and_seed():
+    catalog = small(string.ascii_lowercase * 2)
+    parts = catalog.split_classes((13, 6, 7), names=("train", "val", "test"))
+    assert [len(p.class_names) for p in parts] == [13, 6, 7]
+    assert [len(p) for p in parts] == [26, 12, 14]
+    assert catalog.split_classes(0.5)[0] == catalog.split_classes(0.5, seed=0)[0]
+    assert catalog.split_classes(0.5)[0] != catalog.split_classes(0.5, seed=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "names", "message"),
+    [
+        ((2, 1), ("train", "test"), r"\(2, 1\) must be positive and sum to 4"),
+        ((0.5, 0.6), ("train", "test"), "sum to 1"),
+        (1.0, ("train", "test"), "positive"),
+        (0.5, ("train",), "2 parts need 2 names"),
+        (0.5, ("train", "tset"), "'tset' is none of"),
+    ],
+)
+def test_split_classes_errors(parts, names, message):
+    with pytest.raises(ValueError, match=message):
+        small().split_classes(parts, names=names)
+
+
+def test_codes_follow_sorted_class_names():
+    catalog = small("cabca")
+    assert catalog.class_names == ("a", "b", "c")
+    assert catalog.codes.tolist() == [2, 0, 1, 2, 0]
+    assert catalog.codes.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        catalog.codes[0] = 1
+
+
+def test_immutable_and_iterable():
+    catalog = small("ab")
+    with pytest.raises(AttributeError):
+        catalog.paths = ()
+    rows = list(catalog)
+    assert rows[1].path == "b/1.png"
+    assert rows[1].label == "b"
+    assert rows[1].query is None
+    assert len(catalog) == 2
+
+
+def test_subset_by_rows_and_mask():
+    catalog = small()
+    assert catalog.subset([3, 0]).paths == ("b/3.png", "a/0.png")
+    assert catalog.subset(catalog.codes == 1).labels == ("b", "b")
+    assert len(catalog.subset([])) == 0
+    assert catalog.subset([-1]).labels == ("d",)
+    with pytest.raises(ValueError, match=r"rows run from 0 to 7, got 8 … 8"):
+        catalog.subset([8])
+    with pytest.raises(ValueError, match="mask needs 8"):
+        catalog.subset(np.ones(3, bool))
+    with pytest.raises(ValueError, match="whole numbers"):
+        catalog.subset([0.5])
+
+
+def test_filter():
+    catalog = Catalog(
+        ("1", "2", "3", "4"),
+        ("a", "a", "b", "b"),
+        ("train", "test", "test", "test"),
+        queries=(False, True, True, False),
+        galleries=(False, False, False, True),
+        groups=("x", "x", "y", "y"),
+    )
+    assert catalog.filter(split="test").paths == ("2", "3", "4")
+    assert catalog.filter(split="test", query=True, group="y").paths == ("3",)
+    assert catalog.filter(labels="a").paths == ("1", "2")
+    assert catalog.filter(gallery=True).paths == ("4",)
+    with pytest.raises(ValueError, match="did you mean 'test'"):
+        catalog.filter(split="tset")
+    with pytest.raises(ValueError, match="no such class: 'z'"):
+        catalog.filter(labels=["a", "z"])
+    with pytest.raises(ValueError, match="no query column"):
+        small().filter(query=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"labels": ("a", "")}, "row 2, column label: '' is not a usable text"),
+        ({"labels": ("a", 3)}, "row 2, column label: 3 is not"),
+        ({"labels": ("a",)}, "labels has 1 entries, paths has 2"),
+        ({"paths": ("x\0", "y")}, "row 1, column path"),
+        ({"paths": ("x", "x")}, "row 1, column path: 'x' is listed 2 times; row 2"),
+        ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is none of all, train, val"),
+        ({"queries": (True, True)}, "give both columns or neither"),
+        ({"queries": (True, 2), "galleries": (True, True)}, "row 2, column query: 2 is neither"),
+        ({"boxes": ((0, 0, 1, 1), (0, 0, 0, 1))}, r"row 2, column box: \(0, 0, 0, 1\)"),
+        ({"boxes": ((0, 0, 1), None)}, "row 1, column box"),
+        ({"boxes": ((0, 0, float("nan"), 1), None)}, "row 1, column box"),
+    ],
+)
+def test_validation_names_row_column_and_value(columns, message):
+    good = {"paths": ("x", "y"), "labels": ("a", "b"), "splits": ("train", "test")}
+    with pytest.raises(ValueError, match=message):
+        Catalog(**(good | columns))
+
+
+def test_validation_lists_the_first_few_and_counts_the_rest():
+    with pytest.raises(ValueError, match=r"row 5, column label.*; and 15 more") as caught:
+        small([""] * 20)
+    assert "row 6" not in str(caught.value)
+
+
+def test_two_boxes_of_one_picture_are_fine():
+    boxes = ((0, 0, 1, 1), (1, 1, 1, 1))
+    assert len(Catalog(("x", "x"), ("a", "b"), ("all", "all"), boxes=boxes)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty, expected a header"),
+        ("path,labels\nx,a\n", "unknown column 'labels', did you mean 'label'"),
+        ("path,label,colour\nx,a,b\n", "unknown column 'colour'; known are: path, label"),
+        ("path;label\nx;a\n", "separated by commas"),
+        ("path,split\nx,train\n", "the column 'label' is missing"),
+        ("path,path,label\nx,x,a\n", "'path' appears twice"),
+        ("path,label\nx,a\ny\n", "row 2 has 1 fields, the header has 2"),
+        ("path,label,box_x\nx,a,1\n", "a box needs box_x, box_y, box_w, box_h; only box_x"),
+        ("path,label,box_x,box_y,box_w,box_h\nx,a,1,2,3,\n", "row 1, column box: .* only part"),
+        ("path,label,box_x,box_y,box_w,box_h\nx,a,1,2,3,q\n", "column box_h: 'q' is not a number"),
+        ("path,label,query,gallery\nx,a,maybe,1\n", "column query: 'maybe' is neither"),
+        ("path,label,split\nx,a,dev\n", "row 1, column split: 'dev'"),
+        ('path,label\n"x,a\n', "not a CSV file"),
+    ],
+)
+def test_csv_errors_name_the_file(tmp_path, text, message):
+    file = tmp_path / "table.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Catalog.from_csv(file, check_files=False)
+    assert str(file) in str(caught.value)
+
+
+def test_csv_from_a_spreadsheet(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_bytes("\ufeffpath,label,query,gallery\r\nx,é,TRUE,0\r\n\r\n".encode())
+    catalog = Catalog.from_csv(file, check_files=False)
+    assert catalog.labels == ("é",)
+    assert catalog.splits == ("all",)
+    assert catalog.queries == (True,)
+    assert catalog.root == tmp_path
+
+
+def test_csv_counts_and_names_missing_files(tmp_path):
+    make_tree(tmp_path, ["here.png"])
+    rows = "".join(f"gone{i}.png,a\n" for i in range(7))
+    (tmp_path / "table.csv").write_text(f"path,label\nhere.png,a\n{rows}")
+    with pytest.raises(ValueError, match=r"7 of 8 images do not exist") as caught:
+        Catalog.from_csv(tmp_path / "table.csv")
+    assert "'gone0.png' (row 2)" in str(caught.value)
+    assert "and 2 more" in str(caught.value)
+
+
+def test_parquet_errors(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    (tmp_path / "text.parquet").write_text("nothing")
+    with pytest.raises(ValueError, match="not a Parquet file"):
+        Catalog.from_parquet(tmp_path / "text.parquet")
+    numbers = pa.table({"path": ["x"], "label": [7]})
+    pyarrow.parquet.write_table(numbers, tmp_path / "numbers.parquet")
+    catalog = Catalog.from_parquet(tmp_path / "numbers.parquet", check_files=False)
+    assert catalog.labels == ("7",)
+    with pytest.raises(ValueError, match="UTF-8"):
+        small(["\udcff"]).to_parquet(tmp_path / "odd.parquet")
+    assert not (tmp_path / "odd.parquet").exists()
+
+
+def test_csv_keeps_file_names_that_are_not_utf8(tmp_path):
+    catalog = small(["\udcff"])
+    catalog.to_csv(tmp_path / "odd.csv")
+    again = Catalog.from_csv(tmp_path / "odd.csv", root=".", check_files=False)
+    assert again == catalog
+
+
+def test_folder_of_folders(tmp_path):
+    names = ["b/2.png", "a/1.jpg", "a/deep/3.PNG"]
+    make_tree(tmp_path, names, junk=["a/readme.txt", "a/.hidden.png", ".git/x.png", "top.png"])
+    (tmp_path / "empty").mkdir()
+    catalog = Catalog.from_folder(tmp_path)
+    assert catalog.paths == ("a/1.jpg", "a/deep/3.PNG", "b/2.png")
+    assert catalog.labels == ("a", "a", "b")
+    assert set(catalog.splits) == {"all"}
+    assert catalog.notes == (
+        "2 files are not images in a class folder: top.png, a/readme.txt",
+        "1 class folders hold no images: empty",
+    )
+    assert catalog.missing_files() == []
+    assert "note: 2 files" in catalog.describe()
+
+
+def test_folder_with_splits(tmp_path):
+    make_tree(tmp_path, ["train/a/1.png", "test/b/2.png", "val/c/3.png"])
+    catalog = Catalog.from_folder(tmp_path)
+    assert dict(zip(catalog.labels, catalog.splits, strict=True)) == {
+        "a": "train",
+        "b": "test",
+        "c": "val",
+    }
+
+
+def test_classes_that_happen_to_be_called_train_and_test(tmp_path):
+    make_tree(tmp_path, ["train/1.png", "test/2.png"])
+    assert Catalog.from_folder(tmp_path).labels == ("test", "train")
+
+
+def test_folder_errors(tmp_path):
+    with pytest.raises(ValueError, match="not a folder"):
+        Catalog.from_folder(tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"<class>/<image>.jpg, found notes\.txt"):
+        Catalog.from_folder(tmp_path)
+
+
+def test_describe():
+    catalog = small("aaabbc", splits=("train", "train", "train", "train", "test", "test"))
+    lines = catalog.describe().splitlines()
+    assert lines[0] == "6 images of 3 classes in ."
+    assert lines[1].split() == ["split", "images", "classes", "smallest", "median", "largest"]
+    assert lines[2].split() == ["train", "4", "2", "1", "2", "3"]
+    assert lines[3].split() == ["test", "2", "2", "1", "1", "1"]
+    assert lines[4].split() == ["together", "6", "3", "1", "2", "3"]
+    assert lines[5] == "train and test share 1 classes"
+    a, b = catalog.split_classes(0.5)
+    assert "train and test share no class" in concatenate(a, b).describe()
+    assert "0 images of 0 classes" in small("").describe()
+
+
+def test_concatenate():
+    a, b = small().split_classes(0.5)
+    both = concatenate(a, b)
+    assert len(both) == 8
+    assert set(both.splits) == {"train", "test"}
+    with pytest.raises(ValueError, match="different roots"):
+        concatenate(a, Catalog(("x",), ("y",), ("all",), root="elsewhere"))
+    with pytest.raises(ValueError, match="only some of the catalogues have groups"):
+        concatenate(a, Catalog(("x",), ("y",), ("all",), groups=("g",)))
+    with pytest.raises(ValueError, match="at least one"):
+        concatenate()

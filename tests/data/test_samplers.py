@@ -1,0 +1,206 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from proximetry.data import ClassBalanced, Shuffled
+
+
+@st.composite
+def balanced(draw, **fixed):
+    sizes = draw(st.lists(st.integers(1, 9), min_size=2, max_size=9))
+    codes = np.repeat(np.arange(len(sizes)) * 3 + 1, sizes)
+    codes = np.random.default_rng(draw(st.integers(0, 99))).permutation(codes)
+    options = {
+        "codes": codes,
+        "classes_per_batch": draw(st.integers(1, len(sizes))),
+        "images_per_class": draw(st.integers(1, 5)),
+        "seed": draw(st.integers(0, 9)),
+    }
+    return options | fixed
+
+
+def several(sampler, epochs=4):
+    return [batch for _ in range(epochs) for batch in sampler]
+
+
+@given(
+    n=st.integers(1, 50),
+    batch_size=st.integers(1, 20),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+def test_shuffled_takes_every_image_once_per_epoch(n, batch_size, drop_last, seed):
+    if drop_last and n < batch_size:
+        with pytest.raises(ValueError, match="do not fill one batch"):
+            Shuffled(n, batch_size, drop_last=drop_last, seed=seed)
+        return
+    sampler = Shuffled(n, batch_size, drop_last=drop_last, seed=seed)
+    for _ in range(2):
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        drawn = np.concatenate(batches)
+        assert len(set(drawn.tolist())) == len(drawn)
+        assert len(drawn) == (n - n % batch_size if drop_last else n)
+        assert all(len(b) == batch_size for b in batches[:-1])
+
+
+def test_shuffled_depends_on_seed_and_epoch_alone():
+    def orders(seed):
+        return np.concatenate(several(Shuffled(40, 8, seed=seed), 3)).reshape(3, 40)
+
+    first = orders(1)
+    assert (first == orders(1)).all()
+    assert (first != orders(2)).any(axis=1).all()
+    assert (first[0] != first[1]).any()
+    assert (Shuffled(40, 8, seed=1).batch(2, 3) == first[2, 24:32]).all()
+
+
+@given(options=balanced())
+def test_balanced_batches_have_distinct_classes_and_m_images(options):
+    sampler = ClassBalanced(**options)
+    codes, m = options["codes"], options["images_per_class"]
+    sizes = Counter(codes.tolist())
+    for batch in several(sampler):
+        classes = codes[batch].reshape(-1, m)
+        assert (classes == classes[:, :1]).all()
+        assert len(set(classes[:, 0].tolist())) == options["classes_per_batch"]
+        for images, label in zip(batch.reshape(-1, m), classes[:, 0].tolist(), strict=True):
+            assert len(set(images.tolist())) == min(m, sizes[label])
+
+
+@given(options=balanced())
+def test_every_class_and_image_is_used_before_any_repeats(options):
+    sampler = ClassBalanced(**options)
+    codes = options["codes"]
+    drawn = np.concatenate(several(sampler, 6))
+    starts = drawn[:: options["images_per_class"]]
+    visits = codes[starts]
+    classes = len(set(codes.tolist()))
+    for start in range(0, len(visits) - classes + 1, classes):
+        assert len(set(visits[start : start + classes].tolist())) == classes
+    for label in set(codes.tolist()):
+        members = np.flatnonzero(codes == label)
+        mine = drawn[codes[drawn] == label]
+        for start in range(0, len(mine) - len(members) + 1, len(members)):
+            assert sorted(mine[start : start + len(members)].tolist()) == members.tolist()
+
+
+@given(options=balanced(), world=st.integers(1, 4), drop_last=st.booleans())
+def test_ranks_share_the_same_global_batches(options, world, drop_last):
+    size = options["classes_per_batch"] * options["images_per_class"]
+    n = len(options["codes"])
+    pairs = []
+    if size % world == 0:
+        pairs.append([ClassBalanced(**options, rank=r, world=world) for r in range(world)])
+        pairs[-1].append(ClassBalanced(**options))
+    if n >= world:
+        plain = {"batch_size": world, "drop_last": drop_last}
+        pairs.append([Shuffled(n, **plain, rank=r, world=world) for r in range(world)])
+        pairs[-1].append(Shuffled(n, **plain))
+    for *ranks, alone in pairs:
+        for whole, *slices in zip(alone, *ranks, strict=True):
+            assert np.concatenate(slices).tolist() == whole.tolist()
+            sizes = [len(s) for s in slices]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=40)
+@given(options=balanced(), stop=st.integers(0, 30), kind=st.sampled_from(["balanced", "shuffled"]))
+def test_resumes_in_the_middle_of_an_epoch(options, stop, kind):
+    def make():
+        if kind == "balanced":
+            return ClassBalanced(**options)
+        return Shuffled(len(options["codes"]), 3, drop_last=False, seed=options["seed"])
+
+    expected = [b.tolist() for b in several(make(), 40)]
+    first = make()
+    seen = []
+    while len(seen) < stop:
+        for batch in first:
+            seen.append(batch.tolist())
+            if len(seen) == stop:
+                break
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert second.position == divmod(stop, len(second))
+    rest = [b.tolist() for b in several(second, 3)]
+    assert (seen + rest) == expected[: stop + len(rest)]
+
+
+def test_going_back_gives_the_same_batches():
+    sampler = ClassBalanced(np.arange(60) % 7, 3, 2, seed=5)
+    batches = several(sampler, 3)
+    sampler.set_position(1, 2)
+    again = next(iter(sampler))
+    assert again.tolist() == batches[len(sampler) + 2].tolist()
+    assert sampler.batch(0, 0).tolist() == batches[0].tolist()
+    assert sampler.batch(0, 0).tolist() == batches[0].tolist()
+
+
+def test_setting_the_end_of_an_epoch_is_the_start_of_the_next():
+    sampler = Shuffled(10, 5)
+    sampler.set_position(3, 2)
+    assert sampler.position == (4, 0)
+
+
+def test_balance_and_order_are_random():
+    sampler = ClassBalanced(np.repeat(np.arange(10), 20), 5, 4, seed=0)
+    counts = Counter(np.concatenate(several(sampler, 20)).tolist())
+    assert set(counts.values()) == {20}
+    pairs = {tuple(sorted(set((b // 20).tolist()))) for b in several(sampler, 20)}
+    assert len(pairs) > 50
+
+
+def test_class_order_is_uniform():
+    # With 4 classes, 2 per batch, the first batch is each of the 6 pairs equally often.
+    pairs = Counter(
+        tuple(sorted(ClassBalanced(np.arange(4), 2, 1, seed=s).batch(0, 0).tolist()))
+        for s in range(1200)
+    )
+    assert len(pairs) == 6
+    assert max(abs(count - 200) for count in pairs.values()) < 60
+
+
+def test_works_as_a_batch_sampler_of_a_loader():
+    sampler = ClassBalanced(np.arange(30) % 5, 3, 2)
+    expected = [b.tolist() for b in ClassBalanced(np.arange(30) % 5, 3, 2)]
+    loader = DataLoader(list(range(30)), batch_sampler=sampler)
+    assert [b.tolist() for b in loader] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Shuffled(0, 1), "must be positive, got 0 and 1"),
+        (lambda: Shuffled(5, 0), "must be positive"),
+        (lambda: Shuffled(5, 6), "5 images do not fill one batch of 6"),
+        (lambda: Shuffled(9, 3, world=2), "3 cannot be shared evenly by 2 ranks"),
+        (lambda: Shuffled(9, 2, rank=2, world=2), "rank must be from 0 to world - 1 = 1, got 2"),
+        (lambda: Shuffled(9, 2, seed=-1), "seed must not be negative"),
+        (lambda: ClassBalanced([0, 1], 3, 1), "3 classes needs as many, there are 2"),
+        (lambda: ClassBalanced([0, 1], 0, 1), "must be positive, got 0 and 1"),
+        (lambda: ClassBalanced([0, 1], 2, 0), "must be positive, got 2 and 0"),
+        (lambda: ClassBalanced([], 1, 1), "whole numbers"),
+        (lambda: ClassBalanced([0.5, 1], 1, 1), "whole numbers, got float64"),
+        (lambda: ClassBalanced([0, 1], 1, 1, batches_per_epoch=0), "batches_per_epoch"),
+        (lambda: ClassBalanced([0, 1], 1, 3, world=2), "3 cannot be shared evenly"),
+        (lambda: Shuffled(9, 3).set_position(0, 4), "batch from 0 to 3, got epoch 0, batch 4"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_state_of_another_sequence_is_refused():
+    state = Shuffled(10, 5, seed=1).state_dict()
+    with pytest.raises(ValueError, match="saved with seed 1, this one has 2"):
+        Shuffled(10, 5, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="lacks 'classes_per_batch'"):
+        ClassBalanced(np.arange(10), 5, 1, seed=1).load_state_dict(state)
+    # The number of ranks may change.
+    Shuffled(10, 5, seed=1, rank=1, world=5).load_state_dict(state)

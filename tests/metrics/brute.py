@@ -1,0 +1,88 @@
+"""Reference computations in plain NumPy, one query at a time, straight from the definitions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def similarity_matrix(queries: Array, gallery: Array, metric: str) -> Array:
+    if metric == "hamming":
+        bits = np.unpackbits(queries, axis=1)[:, None] != np.unpackbits(gallery, axis=1)[None]
+        return -bits.sum(2).astype(np.float64)
+    queries, gallery = queries.astype(np.float64), gallery.astype(np.float64)
+    if metric == "euclidean":
+        return -np.sqrt(((queries[:, None] - gallery[None]) ** 2).sum(2))
+    if metric == "cosine":
+        queries, gallery = _unit(queries), _unit(gallery)
+    return queries @ gallery.T
+
+
+def _unit(rows: Array) -> Array:
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(length == 0, 1, length)
+
+
+def ranking(similarities: Array, allowed: Array) -> list[int]:
+    """Allowed indices, most similar first, equal ones by index."""
+    return sorted(np.flatnonzero(allowed).tolist(), key=lambda j: (-similarities[j], j))
+
+
+def rankings(
+    queries: Array,
+    gallery: Array,
+    metric: str,
+    *,
+    same_set: bool,
+    query_groups: Array | None = None,
+    groups: Array | None = None,
+) -> list[list[int]]:
+    matrix = similarity_matrix(queries, gallery, metric)
+    lists = []
+    for i, row in enumerate(matrix):
+        allowed = np.ones(len(row), dtype=bool)
+        if same_set:
+            allowed[i] = False
+        if query_groups is not None and groups is not None:
+            allowed &= groups != query_groups[i]
+        lists.append(ranking(row, allowed))
+    return lists
+
+
+def scores(relevant: list[bool], cutoffs: tuple[int, ...]) -> dict[str, float]:
+    """All scores of one full ranking that has at least one relevant item."""
+    R = sum(relevant)
+    precision = [sum(relevant[: i + 1]) / (i + 1) for i in range(len(relevant))]
+    found = {
+        "r_precision": sum(relevant[:R]) / R,
+        "map@r": sum(p for p, hit in zip(precision[:R], relevant, strict=False) if hit) / R,
+        "mrr": 1 / (relevant.index(True) + 1),
+    }
+    for k in cutoffs:
+        found[f"recall@{k}"] = float(any(relevant[:k]))
+        found[f"precision@{k}"] = sum(relevant[:k]) / k
+        found[f"map@{k}"] = sum(p for p, h in zip(precision[:k], relevant, strict=False) if h) / k
+        gain = sum((2**r - 1) / math.log2(i + 2) for i, r in enumerate(map(int, relevant[:k])))
+        best = sum(1 / math.log2(i + 2) for i in range(min(k, R)))
+        found[f"ndcg@{k}"] = gain / best
+    return found
+
+
+def evaluate(
+    lists: list[list[int]], query_labels: Any, labels: Any, cutoffs: tuple[int, ...]
+) -> tuple[dict[str, float], int]:
+    """Means over the queries with a positive, and how many have none."""
+    rows = []
+    lonely = 0
+    for label, order in zip(query_labels, lists, strict=True):
+        relevant = [bool(labels[j] == label) for j in order]
+        if any(relevant):
+            rows.append(scores(relevant, cutoffs))
+        else:
+            lonely += 1
+    names = rows[0] if rows else {}
+    return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}, lonely

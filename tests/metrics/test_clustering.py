@@ -1,0 +1,281 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as reference
+from sklearn.cluster import KMeans
+
+from proximetry.metrics import clustering
+from proximetry.metrics.clustering import ami, cluster, kmeans, nmi, pairwise_f1
+
+labellings = st.integers(2, 60).flatmap(
+    lambda size: st.tuples(
+        *(st.lists(st.integers(0, 12), min_size=size, max_size=size) for _ in range(2))
+    )
+)
+
+
+def pairs_by_hand(true, pred):
+    both = together = belong = 0
+    for (a, b), (c, d) in itertools.combinations(zip(true, pred, strict=True), 2):
+        both += a == c and b == d
+        together += b == d
+        belong += a == c
+    return both, together, belong
+
+
+@settings(max_examples=150, deadline=None)
+@given(labellings)
+def test_scores_equal_scikit_learn(both):
+    true, pred = both
+    for average in ("arithmetic", "geometric"):
+        expected = reference.normalized_mutual_info_score(true, pred, average_method=average)
+        assert nmi(true, pred, average) == pytest.approx(expected, abs=1e-9)
+    expected = reference.adjusted_mutual_info_score(true, pred)
+    assert ami(true, pred) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(labellings)
+def test_pairwise_f1_counts_pairs(both):
+    true, pred = both
+    right, together, belong = pairs_by_hand(true, pred)
+    scores = pairwise_f1(true, pred)
+    if not together and not belong:
+        assert scores == (1.0, 1.0, 1.0)
+        return
+    assert scores.precision == (right / together if together else 0)
+    assert scores.recall == (right / belong if belong else 0)
+    assert scores.f1 == pytest.approx(2 * right / (together + belong), abs=1e-15)
+
+
+@settings(max_examples=60, deadline=None)
+@given(labellings, st.randoms(use_true_random=False))
+def test_scores_are_symmetric_and_blind_to_names(both, random):
+    true, pred = both
+    names = random.sample(["p", "q", "Σ", *map(str, range(10))], 13)
+    renamed = [names[value] for value in pred]
+    assert nmi(true, renamed) == pytest.approx(nmi(pred, true), abs=1e-12)
+    assert ami(true, renamed) == pytest.approx(ami(pred, true), abs=1e-12)
+    assert pairwise_f1(true, renamed).precision == pairwise_f1(pred, true).recall
+
+
+def exact_expected_mutual_information(a_sizes, b_sizes):
+    """The defining sum with whole-number binomials."""
+    total, parts = sum(a_sizes), []
+    for a, b in itertools.product(a_sizes, b_sizes):
+        for n in range(max(1, a + b - total), min(a, b) + 1):
+            ways = math.comb(a, n) * math.comb(total - a, b - n)
+            parts.append(ways / math.comb(total, b) * n / total * math.log(total * n / (a * b)))
+    return math.fsum(parts)
+
+
+@pytest.mark.parametrize(
+    ("a_sizes", "b_sizes"),
+    [
+        ([1] * 300, [300]),
+        ([250, 50], [100, 100, 100]),
+        ([299, 1], [7] * 42 + [6]),
+        ([5] * 60, [60] * 5),
+    ],
+)
+def test_expected_mutual_information_is_exact(a_sizes, b_sizes):
+    from proximetry.metrics import agreement
+
+    true, pred = (np.repeat(np.arange(len(s)), s) for s in (a_sizes, b_sizes))
+    found = agreement._expected_mutual_information(agreement._table(true, pred))
+    assert found == pytest.approx(exact_expected_mutual_information(a_sizes, b_sizes), rel=1e-12)
+
+
+def test_expected_mutual_information_in_pieces(monkeypatch):
+    rng = np.random.default_rng(0)
+    true, pred = np.sort(rng.geometric(0.1, 400)), rng.geometric(0.2, 400)
+    expected = reference.adjusted_mutual_info_score(true, pred)
+    monkeypatch.setattr("proximetry.metrics.agreement._TERMS", 7)
+    assert ami(true, pred) == pytest.approx(expected, abs=1e-9)
+
+
+def test_corner_cases_of_scores():
+    one, apart, split = [0] * 6, list(range(6)), [0, 0, 0, 1, 1, 1]
+    for same in (one, apart, split):
+        assert nmi(same, same) == nmi(same, same, "geometric") == ami(same, same) == 1.0
+        assert pairwise_f1(same, same) == (1.0, 1.0, 1.0)
+    assert nmi(one, split) == nmi(split, one, "geometric") == ami(one, split) == 0.0
+    assert ami(apart, split) == pytest.approx(0, abs=1e-12)
+    assert pairwise_f1(apart, split) == (0.0, 0.0, 0.0)
+    assert pairwise_f1(split, one) == (6 / 15, 1.0, 4 / 7)
+    assert nmi([0, 0, 1, 1], [0, 1, 0, 1]) == 0.0
+
+
+def test_labels_of_any_kind():
+    numbers = [3, 3, -1, -1, 7]
+    huge = torch.tensor(numbers) + 2**53  # float64 could not tell these apart
+    words = [f"class {value}" for value in numbers]
+    other = np.array([0, 1, 1, 1, 2], dtype=np.uint8)
+    for score in (nmi, ami, pairwise_f1):
+        assert score(huge, other) == score(words, other) == score(numbers, other)
+
+
+def test_bad_labels():
+    with pytest.raises(ValueError, match="labels_pred has 2 entries"):
+        nmi([0, 1, 2], [0, 1])
+    with pytest.raises(ValueError, match="empty"):
+        ami([], [])
+    with pytest.raises(ValueError, match="'harmonic'"):
+        nmi([0, 1], [0, 1], "harmonic")
+    with pytest.raises(ValueError, match="integers or strings"):
+        pairwise_f1([0.5, 1.0], [0, 1])
+
+
+def blobs(classes, each, width=8, spread=0.1, seed=0):
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, width)) * 3
+    labels = rng.permutation(np.repeat(np.arange(classes), each))
+    return (centres[labels] + spread * rng.normal(size=(len(labels), width))), labels
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    rows=st.integers(1, 40),
+    width=st.integers(1, 4),
+    share=st.floats(0, 1),
+    whole=st.booleans(),
+    blocks=st.booleans(),
+)
+def test_kmeans_keeps_its_promises(seed, rows, width, share, whole, blocks):
+    """Against the definition: means, nearest centres, inertia; with duplicates and N = k too."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 3, (rows, width)) * 1.0 if whole else rng.normal(size=(rows, width))
+    clusters = max(1, round(share * rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clustering, "_TILE", {"cpu": 16})
+        patch.setattr(clustering, "_SHARE", 1 if blocks else 32)
+        result = kmeans(values, clusters, seed=seed % 1000)
+    assigned, centres = result.assignments.numpy(), result.centres.numpy()
+    used = np.unique(assigned)
+    assert result.converged
+    assert len(used) == min(clusters, len(np.unique(values, axis=0)))
+    for j in used:
+        np.testing.assert_allclose(centres[j], values[assigned == j].mean(0), atol=1e-12)
+    apart = ((values[:, None] - centres[None]) ** 2).sum(2)
+    own = apart[np.arange(rows), assigned]
+    assert (own <= apart[:, used].min(1) + 1e-12).all()
+    assert result.inertia == pytest.approx(own.sum(), abs=1e-10)
+
+
+@pytest.mark.parametrize("share", [1, 32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_kmeans_finds_blobs(dtype, share, monkeypatch):
+    monkeypatch.setattr(clustering, "_SHARE", share)
+    values, labels = blobs(12, 9)
+    result = kmeans(torch.from_numpy(values).to(dtype), 12, restarts=4)
+    assert ami(labels, result.assignments) == 1.0
+    assert result.centres.dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
+def test_blocks_follow_the_law_of_drawing_one_by_one(monkeypatch):
+    """How often each set of centres comes up, against the probabilities written out."""
+    monkeypatch.setattr(clustering, "_SHARE", 1)
+    monkeypatch.setattr(clustering, "_BLOCK", 3)
+    monkeypatch.setattr(clustering, "_trials", lambda clusters: 1)
+    points = torch.tensor([[0.0], [1.0], [3.0], [3.5], [9.0]], dtype=torch.float64)
+    expected: dict[frozenset[int], float] = {}
+
+    def extend(chosen, probability):
+        if len(chosen) == 4:
+            key = frozenset(chosen)
+            expected[key] = expected.get(key, 0.0) + probability
+            return
+        weights = ((points - points[chosen].T) ** 2).min(1).values
+        for i, weight in enumerate((weights / weights.sum()).tolist()):
+            if weight:
+                extend([*chosen, i], probability * weight)
+
+    for first in range(5):
+        extend([first], 1 / 5)
+    generator = torch.Generator().manual_seed(0)
+    draws = 4000
+    found = dict.fromkeys(expected, 0)
+    for _ in range(draws):
+        found[frozenset(clustering._start(points, 4, generator).tolist())] += 1
+    for key, probability in expected.items():
+        error = math.sqrt(probability * (1 - probability) / draws)
+        assert abs(found[key] / draws - probability) < 5 * error + 1e-9
+
+
+def test_kmeans_is_repeatable_and_never_worse_with_restarts():
+    values, _ = blobs(10, 20, spread=2.0)
+    first, again = (kmeans(values, 10, seed=3) for _ in range(2))
+    assert torch.equal(first.assignments, again.assignments)
+    assert torch.equal(first.centres, again.centres)
+    assert kmeans(values, 10, seed=3, restarts=4).inertia <= first.inertia
+    short = kmeans(values, 10, seed=3, iterations=1)
+    assert not short.converged
+    assert short.iterations == 1
+    assert short.inertia >= first.inertia
+
+
+def test_kmeans_leaves_its_input_alone_and_does_not_mind_offsets_or_scale():
+    values, _ = blobs(6, 10, spread=1.0)
+    tensor = torch.from_numpy(values)
+    before = tensor.clone()
+    plain = kmeans(tensor, 6).assignments
+    assert torch.equal(tensor, before)
+    assert torch.equal(kmeans(tensor + 1e6, 6).assignments, plain)
+    assert torch.equal(kmeans(tensor * 2.0**-600, 6).assignments, plain)
+
+
+def test_empty_clusters_are_filled_from_the_farthest_rows():
+    rows = torch.tensor([[0.0], [0.1], [0.2], [5.0], [0.0]])
+    centres = torch.tensor([[0.05], [9.0], [-9.0]])
+    filled = clustering._fill_empty(rows, centres, torch.zeros(5, dtype=torch.int64))
+    assert filled.tolist() == [0, 0, 2, 1, 0]
+    copies = torch.ones(4, 1)
+    kept = clustering._fill_empty(copies, torch.ones(2, 1), torch.zeros(4, dtype=torch.int64))
+    assert kept.tolist() == [0, 0, 0, 0]
+
+
+def test_kmeans_bad_input():
+    values = torch.randn(5, 3)
+    for clusters in (0, 6):
+        with pytest.raises(ValueError, match=rf"\(5\), got {clusters}"):
+            kmeans(values, clusters)
+    with pytest.raises(ValueError, match="iterations"):
+        kmeans(values, 2, iterations=0)
+    with pytest.raises(ValueError, match="restarts"):
+        kmeans(values, 2, restarts=0)
+    values[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN .* 3;"):
+        kmeans(values, 2)
+
+
+def test_cluster_reports_the_four_scores():
+    values, labels = blobs(8, 6, spread=1.5)
+    names = np.array([f"bird {label}" for label in labels])
+    scores = cluster(values.astype("f4"), names, seed=1)
+    found = kmeans(values.astype("f4"), 8, seed=1).assignments
+    assert scores == {
+        "nmi": nmi(labels, found),
+        "nmi_geometric": nmi(labels, found, "geometric"),
+        "ami": ami(labels, found),
+        "f1": pairwise_f1(labels, found).f1,
+    }
+    assert 0 < scores["ami"] < scores["nmi"] < 1
+    assert set(cluster(np.eye(4), [1, 2, 3, 4]).values()) == {1.0}  # every item its own class
+    assert set(cluster(np.eye(4), ["a"] * 4).values()) == {1.0}  # a single class
+    with pytest.raises(ValueError, match="labels has 3 entries"):
+        cluster(values, labels[:3])
+
+
+def test_start_is_as_good_as_scikit_learns():
+    """Many well separated classes: a plain k-means++ start would merge a third of them."""
+    values, labels = blobs(300, 5, width=32, spread=0.7)
+    theirs = KMeans(300, n_init=1, random_state=0, algorithm="lloyd").fit(values)
+    ours = [kmeans(values, 300, seed=seed) for seed in range(3)]
+    assert np.mean([run.inertia for run in ours]) < 1.1 * theirs.inertia_
+    assert min(ami(labels, run.assignments) for run in ours) > 0.95

@@ -1,0 +1,128 @@
+"""Two real processes over gloo give the numbers of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from proximetry.metrics import evaluate, evaluate_queries
+
+CUTS = (0, 23, 60)  # uneven shares
+EMPTY = (0, 60, 60)  # one process has nothing
+WANTED: dict[str, Any] = {"recall_at": (1, 10), "ndcg_at": 5, "map_at": 5, "precision_at": 3}
+
+
+def data() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    numbers = draw.integers(0, 12, 60)
+    return {
+        "vectors": draw.integers(-2, 3, (60, 3)).astype(np.float32),
+        "queries": draw.integers(-2, 3, (60, 3)).astype(np.float32),
+        "numbers": numbers,
+        "names": np.array([f"class {'x' * n}" for n in numbers]),  # widths differ between shares
+        "groups": draw.integers(0, 6, 60),
+        "smooth": draw.normal(size=(60, 8)),
+    }
+
+
+def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
+    given = {name: values[share] for name, values in data().items()}
+    vectors, numbers = given["vectors"], given["numbers"]
+    half = torch.from_numpy(vectors).to(torch.bfloat16)
+    return {
+        "plain": (vectors, numbers, {"metric": "dot"}),
+        "text": (vectors, given["names"], {"metric": "euclidean"}),
+        "half": (half, torch.from_numpy(numbers), {"metric": "dot"}),
+        "cosine": (given["smooth"], numbers, {}),
+        "groups": (vectors, numbers, {"metric": "dot", "ignore_groups": given["groups"]}),
+        "queries": (
+            vectors,
+            given["names"],
+            {
+                "metric": "dot",
+                "queries": given["queries"],
+                "query_labels": given["names"][::-1].copy(),
+            }
+            | {"ignore_groups": given["groups"], "query_ignore_groups": given["groups"]},
+        ),
+    }
+
+
+def query_label_order(cuts: tuple[int, ...]) -> Any:
+    names = data()["names"]
+    return np.concatenate([names[a:b][::-1] for a, b in pairwise(cuts)])
+
+
+def work(rank: int, file: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    found: dict[str, Any] = {}
+    for label, cuts in (("uneven", CUTS), ("empty", EMPTY)):
+        share = slice(cuts[rank], cuts[rank + 1])
+        for name, (vectors, labels, options) in cases(share).items():
+            found[f"{label} {name}"] = evaluate(vectors, labels, **options, **WANTED, group=group)
+    share = slice(CUTS[rank], CUTS[rank + 1])
+    vectors, labels, _ = cases(share)["cosine"]
+    found["clustering"] = evaluate(vectors, labels, clustering=True, group=group)
+    evaluation = evaluate_queries(vectors, labels, group=group)
+    found["per query"] = evaluation.scores["map@r"].tolist()
+    for name, spoiled, spoiled_labels in (
+        ("nan", np.where(rank == 1, np.nan, vectors), labels),
+        ("width", vectors[:, : 8 - rank], labels),
+        ("kinds", vectors, labels if rank else labels.astype(str)),
+        ("nothing", vectors[:0], labels[:0]),
+        ("lonely", vectors, np.arange(len(vectors)) + 100 * rank),
+    ):
+        try:
+            evaluate(spoiled, spoiled_labels, group=group)
+        except ValueError as error:
+            found[f"error {name}"] = str(error)
+    torch.save(found, os.path.join(out, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(os.path.join(folder, "meet"), folder), nprocs=2)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
+    assert repr(reports[0]) == repr(reports[1])
+
+
+@pytest.mark.parametrize("label", ["uneven", "empty"])
+@pytest.mark.parametrize("name", ["plain", "text", "half", "cosine", "groups", "queries"])
+def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name: str) -> None:
+    vectors, labels, options = cases(slice(None))[name]
+    if name == "queries":
+        options["query_labels"] = query_label_order(CUTS if label == "uneven" else EMPTY)
+    assert reports[0][f"{label} {name}"] == evaluate(vectors, labels, **options, **WANTED)
+
+
+def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str, Any]]) -> None:
+    vectors, labels, _ = cases(slice(None))["cosine"]
+    assert reports[0]["clustering"] == evaluate(vectors, labels, clustering=True)
+    expected = evaluate_queries(vectors, labels).scores["map@r"]
+    np.testing.assert_array_equal(reports[0]["per query"], expected)
+
+
+def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "process 1: embeddings has NaN" in report["error nan"]
+        assert "process 0: 8 wide" in report["error width"]
+        assert "process 1: 7 wide" in report["error width"]
+        assert "use one kind" in report["error kinds"]
+        assert report["error nothing"] == "embeddings is empty on every process"
+        assert "none of the 60 queries has a positive" in report["error lonely"]

@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import ndcg_score
+
+from proximetry.metrics import evaluate, evaluate_queries, retrieve, score_result
+from proximetry.metrics.scores import Wanted, score_lists
+
+from . import brute
+
+CUTOFFS = (1, 2, 3, 10, 100)
+EVERYTHING: dict[str, Any] = {
+    "recall_at": CUTOFFS,
+    "precision_at": CUTOFFS,
+    "ndcg_at": CUTOFFS,
+    "map_at": CUTOFFS,
+}
+
+
+def assert_equal(found: dict[str, float], expected: dict[str, float], lonely: int) -> None:
+    assert found.pop("queries_without_positive") == lonely
+    found.pop("queries")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-12), name
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.integers(2, 40),
+    classes=st.integers(1, 30),
+    seed=st.integers(0, 10**6),
+    metric=st.sampled_from(["dot", "euclidean", "hamming"]),
+    kind=st.sampled_from(["plain", "huge", "text"]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    grouped=st.booleans(),
+)
+def test_equals_brute_force(
+    rows: int,
+    classes: int,
+    seed: int,
+    metric: Any,
+    kind: str,
+    dtype: torch.dtype,
+    grouped: bool,
+) -> None:
+    draw = np.random.default_rng(seed)
+    if metric == "hamming":
+        vectors = torch.from_numpy(draw.integers(0, 256, (rows, 2), dtype=np.uint8))
+    else:
+        # Few small whole numbers: duplicates and ties, and exact in every type.
+        vectors = torch.from_numpy(draw.integers(-2, 3, (rows, 3))).to(dtype)
+    numbers = draw.integers(0, classes, rows)
+    labels: Any = {
+        "plain": numbers,
+        "huge": (numbers - classes // 2) * 2 + 2**53,
+        "text": [f"class {n}" for n in numbers],
+    }[kind]
+    groups = draw.integers(0, 5, rows) if grouped else None
+    plain = vectors.float().numpy() if metric != "hamming" else vectors.numpy()
+    lists = brute.rankings(plain, plain, metric, same_set=True, query_groups=groups, groups=groups)
+    expected, lonely = brute.evaluate(lists, numbers, numbers, CUTOFFS)
+    if lonely == rows:
+        with pytest.raises(ValueError, match=f"none of the {rows} queries has a positive"):
+            evaluate(vectors, labels, metric=metric, ignore_groups=groups, **EVERYTHING)
+        return
+    found = evaluate(vectors, labels, metric=metric, ignore_groups=groups, **EVERYTHING)
+    assert found["queries"] == rows - lonely
+    assert_equal(found, expected, lonely)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 30), asked=st.integers(1, 12), seed=st.integers(0, 10**6))
+def test_query_and_gallery_equal_brute_force(rows: int, asked: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    gallery = draw.integers(-2, 3, (rows, 3)).astype(np.float32)
+    queries = draw.integers(-2, 3, (asked, 3)).astype(np.float32)
+    labels, query_labels = draw.integers(0, 6, rows), draw.integers(0, 7, asked)
+    query_labels[0] = labels[0]
+    lists = brute.rankings(queries, gallery, "euclidean", same_set=False)
+    expected, lonely = brute.evaluate(lists, query_labels, labels, CUTOFFS)
+    found = evaluate(
+        gallery,
+        labels,
+        queries=queries,
+        query_labels=query_labels,
+        metric="euclidean",
+        **EVERYTHING,
+    )
+    assert_equal(found, expected, lonely)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_cosine_equals_brute_force(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(250, 24, generator=generator).to(dtype)
+    labels = torch.randint(0, 40, (250,), generator=generator).numpy()
+    plain = vectors.double().numpy()
+    lists = brute.rankings(plain, plain, "cosine", same_set=True)
+    expected, lonely = brute.evaluate(lists, labels, labels, CUTOFFS)
+    assert_equal(evaluate(vectors, labels, **EVERYTHING), expected, lonely)
+
+
+def test_millions_of_distinct_labels_stay_distinct() -> None:
+    # More values than float32 can tell apart: neighbouring labels would merge into false hits.
+    count = 3000
+    labels = np.repeat(2**24 + np.arange(count // 2), 2)
+    vectors = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
+    evaluation = evaluate_queries(vectors, labels)
+    assert set(evaluation.positives) == {1}
+    assert len(evaluation.classes) == count // 2
+
+
+TABLE_3 = [
+    ([1, 0, 0, 0, 0, 0, 0, 0, 0, 0], (100, 10, 25.0, 10.0, 39.0)),
+    ([1, 0, 0, 0, 0, 0, 0, 0, 0, 1], (100, 20, 25.0, 12.0, 50.3)),
+    ([1, 0, 1, 0, 0, 0, 0, 0, 0, 0], (100, 20, 41.7, 16.7, 58.6)),
+    ([1, 0, 1, 0, 0, 0, 1, 0, 0, 1], (100, 40, 41.7, 25.0, 82.9)),
+    ([1, 1, 1, 1, 0, 0, 0, 0, 0, 0], (100, 40, 100.0, 40.0, 100.0)),
+]
+
+
+@pytest.mark.parametrize(("places", "expected"), TABLE_3)
+def test_published_example(places: list[int], expected: tuple[float, ...]) -> None:
+    """One query with four positives, of which the list shows some: to a tenth of a percent."""
+    order = np.array(places, dtype=bool)
+    missing = 4 - int(order.sum())
+    gallery = np.zeros((10 + missing, 1), dtype=np.float32)
+    gallery[:, 0] = -np.arange(10 + missing)
+    labels = [int(hit) for hit in order] + [1] * missing
+    found = evaluate(
+        gallery,
+        labels,
+        queries=np.ones((1, 1), dtype=np.float32),
+        query_labels=[1],
+        metric="dot",
+        recall_at=10,
+        precision_at=10,
+        map_at=10,
+        ndcg_at=10,
+    )
+    names = ("recall@10", "precision@10", "map@r", "map@10", "ndcg@10")
+    assert [round(100 * found[name], 1) for name in names] == list(expected)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.booleans(), min_size=2, max_size=30), st.integers(1, 40))
+def test_ndcg_equals_scikit_learn(relevant: list[bool], k: int) -> None:
+    relevant[0] = relevant[0] or not any(relevant)
+    hits = torch.tensor([relevant])
+    positives = hits.sum(1)
+    ranks = torch.tensor([relevant.index(True) + 1])
+    wanted = Wanted(recall_at=(), ndcg_at=(k,))
+    found = float(score_lists(hits, positives, ranks, wanted)[f"ndcg@{k}"])
+    falling = np.arange(len(relevant), 0, -1)[None]
+    outside = ndcg_score(np.array([relevant], dtype=float), falling, k=k)
+    assert found == pytest.approx(outside, abs=1e-12)
+
+
+def test_only_what_is_asked_for() -> None:
+    vectors, labels = np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2]
+    found = evaluate(vectors, labels, recall_at=3, ndcg_at=(), at_r=False, mrr=False)
+    assert list(found) == ["recall@3", "queries", "queries_without_positive"]
+    found = evaluate(
+        vectors, labels, recall_at=(), ndcg_at=(), precision_at=2, at_r=False, mrr=False
+    )
+    assert list(found) == ["precision@2", "queries", "queries_without_positive"]
+    default = evaluate(vectors, labels)
+    assert list(default)[:4] == ["recall@1", "recall@2", "recall@4", "recall@8"]
+    assert {"r_precision", "map@r", "mrr", "ndcg@2", "ndcg@8"} <= set(default)
+
+
+def test_asking_for_less_changes_nothing() -> None:
+    """Short lists and counted ranks give what long lists give."""
+    draw = np.random.default_rng(0)
+    vectors, labels = draw.integers(-2, 3, (120, 3)).astype(np.float32), draw.integers(0, 50, 120)
+    long = evaluate(vectors, labels, metric="dot", **EVERYTHING)
+    short = evaluate(vectors, labels, metric="dot", recall_at=CUTOFFS, ndcg_at=(), at_r=False)
+    for name, value in short.items():
+        assert long[name] == value, name
+    for k in CUTOFFS:
+        alone = evaluate(
+            vectors, labels, metric="dot", recall_at=k, ndcg_at=k, at_r=False, mrr=False
+        )
+        assert alone[f"recall@{k}"] == long[f"recall@{k}"]
+        assert alone[f"ndcg@{k}"] == long[f"ndcg@{k}"]
+
+
+def test_one_large_class_among_small_ones() -> None:
+    draw = np.random.default_rng(4)
+    vectors = draw.integers(-3, 4, (150, 4)).astype(np.float32)
+    labels = np.concatenate([np.zeros(100, dtype=int), np.arange(50) // 2 + 1])
+    lists = brute.rankings(vectors, vectors, "dot", same_set=True)
+    expected, lonely = brute.evaluate(lists, labels, labels, CUTOFFS)
+    assert_equal(evaluate(vectors, labels, metric="dot", **EVERYTHING), expected, lonely)
+
+
+def test_queries_without_positive_are_left_out_and_counted() -> None:
+    vectors = np.array([[0.0], [1.0], [5.0], [6.0], [20.0]], dtype=np.float32)
+    evaluation = evaluate_queries(vectors, ["a", "a", "b", "c", "d"], metric="euclidean")
+    means = evaluation.mean()
+    assert (means["queries"], means["queries_without_positive"]) == (2, 3)
+    assert means["recall@1"] == 1.0
+    assert np.isnan(evaluation.scores["recall@1"]).tolist() == [False, False, True, True, True]
+    assert evaluation.scored.tolist() == [True, True, False, False, False]
+
+
+def test_no_positive_at_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match="none of the 3 queries has a positive"):
+        evaluate(np.eye(3, dtype=np.float32), [1, 2, 3])
+    with pytest.raises(ValueError, match="none of the 2 queries has a positive"):
+        evaluate(np.eye(2), [1, 2], queries=np.eye(2), query_labels=[3, 4])
+    with pytest.raises(ValueError, match="all positives are ignored"):
+        evaluate(np.eye(2), [1, 1], ignore_groups=["burst", "burst"])
+
+
+def test_per_class_table() -> None:
+    draw = np.random.default_rng(0)
+    vectors, labels = draw.normal(size=(90, 6)), draw.integers(0, 25, 90)
+    evaluation = evaluate_queries(vectors, labels)
+    table = evaluation.per_class()
+    for row, label in enumerate(table["label"]):
+        chosen = labels == label
+        assert table["queries"][row] == chosen.sum()
+        for name in ("recall@1", "map@r", "ndcg@4"):
+            assert table[name][row] == pytest.approx(evaluation.scores[name][chosen].mean())
+    shown = {label for label in labels if (labels == label).sum() > 1}
+    assert set(table["label"]) == shown
+
+
+def test_bootstrap_intervals() -> None:
+    draw = np.random.default_rng(0)
+    vectors, labels = draw.normal(size=(400, 3)), draw.integers(0, 8, 400)
+    evaluation = evaluate_queries(vectors, labels)
+    intervals = evaluation.bootstrap(samples=2000, seed=1)
+    for name, interval in intervals.items():
+        assert interval.mean == pytest.approx(evaluation.mean()[name])
+        assert interval.low <= interval.mean <= interval.high
+    # For a mean of many values the bounds are those of the normal law.
+    values = evaluation.scores["recall@1"]
+    spread = 1.96 * values.std() / math.sqrt(len(values))
+    assert intervals["recall@1"].low == pytest.approx(values.mean() - spread, abs=0.006)
+    assert intervals["recall@1"].high == pytest.approx(values.mean() + spread, abs=0.006)
+    assert evaluation.bootstrap(samples=50, seed=3) == evaluation.bootstrap(samples=50, seed=3)
+    narrow = evaluation.bootstrap(confidence=0.5, samples=2000, seed=1)["mrr"]
+    assert intervals["mrr"].low < narrow.low < narrow.high < intervals["mrr"].high
+    with pytest.raises(ValueError, match="between 0 and 1, got 95"):
+        evaluation.bootstrap(confidence=95)
+    with pytest.raises(ValueError, match="at least 2, got 0"):
+        evaluation.bootstrap(samples=0)
+
+
+def test_scores_of_a_result_equal_those_of_evaluate() -> None:
+    draw = np.random.default_rng(2)
+    vectors, labels = draw.integers(-3, 4, (80, 3)).astype(np.float32), draw.integers(0, 9, 80)
+    wanted: dict[str, Any] = {"recall_at": (1, 5), "precision_at": 5, "ndcg_at": 20, "at_r": True}
+    result = retrieve(vectors, labels, k=79, metric="dot")
+    found = score_result(result, mrr=True, **wanted).mean()
+    assert found == evaluate(vectors, labels, metric="dot", **wanted)
+    some = score_result(result[:10], recall_at=5)
+    assert np.array_equal(
+        some.scores["recall@5"], score_result(result, recall_at=5).scores["recall@5"][:10]
+    )
+
+
+def test_a_result_with_short_lists_says_so() -> None:
+    vectors = np.arange(20, dtype=np.float32)[:, None]
+    labels = np.arange(20) % 2
+    result = retrieve(vectors, labels, k=1, metric="euclidean")
+    with pytest.raises(
+        ValueError, match=r"recall@4 needs lists of 4, but these hold 1; retrieve with k=4"
+    ):
+        score_result(result, recall_at=4)
+    with pytest.raises(ValueError, match=r"map@r and r_precision needs? lists of 9"):
+        score_result(result, at_r=True)
+    with pytest.raises(ValueError, match="mrr needs lists that reach the first positive"):
+        score_result(result, mrr=True)
+    assert score_result(result, recall_at=1).mean()["recall@1"] == 0.0
+
+
+def test_complete_lists_answer_any_k() -> None:
+    result = retrieve(np.eye(4, dtype=np.float32), [0, 0, 1, 1], k=50)
+    assert result.complete
+    assert score_result(result, recall_at=1000).mean()["recall@1000"] == 1.0
+    ignoring = retrieve(
+        np.eye(5, dtype=np.float32), [0, 0, 0, 1, 1], k=2, ignore_groups=[0, 0, 1, 0, 0]
+    )
+    few = ignoring[0]
+    assert few.ids.tolist() == [[2, -1]]
+    assert score_result(few, recall_at=100, precision_at=100).mean()["precision@100"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recall_at": (0,)}, "recall_at must hold whole numbers from 1 up, got 0"),
+        ({"ndcg_at": (1.5,)}, "ndcg_at must hold whole numbers from 1 up, got 1.5"),
+        ({"map_at": (True,)}, "map_at must hold whole numbers"),
+        ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "no score is asked for"),
+        ({"metric": "l1"}, "unknown metric 'l1'"),
+        ({"clustering": True, "queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "needs one set"),
+        ({"clustering": True, "metric": "hamming"}, "not the packed codes"),
+    ],
+)
+def test_bad_requests_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(np.eye(4), [0, 0, 1, 1], **change)
+
+
+def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    calls: list[tuple[int, int]] = []
+    evaluate(np.eye(8), np.arange(8) % 2, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (8, 8)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_clustering_comes_along_when_asked() -> None:
+    draw = np.random.default_rng(0)
+    labels = np.repeat(["x", "y", "z"], 20)
+    centres = {"x": 0.0, "y": 2.0, "z": 4.0}
+    angles = np.array([centres[label] for label in labels]) + draw.normal(size=60) * 0.05
+    vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    found = evaluate(vectors * draw.uniform(1, 50, (60, 1)), labels, clustering=True)
+    assert found["nmi"] == pytest.approx(1.0)
+    assert found["ami"] == pytest.approx(1.0)
+    assert found["recall@1"] == 1.0

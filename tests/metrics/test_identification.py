@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proximetry.metrics import identification
+from proximetry.metrics.identification import identify
+
+METRICS = ("cosine", "euclidean", "dot")
+
+
+def similarity(probe, others, metric):
+    """Brute force in float64."""
+    probe, others = np.asarray(probe, np.float64), np.asarray(others, np.float64)
+    if metric == "dot":
+        return others @ probe
+    if metric == "euclidean":
+        return -np.sqrt(((others - probe) ** 2).sum(1))
+    lengths = np.linalg.norm(others, axis=1) * np.linalg.norm(probe)
+    return others @ probe / np.where(lengths == 0, 1, lengths)
+
+
+def brute_force(probes, labels, gallery, gallery_labels, distractors, metric, own, slack=1e-12):
+    rows = []
+    for i, label in enumerate(labels):
+        pool = distractors
+        if pool is None:
+            pool = gallery[[other != label for other in gallery_labels]]
+        against = similarity(probes[i], pool, metric)
+        mates = similarity(probes[i], gallery, metric)
+        for j, other in enumerate(gallery_labels):
+            if other == label and not (own and i == j):
+                rows.append((i, j, 1 + int((against >= mates[j] - slack).sum())))
+    return rows
+
+
+def as_rows(result):
+    trials = zip(result.probes.tolist(), result.mates.tolist(), result.ranks.tolist(), strict=True)
+    return sorted(trials)
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch):
+    monkeypatch.setattr(identification, "_PROBES", {"cpu": 3})
+    monkeypatch.setattr(identification, "_DISTRACTORS", {"cpu": 4})
+    monkeypatch.setattr(identification, "_ROWS", 5)
+    monkeypatch.setattr(identification, "_AT_ONCE", {"cpu": 2})
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), metric=st.sampled_from(METRICS), own=st.booleans(), closed=st.booleans())
+def test_equals_brute_force_with_ties(data, metric, own, closed):
+    """Whole numbers in a small range: many exact ties, exact arithmetic."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    width = data.draw(st.integers(1, 4))
+
+    def draw(count):
+        return rng.integers(-2, 3, (count, width)).astype(np.float32)
+
+    count, held = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 12))
+    probes, labels = draw(count), rng.integers(0, 4, count)
+    labels[1] = labels[0]  # at least one mate
+    gallery, gallery_labels = draw(held), rng.integers(0, 4, held)
+    gallery_labels[0] = labels[0]
+    if own:
+        gallery, gallery_labels = probes, labels
+    distractors = None if closed else draw(data.draw(st.integers(1, 15)))
+    expected = brute_force(probes, labels, gallery, gallery_labels, distractors, metric, own)
+    result = identify(
+        probes,
+        labels,
+        None if own else gallery,
+        None if own else gallery_labels,
+        distractors=distractors,
+        metric=metric,
+    )
+    assert as_rows(result) == sorted(expected)
+    ranks = np.array([rank for _, _, rank in expected])
+    assert result.rates == {k: np.mean(ranks <= k) for k in (1, 5, 10)}
+    with_mate = {probe for probe, _, _ in expected}
+    assert result.probes_without_mate == count - len(with_mate)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_real_numbers_over_many_tiles(metric, dtype, tiny_tiles):
+    torch.manual_seed(0)
+    probes = torch.randn(20, 9).to(dtype)
+    labels = torch.arange(20) // 4
+    distractors = torch.randn(57, 9).to(dtype)
+    expected = brute_force(
+        probes.double().numpy(),
+        labels.tolist(),
+        probes.double().numpy(),
+        labels.tolist(),
+        distractors.double().numpy(),
+        metric,
+        own=True,
+    )
+    result = identify(probes, labels, distractors=distractors, metric=metric)
+    assert as_rows(result) == sorted(expected)
+    assert result.distractors == 57
+
+
+def test_copies_of_the_mate_tie_and_count_against_the_probe():
+    """Rounding must not break ties between copies, wherever they stand in a tile."""
+    torch.manual_seed(0)
+    probes, mates = torch.randn(40, 128), torch.randn(40, 128)
+    labels = [f"person {i}" for i in range(40)]
+    # Powers of two scale exactly, so the cosine of a scaled copy is the same number.
+    distractors = torch.cat([mates * 4, torch.randn(13, 128) * 1e-3, mates / 8, mates[:7]])
+    result = identify(probes, labels, mates, labels, distractors=distractors)
+    similar = torch.nn.functional.cosine_similarity(
+        probes.double()[:, None], torch.cat([mates, distractors]).double()[None], dim=2
+    )
+    against = (similar[:, 40:] >= similar[:, :40].diagonal()[:, None] - 1e-12).sum(1)
+    assert result.ranks.tolist() == (1 + against).tolist()
+    assert (against >= 2).all()
+
+
+def test_near_misses_are_told_apart():
+    """Distractors one float32 step from the mate are on the right side of it."""
+    torch.manual_seed(1)
+    probe, mate = torch.ones(1, 64), torch.rand(1, 64) + 1
+    above = torch.nextafter(mate, torch.full_like(mate, 9.0))
+    below = torch.nextafter(mate, torch.zeros_like(mate))
+    for metric, others in (("dot", [above, below]), ("euclidean", [below, above])):
+        for other, rank in zip(others, (2, 1), strict=True):
+            result = identify(probe, [0], mate, [0], distractors=other, metric=metric)
+            assert result.ranks.tolist() == [rank]
+
+
+def test_distractors_as_matrix_blocks_and_memmap_agree(tmp_path, tiny_tiles):
+    rng = np.random.default_rng(0)
+    probes, labels = rng.normal(size=(10, 6)).astype("f4"), np.arange(10) % 3
+    distractors = rng.normal(size=(41, 6)).astype("f4")
+    np.save(tmp_path / "d.npy", distractors)
+    mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
+    forms = [
+        distractors,
+        torch.from_numpy(distractors),
+        mapped,
+        (distractors[at : at + 7] for at in range(0, 41, 7)),
+        [torch.from_numpy(distractors[:40]), distractors[40:]],
+    ]
+    results = [identify(probes, labels, distractors=form) for form in forms]
+    assert {str(result) for result in results} == {str(results[0])}
+    for result in results:
+        assert torch.equal(result.ranks, results[0].ranks)
+        assert result.distractors == 41
+
+
+def test_cmc_and_rates():
+    # Distractors on a line: the mate of probe 0 is beaten by two, that of probe 1 by none.
+    probes = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    gallery = torch.tensor([[1.0, 1.0], [0.0, 2.0]])
+    distractors = torch.tensor([[3.0, 0.1], [2.0, -0.1], [-1.0, -1.0]])
+    result = identify(
+        probes, ["a", "b"], gallery, ["a", "b"], distractors=distractors, ranks=(1, 3)
+    )
+    assert result.ranks.tolist() == [3, 1]
+    assert result.rates == {1: 0.5, 3: 1.0}
+    assert result.cmc(4).tolist() == [0.5, 0.5, 1.0, 1.0]
+    with pytest.raises(ValueError, match="depth"):
+        result.cmc(0)
+
+
+def test_lengths_do_not_matter_for_the_cosine():
+    torch.manual_seed(0)
+    probes, distractors, labels = torch.randn(8, 5), torch.randn(30, 5), torch.arange(8) // 2
+    expected = identify(probes, labels, distractors=distractors).ranks
+    lengths = 2.0 ** torch.arange(-70, 74, 18)[:, None]  # squares leave float32's range
+    result = identify(probes * lengths, labels, distractors=distractors * 2.0**-100)
+    assert torch.equal(result.ranks, expected)
+
+
+def test_zero_vectors_have_cosine_zero():
+    result = identify(
+        torch.zeros(1, 3), [0], torch.ones(1, 3), [0], distractors=torch.tensor([[1.0, 2, 3]])
+    )
+    assert result.ranks.tolist() == [2]  # 0 against 0: a tie
+
+
+def test_bad_input():
+    probes, labels = torch.eye(4), [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="'manhattan'"):
+        identify(probes, labels, metric="manhattan")
+    with pytest.raises(ValueError, match="ranks"):
+        identify(probes, labels, ranks=(0,))
+    with pytest.raises(ValueError, match="ranks"):
+        identify(probes, labels, ranks=())
+    with pytest.raises(ValueError, match="together"):
+        identify(probes, labels, gallery=probes)
+    with pytest.raises(ValueError, match="mate"):
+        identify(probes, [0, 1, 2, 3])
+    with pytest.raises(ValueError, match="mate"):
+        identify(probes, labels, probes, [5, 6, 7, 8])
+    with pytest.raises(ValueError, match="probe_labels has 3 entries"):
+        identify(probes, labels[:3])
+    with pytest.raises(ValueError, match="gallery_labels has 3 entries"):
+        identify(probes, labels, probes, labels[:3])
+    with pytest.raises(ValueError, match="dimensions"):
+        identify(probes, labels, torch.ones(2, 5), [0, 1])
+    with pytest.raises(ValueError, match="distractors has 3 dimensions"):
+        identify(probes, labels, distractors=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="block 1 must be a matrix"):
+        identify(probes, labels, distractors=[torch.ones(2, 4), torch.ones(4)])
+    with pytest.raises(ValueError, match="distractors is empty"):
+        identify(probes, labels, distractors=torch.ones(0, 4))
+    with pytest.raises(ValueError, match="distractors is empty"):
+        identify(probes, labels, distractors=[])
+    broken = torch.ones(6, 4)
+    broken[5, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"block 1 has NaN .* 5"):
+        identify(probes, labels, distractors=[torch.ones(2, 4), broken])
+    with pytest.raises(ValueError, match=r"probes has NaN .* 5"):
+        identify(broken, [*labels, 2, 2])

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.neighbors import NearestNeighbors
+
+from proximetry.metrics import RetrievalResult, retrieve
+
+from . import brute
+
+
+def whole_numbers(seed: int, rows: int, columns: int = 3, high: int = 3) -> Any:
+    return np.random.default_rng(seed).integers(-high, high + 1, (rows, columns)).astype(np.float32)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 25),
+    k=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    metric=st.sampled_from(["dot", "euclidean", "hamming"]),
+    grouped=st.booleans(),
+)
+def test_every_item_against_the_others(
+    rows: int, k: int, seed: int, metric: Any, grouped: bool
+) -> None:
+    vectors = whole_numbers(seed, rows)
+    if metric == "hamming":
+        vectors = np.random.default_rng(seed).integers(0, 256, (rows, 2), dtype=np.uint8)
+    labels = np.random.default_rng(seed + 1).integers(0, 5, rows)
+    groups = np.random.default_rng(seed + 2).integers(0, 4, rows) if grouped else None
+    lists = brute.rankings(
+        vectors, vectors, metric, same_set=True, query_groups=groups, groups=groups
+    )
+    result = retrieve(vectors, labels, k=k, metric=metric, ignore_groups=groups)
+    matrix = brute.similarity_matrix(vectors, vectors, metric)
+    assert result.k == max(1, min(k, rows - 1))
+    for i, order in enumerate(lists):
+        kept = order[: result.k]
+        empty = result.k - len(kept)
+        assert result.ids[i].tolist() == kept + [-1] * empty
+        expected = [matrix[i, j] for j in kept] + [-np.inf] * empty
+        np.testing.assert_allclose(result.similarities[i], expected, rtol=1e-6)
+        assert result.positives[i] == sum(labels[j] == labels[i] for j in order)
+        assert result.hits[i].tolist() == [labels[j] == labels[i] for j in kept] + [False] * empty
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    asked=st.integers(1, 8),
+    k=st.integers(1, 30),
+    seed=st.integers(0, 10**6),
+    metric=st.sampled_from(["dot", "euclidean"]),
+    grouped=st.booleans(),
+)
+def test_queries_against_a_gallery(
+    rows: int, asked: int, k: int, seed: int, metric: Any, grouped: bool
+) -> None:
+    gallery, queries = whole_numbers(seed, rows), whole_numbers(seed + 1, asked)
+    draw = np.random.default_rng(seed)
+    labels, query_labels = draw.integers(0, 4, rows), draw.integers(0, 5, asked)
+    groups = draw.integers(0, 3, rows) if grouped else None
+    query_groups = draw.integers(0, 4, asked) if grouped else None
+    lists = brute.rankings(
+        queries, gallery, metric, same_set=False, query_groups=query_groups, groups=groups
+    )
+    result = retrieve(
+        gallery,
+        labels,
+        queries=queries,
+        query_labels=query_labels,
+        k=k,
+        metric=metric,
+        ignore_groups=groups,
+        query_ignore_groups=query_groups,
+    )
+    assert result.k == min(k, rows)
+    for i, order in enumerate(lists):
+        kept = order[: result.k]
+        assert result.ids[i].tolist() == kept + [-1] * (result.k - len(kept))
+        assert result.positives[i] == sum(labels[j] == query_labels[i] for j in order)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_agrees_with_scikit_learn(metric: Any) -> None:
+    vectors = np.random.default_rng(0).normal(size=(300, 20))
+    result = retrieve(vectors, np.arange(300) % 10, k=5, metric=metric)
+    outside = NearestNeighbors(n_neighbors=5, metric=metric, algorithm="brute").fit(vectors)
+    distances, ids = outside.kneighbors()
+    assert np.array_equal(result.ids, ids)
+    near = 1 - distances if metric == "cosine" else -distances
+    np.testing.assert_allclose(result.similarities, near, atol=1e-7)
+    assert result.similarities.dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_is_storage_only(dtype: torch.dtype) -> None:
+    vectors = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    stored = retrieve(vectors, torch.arange(200) % 20, k=10)
+    exact = retrieve(vectors.double(), torch.arange(200) % 20, k=10)
+    assert stored.similarities.dtype == np.float32
+    assert np.array_equal(stored.ids, exact.ids)
+    np.testing.assert_allclose(stored.similarities, exact.similarities, atol=3e-7)
+
+
+def test_inputs_of_all_kinds_agree() -> None:
+    vectors = whole_numbers(3, 30)
+    numbers = np.arange(30) % 7
+    plain = retrieve(vectors, numbers, metric="dot")
+    kinds: list[Any] = [
+        torch.from_numpy(numbers),
+        torch.from_numpy(numbers).to(torch.int8),
+        numbers.tolist(),
+        (numbers - 3) * (2**40),
+        numbers.astype(np.uint64),
+        [f"class {n}" for n in numbers],
+        np.array([f"class {n}" for n in numbers], dtype=object),
+    ]
+    for labels in kinds:
+        again = retrieve(torch.from_numpy(vectors), labels, metric="dot")
+        assert np.array_equal(again.ids, plain.ids)
+        assert np.array_equal(again.hits, plain.hits)
+    flipped = np.ascontiguousarray(vectors[:, ::-1])[:, ::-1]
+    assert np.array_equal(retrieve(flipped, numbers, metric="dot").ids, plain.ids)
+    swapped = vectors.astype(">f4")
+    swapped.flags.writeable = False
+    assert np.array_equal(retrieve(swapped, numbers, metric="dot").ids, plain.ids)
+
+
+def test_labels_above_float32_stay_apart() -> None:
+    # 2^24 and 2^24 + 1 are one number in float32.
+    labels = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 1, 2**62, 2**62 + 1])
+    result = retrieve(np.eye(6, dtype=np.float32), labels, k=5)
+    assert result.positives.tolist() == [1, 1, 1, 1, 0, 0]
+    assert result.gallery_labels.tolist() == labels.tolist()
+
+
+def test_vanishing_and_zero_vectors() -> None:
+    vectors = torch.tensor([[1e-30, 0.0], [1e30, 0.0], [0.0, 2e-42], [0.0, 0.0]])
+    result = retrieve(vectors, [0, 0, 1, 1], k=3)
+    assert result.similarities[0].tolist() == [1.0, 0.0, 0.0]
+    assert result.ids[0].tolist() == [1, 2, 3]
+    assert result.ids[3].tolist() == [0, 1, 2]
+
+
+def test_gradients_and_inputs_are_left_alone() -> None:
+    vectors = torch.randn(20, 4, requires_grad=True)
+    before = vectors.detach().clone()
+    retrieve(vectors, torch.arange(20) % 3, k=3, metric="euclidean")
+    assert torch.equal(vectors.detach(), before)
+    assert vectors.grad is None
+
+
+@pytest.fixture
+def result() -> RetrievalResult:
+    return retrieve(whole_numbers(0, 12), [f"c{i % 4}" for i in range(12)], k=4, metric="dot")
+
+
+def test_saves_and_loads(result: RetrievalResult, tmp_path: Path) -> None:
+    path = result.save(tmp_path / "found.npz")
+    again = RetrievalResult.load(path)
+    for name in ("ids", "similarities", "query_codes", "gallery_codes", "classes", "positives"):
+        assert np.array_equal(getattr(again, name), getattr(result, name)), name
+    assert (again.metric, again.is_self_search) == ("dot", True)
+    assert [file.name for file in tmp_path.iterdir()] == ["found.npz"]
+
+
+def test_a_failed_save_leaves_the_old_file(
+    result: RetrievalResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = result.save(tmp_path / "found.npz")
+    before = path.read_bytes()
+
+    def broken(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", broken)
+    with pytest.raises(OSError, match="disk full"):
+        result.save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_refuses_files_of_another_kind(tmp_path: Path) -> None:
+    other = tmp_path / "other.npz"
+    np.savez(other, about=np.array(json.dumps({"format": "something else"})))
+    with pytest.raises(ValueError, match="is not a retrieval result"):
+        RetrievalResult.load(other)
+    text = tmp_path / "text.npz"
+    text.write_text("hello")
+    with pytest.raises(ValueError, match=r"text\.npz is not a retrieval result"):
+        RetrievalResult.load(text)
+    pickled = tmp_path / "pickled.npz"
+    np.savez(pickled, about=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(ValueError, match="is not a retrieval result"):
+        RetrievalResult.load(pickled)
+    with pytest.raises(FileNotFoundError):
+        RetrievalResult.load(tmp_path / "missing.npz")
+
+
+def test_slices(result: RetrievalResult) -> None:
+    assert len(result) == 12
+    assert len(result[2:5]) == 3
+    assert np.array_equal(result[2:5].ids, result.ids[2:5])
+    assert np.array_equal(result[[7, 0]].query_labels, ["c3", "c0"])
+    assert np.array_equal(result[result.positives > 0].ids, result.ids)
+    assert np.array_equal(result[-1].ids, result.ids[-1:])
+    assert np.array_equal(result.top(2).similarities, result.similarities[:, :2])
+    assert result[2:5].gallery_size == 12
+    with pytest.raises(IndexError):
+        result[12]
+    with pytest.raises(ValueError, match="between 1 and 4, got 5"):
+        result.top(5)
+
+
+def test_shows_itself(result: RetrievalResult) -> None:
+    assert repr(result) == (
+        "RetrievalResult(12 queries against each other, k=4, metric='dot', 4 classes)"
+    )
+    text = str(result)
+    assert "c0 → " in text
+    assert "*" in text
+    assert "and 7 more queries" in text
+
+
+def test_values_must_fit_together(result: RetrievalResult) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ValueError, match="matrices of one shape"):
+        replace(result, ids=result.ids[:, :2])
+    with pytest.raises(ValueError, match="query codes for"):
+        replace(result, query_codes=result.query_codes[:3])
+    with pytest.raises(ValueError, match="between −1 and 11"):
+        replace(result, ids=result.ids + 11)
+
+
+GOOD = np.eye(4, dtype=np.float32)
+BAD_INPUT: list[tuple[dict[str, Any], str]] = [
+    ({"embeddings": GOOD[0]}, "must be a matrix"),
+    ({"embeddings": GOOD[:0], "labels": []}, "embeddings is empty"),
+    ({"embeddings": GOOD[:, :0]}, "embeddings is empty"),
+    ({"embeddings": GOOD.tolist()}, "torch tensor or a NumPy array, got list"),
+    ({"embeddings": GOOD.astype(np.int64)}, "must be floating point, got torch.int64"),
+    ({"embeddings": GOOD.astype(str)}, "must hold numbers"),
+    ({"embeddings": GOOD.astype(np.complex64)}, "must hold numbers"),
+    ({"labels": [1, 2, 3]}, "labels has 3 entries for 4 items"),
+    ({"labels": np.zeros((4, 1), dtype=int)}, "one entry per item"),
+    ({"labels": [1.0, 2.0, 1.0, 2.0]}, "integers or strings, got float64"),
+    ({"labels": ["a", 1, "b", 2]}, "mixes strings"),
+    ({"labels": "abcd"}, "sequence of integers or strings"),
+    ({"labels": None}, "sequence of integers or strings"),
+    ({"labels": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "above 2"),
+    ({"k": 0}, "k must be a whole number from 1 up, got 0"),
+    ({"k": 2.5}, "got 2.5"),
+    ({"metric": "manhattan"}, "unknown metric 'manhattan'; choose one of cosine"),
+    ({"metric": "hamming"}, "packed uint8 codes"),
+    ({"embeddings": GOOD * 1e20, "metric": "dot"}, "overflow torch.float32"),
+    ({"queries": GOOD}, "queries is given but query_labels is not"),
+    ({"query_labels": [1, 2, 3, 4]}, "query_labels is given but queries is not"),
+    ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given but queries is not"),
+    ({"queries": GOOD[:, :3], "query_labels": [0, 1, 0, 1]}, "queries are 3 wide and embeddings 4"),
+    ({"queries": GOOD.astype(np.float64), "query_labels": [0, 1, 0, 1]}, "use one type for both"),
+    ({"queries": GOOD, "query_labels": ["a", "b", "a", "b"]}, "use one kind for both"),
+    ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),
+    (
+        {"queries": GOOD, "query_labels": [0, 1, 0, 1], "ignore_groups": [0, 1, 2, 3]},
+        "ignore_groups and query_ignore_groups together",
+    ),
+    ({"ignore_groups": [0, 1]}, "ignore_groups has 2 entries for 4 items"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_INPUT)
+def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"embeddings": GOOD, "labels": [0, 1, 0, 1]} | change
+    embeddings, labels = arguments.pop("embeddings"), arguments.pop("labels")
+    with pytest.raises(ValueError, match=message):
+        retrieve(embeddings, labels, **arguments)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_first_bad_rows_are_named(bad: float) -> None:
+    vectors = np.ones((5000, 3), dtype=np.float32)
+    vectors[[7, 4500, 4501, 4600, 4700, 4800, 4900], 1] = bad
+    with pytest.raises(ValueError, match=r"7 of 5000 rows: 7, 4500, 4501, 4600, 4700, …"):
+        retrieve(vectors, np.zeros(5000, dtype=int))
+    with pytest.raises(ValueError, match=r"queries has NaN or infinite values in 1 of 1 rows: 0"):
+        retrieve(
+            GOOD.astype(np.float64), [0, 1, 0, 1], queries=np.full((1, 4), bad), query_labels=[0]
+        )
+
+
+def test_large_finite_values_are_not_mistaken_for_infinite() -> None:
+    vectors = np.full((4, 2), 3e38, dtype=np.float32)
+    assert retrieve(vectors, [0, 0, 1, 1], k=1).similarities[0, 0] == pytest.approx(1.0)
+    wide = np.full((4, 2), 1.7e308)
+    assert retrieve(wide, [0, 0, 1, 1], k=1).similarities[0, 0] == pytest.approx(1.0)

@@ -1,0 +1,89 @@
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proximetry.metrics.separability import separability
+
+# In the package the function hides its module of the same name.
+module = import_module("proximetry.metrics.separability")
+
+
+def brute_force(proxies):
+    """Every pair of classes, every pair of their proxies, in float64."""
+    proxies = np.asarray(proxies, np.float64)
+    if proxies.ndim == 2:
+        proxies = proxies[:, None]
+    lengths = np.linalg.norm(proxies, axis=2, keepdims=True)
+    unit = proxies / np.where(lengths == 0, 1, lengths)
+    classes = range(len(unit))
+    return np.array([max((unit[i] @ unit[j].T).max() for j in classes if j != i) for i in classes])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    classes=st.integers(2, 40),
+    per_class=st.sampled_from([None, 1, 2, 5]),
+    width=st.integers(1, 6),
+    side=st.sampled_from([1, 7, 16, 1024]),
+)
+def test_equals_brute_force(seed, classes, per_class, width, side):
+    shape = (classes, width) if per_class is None else (classes, per_class, width)
+    proxies = np.random.default_rng(seed).normal(size=shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SIDE", {"cpu": side})
+        result = separability(proxies)
+    expected = brute_force(proxies)
+    np.testing.assert_allclose(result.per_class.numpy(), expected, rtol=0, atol=1e-14)
+    assert result.mean == pytest.approx(expected.mean(), abs=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_storage_types_compute_in_float32(dtype):
+    proxies = torch.randn(30, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = separability(proxies)
+    assert result.per_class.dtype == torch.float32
+    np.testing.assert_allclose(result.per_class, brute_force(proxies.double()), rtol=0, atol=1e-6)
+
+
+def test_known_arrangements():
+    assert separability(torch.eye(5)).per_class.tolist() == [0.0] * 5
+    assert separability(torch.tensor([[1.0, 0.0], [-3.0, 0.0]])).mean == -1.0
+    angles = torch.arange(3, dtype=torch.float64) * 2 * torch.pi / 3
+    simplex = torch.stack([angles.cos(), angles.sin()], 1)
+    assert separability(simplex).mean == pytest.approx(-0.5, abs=1e-15)  # −1/(C − 1)
+
+
+def test_zero_proxies_have_cosine_zero_and_copies_one():
+    assert separability(torch.zeros(3, 4)).per_class.tolist() == [0.0, 0.0, 0.0]
+    lone = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    assert separability(lone).per_class.tolist() == [0.0, 0.0, 0.0]
+    assert separability(torch.full((2, 7), 0.1)).mean == pytest.approx(1, abs=1e-6)
+
+
+def test_lengths_and_gradients_play_no_part():
+    proxies = torch.nn.Parameter(torch.randn(6, 4) * torch.tensor(1e-25))
+    result = separability(proxies)
+    assert not result.per_class.requires_grad
+    np.testing.assert_allclose(result.per_class, brute_force(proxies.detach()), atol=1e-6)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="at least two"):
+        separability(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="at least one proxy"):
+        separability(torch.ones(4, 0, 4))
+    with pytest.raises(ValueError, match=r"shape \(4,\)"):
+        separability(torch.ones(4))
+    with pytest.raises(ValueError, match="list"):
+        separability([[1.0, 2.0]])
+    with pytest.raises(ValueError, match="floating point"):
+        separability(torch.ones(4, 4, dtype=torch.int64))
+    broken = torch.ones(5, 2, 3)
+    broken[3, 1, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"class · 2 \+ proxy.* 7;"):
+        separability(broken)

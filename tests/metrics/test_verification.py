@@ -1,0 +1,353 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.interpolate import interp1d
+from scipy.optimize import brentq
+from sklearn import metrics as reference
+
+from proximetry.metrics import pairs as pairs_module
+from proximetry.metrics.verification import (
+    auc,
+    eer,
+    pair_similarities,
+    read_pairs,
+    roc,
+    set_similarities,
+    tar_at_far,
+    templates,
+    verify,
+)
+
+
+@st.composite
+def scored(draw, least=2):
+    """Similarities with many ties, and both kinds of pairs."""
+    size = draw(st.integers(least, 60))
+    scores = st.integers(-4, 4).map(lambda v: v / 4) if draw(st.booleans()) else st.floats(-1, 1)
+    values = draw(st.lists(scores, min_size=size, max_size=size))
+    same = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    same[0], same[-1] = True, False
+    return np.array(values), np.array(same)
+
+
+@settings(max_examples=150, deadline=None)
+@given(scored())
+def test_curve_and_areas_equal_scikit_learn(pairs):
+    values, same = pairs
+    curve = roc(values, same)
+    far, tar, thresholds = reference.roc_curve(same, values, drop_intermediate=False)
+    np.testing.assert_allclose(curve.far, far, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(curve.tar, tar, rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(curve.thresholds, thresholds)
+    assert auc(values, same) == pytest.approx(reference.roc_auc_score(same, values), abs=1e-12)
+    crossing = brentq(lambda x: 1 - x - interp1d(far, tar)(x), 0, 1, xtol=1e-14)
+    # A vertical stretch of the curve is no function of FAR: there the crossing is the stretch.
+    if len(np.unique(far)) == len(far):
+        assert eer(values, same) == pytest.approx(crossing, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(scored())
+def test_eer_lies_on_the_curve(pairs):
+    """At the EER some mixture of two neighbouring thresholds makes both errors equal."""
+    values, same = pairs
+    curve, rate = roc(values, same), eer(values, same)
+    errors = np.stack([curve.far, 1 - curve.tar], 1)
+    for (far, frr), (next_far, next_frr) in itertools.pairwise(errors):
+        if frr - far >= -1e-12 and next_frr - next_far <= 1e-12:
+            gap = (frr - far) - (next_frr - next_far)
+            share = (frr - far) / gap if gap else 0.0
+            assert rate == pytest.approx(far + share * (next_far - far), abs=1e-12)
+            break
+    else:
+        pytest.fail("the curve never crosses")
+
+
+@settings(max_examples=100, deadline=None)
+@given(scored(), st.sampled_from([0.5, 0.29, 0.25, 0.1, 1.0]))
+def test_tar_at_far_tries_every_threshold(pairs, far):
+    values, same = pairs
+    different = int((~same).sum())
+    if far * different < 1 - 1e-9:
+        with pytest.raises(ValueError, match=f"with {different} different pairs"):
+            tar_at_far(values, same, far)
+        return
+    best = 0.0
+    for threshold in [*values, math.inf]:
+        accepted = values >= threshold
+        if (accepted & ~same).sum() <= far * different + 1e-9:
+            best = max(best, (accepted & same).sum() / same.sum())
+    assert tar_at_far(values, same, far) == pytest.approx(best, abs=1e-15)
+
+
+def best_threshold(values, same):
+    """Every candidate written out, the highest of the best."""
+    distinct = sorted(set(values))
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(distinct)]
+    candidates = [-math.inf, *middles, math.inf]
+    return max(candidates, key=lambda t: (int(((values >= t) == same).sum()), t))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_folds_choose_their_threshold_on_the_others(data):
+    folds = data.draw(st.integers(2, 5))
+    blocks = [data.draw(scored()) for _ in range(folds)]
+    values = np.round(np.concatenate([block[0] for block in blocks]) * 64) / 64
+    same = np.concatenate([block[1] for block in blocks])
+    ids = np.repeat(np.arange(folds), [len(block[0]) for block in blocks])
+    shuffled = np.random.default_rng(0).permutation(len(values))
+    names = np.array([f"fold {i}" for i in ids])
+    result = verify(values[shuffled], same[shuffled], folds=names[shuffled])
+    accuracies = []
+    for fold in range(folds):
+        inside = ids == fold
+        threshold = best_threshold(values[~inside], same[~inside])
+        assert result.thresholds[fold] == threshold
+        accuracies.append(np.mean((values[inside] >= threshold) == same[inside]))
+    np.testing.assert_allclose(result.fold_accuracies, accuracies, atol=1e-15)
+    assert result.accuracy == pytest.approx(np.mean(accuracies), abs=1e-15)
+    spread = np.std(accuracies, ddof=1) / np.sqrt(folds)
+    assert result.standard_error == pytest.approx(spread, abs=1e-15)
+    assert result.auc == auc(values, same)
+    assert result.eer == eer(values, same)
+    assert (result.same_pairs, result.different_pairs) == (same.sum(), (~same).sum())
+
+
+def test_numbered_folds_are_blocks_in_order():
+    rng = np.random.default_rng(0)
+    same = np.tile([True] * 3 + [False] * 3, 10)
+    values = same * 0.5 + rng.normal(size=60) * 0.4
+    by_number = verify(values, same, folds=10)
+    by_id = verify(torch.tensor(values), torch.tensor(same), folds=torch.arange(60) // 6)
+    np.testing.assert_array_equal(by_number.fold_accuracies, by_id.fold_accuracies)
+    np.testing.assert_array_equal(by_number.thresholds, by_id.thresholds)
+
+
+def test_rates_that_cannot_be_measured_are_flagged():
+    same = np.tile([True, False], 25)
+    values = np.linspace(0, 1, 50)
+    result = verify(values, same, folds=5, far=(0.2, 0.04, 0.01))
+    assert set(result.tar_at_far) == {0.2, 0.04}
+    assert result.unmeasurable_far == (0.01,)
+    assert "0.01 not measurable with 25 different pairs" in str(result)
+    assert result.tar_at_far[0.2] == tar_at_far(values, same, 0.2)
+
+
+def test_perfect_and_reversed():
+    same = np.tile([True, False], 20)
+    perfect = verify(same * 1.0, same)
+    assert (perfect.accuracy, perfect.standard_error, perfect.auc, perfect.eer) == (1, 0, 1, 0)
+    assert perfect.thresholds.tolist() == [0.5] * 10
+    assert auc(1.0 - same, same) == 0
+    assert eer(1.0 - same, same) == 1
+    assert auc(np.zeros(40), same) == eer(np.zeros(40), same) == 0.5
+
+
+def test_neighbouring_floats_are_separated():
+    low = 0.1
+    high = np.nextafter(low, 1)
+    same = np.tile([True, False], 4)
+    assert verify(np.where(same, high, low), same, folds=4).accuracy == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_similarities_of_any_float_type(dtype):
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    same = torch.arange(50) % 3 == 0
+    assert auc(values, same) == auc(values.double().tolist(), same.tolist())
+
+
+def test_bad_input_to_verify():
+    values, same = np.linspace(0, 1, 20), np.tile([True, False], 10)
+    for function in (verify, roc, auc, eer):
+        with pytest.raises(ValueError, match="all pairs are the same"):
+            function(values, np.ones(20, bool))
+        with pytest.raises(ValueError, match="all pairs are different"):
+            function(values, np.zeros(20, bool))
+        with pytest.raises(ValueError, match=r"same has shape \(19,\) for 20"):
+            function(values, same[:19])
+        with pytest.raises(ValueError, match="list of numbers"):
+            function(np.ones((2, 2)), np.ones((2, 2), bool))
+        with pytest.raises(ValueError, match="list of numbers"):
+            function([], [])
+        with pytest.raises(ValueError, match="True or False"):
+            function(values, np.arange(20))
+        broken = values.copy()
+        broken[[4, 7]] = np.nan, np.inf
+        with pytest.raises(ValueError, match="rows 4, 7"):
+            function(broken, same)
+    for far in (0, -0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="far must be"):
+            tar_at_far(values, same, far)
+    for folds in (1, 21):
+        with pytest.raises(ValueError, match=f"got {folds}"):
+            verify(values, same, folds=folds)
+    with pytest.raises(ValueError, match="fold 0 lacks"):
+        verify(values, np.arange(20) < 10, folds=10)
+    with pytest.raises(ValueError, match="fold 'b' lacks"):
+        verify(values, same, folds=["b" if i == 4 else "a" for i in range(20)])
+    with pytest.raises(ValueError, match="at least two folds"):
+        verify(values, same, folds=[3] * 20)
+    with pytest.raises(ValueError, match="folds has 19 entries"):
+        verify(values, same, folds=[1] * 19)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_pair_similarities(metric, mirrored, monkeypatch):
+    monkeypatch.setattr(pairs_module, "_TILE", {"cpu": 50})
+    rng = np.random.default_rng(0)
+    vectors, flipped = rng.normal(size=(2, 12, 7))
+    vectors[3] = flipped[3] = 0
+    pairs = rng.integers(0, 12, (40, 2))
+    both = np.concatenate([vectors, flipped], 1) if mirrored else vectors
+    left, right = both[pairs[:, 0]], both[pairs[:, 1]]
+    expected = {
+        "dot": (left * right).sum(1),
+        "euclidean": -np.linalg.norm(left - right, axis=1),
+        "cosine": (left * right).sum(1)
+        / np.maximum(np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1), 1e-300),
+    }[metric]
+    found = pair_similarities(vectors, pairs, metric=metric, flipped=flipped if mirrored else None)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
+    half = pair_similarities(
+        torch.tensor(vectors, dtype=torch.float16),
+        torch.tensor(pairs),
+        metric=metric,
+        flipped=torch.tensor(flipped) if mirrored else None,
+    )
+    assert half.dtype == torch.float32
+    np.testing.assert_allclose(half.numpy(), expected, atol=2e-2)
+
+
+def test_bad_input_to_pair_similarities():
+    vectors = torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"pair 1 is \(0, 4\), outside the rows 0 to 3"):
+        pair_similarities(vectors, [[0, 1], [0, 4]])
+    with pytest.raises(ValueError, match=r"pair 0 is \(-1, 2\)"):
+        pair_similarities(vectors, [[-1, 2]])
+    with pytest.raises(ValueError, match="'manhattan'"):
+        pair_similarities(vectors, [[0, 1]], metric="manhattan")
+    with pytest.raises(ValueError, match=r"\[M, 2\]"):
+        pair_similarities(vectors, [0, 1])
+    with pytest.raises(ValueError, match=r"\[M, 2\]"):
+        pair_similarities(vectors, np.empty((0, 2), int))
+    with pytest.raises(ValueError, match="integers"):
+        pair_similarities(vectors, [[0.0, 1.0]])
+    with pytest.raises(ValueError, match="4 embeddings but 3 flipped"):
+        pair_similarities(vectors, [[0, 1]], flipped=vectors[:3])
+
+
+GOOD = "2\t2\nAnn_A\t1\t2\nBo\t3\t1\nAnn_A\t1\tBo\t3\nCy\t1\tAnn_A\t2\n"
+GOOD += "Cy\t1\t4\nDi\t1\t2\nCy\t4\tDi\t2\nDi\t1\tBo\t3\n"
+
+
+def test_read_pairs(tmp_path):
+    path = tmp_path / "pairs.txt"
+    for text in (GOOD, GOOD.replace("\t", "  "), GOOD.replace("\n", "\r\n") + "\n\n"):
+        path.write_bytes(text.encode())
+        protocol = read_pairs(path)
+        assert protocol.images[:4] == (("Ann_A", 1), ("Ann_A", 2), ("Bo", 3), ("Bo", 1))
+        assert protocol.files[0] == "Ann_A/Ann_A_0001.jpg"
+        assert protocol.same.tolist() == [True, True, False, False] * 2
+        assert protocol.folds.tolist() == [0] * 4 + [1] * 4
+        assert protocol.pairs[:4].tolist() == [[0, 1], [2, 3], [0, 2], [4, 1]]
+        assert len(set(protocol.images)) == len(protocol.images) == 8
+    similarities = pair_similarities(torch.eye(8), protocol.pairs)
+    assert len(verify(similarities, protocol.same, folds=protocol.folds).thresholds) == 2
+    path.write_text("1\nAnn 1 2\nAnn 1 Bo 1\n")
+    assert read_pairs(path).folds.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("2\t2\n", "two\t2\n", "line 1: expected the number of folds"),
+        ("2\t2\n", "0\t2\n", "line 1: expected the number of folds"),
+        ("2\t2\n", "2\t3\n", r"promises 2 × 2 × 3 = 12 pairs, the file has 8"),
+        ("Bo\t3\t1\n", "Bo\t3\n", r"line 3: expected 'name i j' \(same person\)"),
+        ("Bo\t3\t1\n", "Bo\t3\tCy\t1\n", "line 3: expected 'name i j'"),
+        ("Bo\t3\t1\n", "Bo\t3\tx\n", "line 3: 'x' is no image number"),
+        ("Bo\t3\t1\n", "Bo\t3\t0\n", "line 3: '0' is no image number"),
+        ("Bo\t3\t1\n", "Bo\t3\t3\n", "line 3: .* an image with itself"),
+        ("Ann_A\t1\tBo\t3", "Ann_A\t1\t3", r"line 4: expected 'name1 i name2 j'"),
+        ("Ann_A\t1\tBo\t3", "Bo\t1\tBo\t3", "line 4: .* different people"),
+        (GOOD, "\n", "is empty"),
+    ],
+)
+def test_malformed_pairs_are_named(tmp_path, old, new, message):
+    path = tmp_path / "pairs.txt"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        read_pairs(path)
+
+
+def test_templates_are_normalised_weighted_means(monkeypatch):
+    monkeypatch.setattr(pairs_module, "_TILE", {"cpu": 12})
+    rng = np.random.default_rng(0)
+    vectors, weights = rng.normal(size=(20, 5)), rng.random(20)
+    ids = np.array([f"video {i}" for i in rng.integers(0, 6, 20)])
+    for given_weights in (None, weights, torch.tensor(weights)):
+        pooled = templates(vectors, ids, given_weights)
+        assert pooled.ids.tolist() == sorted(set(ids))
+        for i, name in enumerate(pooled.ids):
+            used = weights if given_weights is not None else np.ones(20)
+            mean = np.average(vectors[ids == name], axis=0, weights=used[ids == name])
+            np.testing.assert_allclose(
+                pooled.vectors[i].numpy(), mean / np.linalg.norm(mean), atol=1e-14
+            )
+            assert pooled.counts[i] == (ids == name).sum()
+    wanted = [[ids[3], ids[5]], [ids[0], ids[3]]]
+    assert pooled.ids[pooled.rows(wanted)].tolist() == wanted
+    with pytest.raises(ValueError, match="no template 'nobody'"):
+        pooled.rows(["nobody"])
+
+
+def test_bad_input_to_templates():
+    vectors = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="template_ids has 3 entries"):
+        templates(vectors, [0, 0, 1])
+    with pytest.raises(ValueError, match="all weights of template 1 are 0"):
+        templates(vectors, [0, 0, 1, 1], [1, 1, 0, 0])
+    with pytest.raises(ValueError, match="row 2"):
+        templates(vectors, [0, 0, 1, 1], [1, 1, -1, 0])
+    with pytest.raises(ValueError, match="one per row"):
+        templates(vectors, [0, 0, 1, 1], [1, 1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pooling=st.sampled_from(["mean", "max"]),
+    frames=st.sampled_from([1, 2, 512]),
+    tile=st.sampled_from([1, 100, 2**21]),
+)
+def test_sets_are_compared_frame_by_frame(seed, pooling, frames, tile):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 25))
+    vectors, ids = rng.normal(size=(count, 4)), rng.integers(0, 5, count) * 1000 - 7
+    pairs = rng.choice(ids, (9, 2))
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    reduce = {"mean": np.mean, "max": np.max}[pooling]
+    expected = [reduce(unit[ids == a] @ unit[ids == b].T) for a, b in pairs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs_module, "_FRAMES", frames)
+        patch.setattr(pairs_module, "_TILE", {"cpu": tile})
+        found = set_similarities(vectors, ids, pairs, pooling=pooling)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
+
+
+def test_bad_input_to_set_similarities():
+    vectors, ids = torch.randn(4, 3), ["a", "a", "b", "b"]
+    with pytest.raises(ValueError, match="'median'"):
+        set_similarities(vectors, ids, [["a", "b"]], pooling="median")
+    with pytest.raises(ValueError, match="no template 'c'"):
+        set_similarities(vectors, ids, [["a", "b"], ["a", "c"]])
+    with pytest.raises(ValueError, match=r"\[M, 2\]"):
+        set_similarities(vectors, ids, ["a", "b"])

@@ -1,0 +1,199 @@
+import pytest
+import timm
+import torch
+from torch import nn
+
+from proximetry.models import Embedder, list_backbones
+from proximetry.models.backbones import build, prepare
+
+
+def expected_bn_inception():
+    """Names and shapes of the Caffe network, written out branch by branch."""
+    names = {"conv1_7x7_s2": (64, 3, 7), "conv2_3x3_reduce": (64, 64, 1), "conv2_3x3": (192, 64, 3)}
+    one = {"3a": 64, "3b": 64, "4a": 224, "4b": 192, "4c": 160, "4d": 96, "5a": 352, "5b": 352}
+    inputs = dict(
+        zip(
+            ("3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"),
+            (192, 256, 320, 576, 576, 576, 608, 608, 1056, 1024),
+            strict=True,
+        )
+    )
+    three = ["64 64", "64 96", "128 160", "64 96", "96 128", "128 160", "128 192", "128 192"]
+    three += ["192 320", "192 320"]
+    double = ["64 96", "64 96", "64 96", "96 128", "96 128", "128 160", "160 192", "192 256"]
+    double += ["160 224", "192 224"]
+    proj = {"3a": 32, "3b": 64, "4a": 128, "4b": 128, "4c": 128, "4d": 128, "5a": 128, "5b": 128}
+    for position, (block, width) in enumerate(inputs.items()):
+        key = f"inception_{block}_"
+        if block in one:
+            names[f"{key}1x1"] = (one[block], width, 1)
+            names[f"{key}pool_proj"] = (proj[block], width, 1)
+        reduce, out = map(int, three[position].split())
+        names[f"{key}3x3_reduce"] = (reduce, width, 1)
+        names[f"{key}3x3"] = (out, reduce, 3)
+        reduce, out = map(int, double[position].split())
+        names[f"{key}double_3x3_reduce"] = (reduce, width, 1)
+        names[f"{key}double_3x3_1"] = (out, reduce, 3)
+        names[f"{key}double_3x3_2"] = (out, out, 3)
+    shapes = {}
+    for name, (out, width, kernel) in names.items():
+        shapes[f"{name}.weight"] = (out, width, kernel, kernel)
+        shapes[f"{name}.bias"] = (out,)
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            shapes[f"{name}_bn.{part}"] = (out,)
+    return shapes
+
+
+def test_bn_inception_has_the_checkpoints_names_and_shapes():
+    model = timm.create_model("bn_inception")
+    found = {
+        key: tuple(value.shape)
+        for key, value in model.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
+    linear = {"last_linear.weight": (1000, 1024), "last_linear.bias": (1000,)}
+    assert found == expected_bn_inception() | linear
+    assert sum(value.numel() for value in model.parameters()) == 11_295_240
+
+
+@pytest.mark.parametrize("side", [64, 96, 100])
+def test_bn_inception_map_is_one_thirty_second(side):
+    model = timm.create_model("bn_inception", num_classes=0).eval()
+    with torch.inference_mode():
+        features = model.forward_features(torch.randn(1, 3, side, side))
+    assert features.shape == (1, 1024, side // 32, side // 32)
+    assert float(features.min()) >= 0
+
+
+def test_bn_inception_block_written_out():
+    """One block against plain functional calls."""
+    model = timm.create_model("bn_inception", num_classes=0).eval()
+    from torch.nn import functional as F
+
+    from proximetry.models.backbones.bn_inception import _BLOCKS
+
+    def unit(name, x, stride=1):
+        conv, bn = getattr(model, name), getattr(model, f"{name}_bn")
+        x = F.conv2d(x, conv.weight, conv.bias, stride, conv.kernel_size[0] // 2)
+        x = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+        return F.relu(x)
+
+    with torch.inference_mode():
+        x = torch.randn(1, 320, 8, 8)
+        key = "inception_3c_"
+        deep = unit(f"{key}double_3x3_1", unit(f"{key}double_3x3_reduce", x))
+        expected = torch.cat(
+            [
+                unit(f"{key}3x3", unit(f"{key}3x3_reduce", x), 2),
+                unit(f"{key}double_3x3_2", deep, 2),
+                F.max_pool2d(x, 3, 2, ceil_mode=True),
+            ],
+            1,
+        )
+        torch.testing.assert_close(model._run_block(_BLOCKS[2], x), expected)
+        x = torch.randn(1, 1024, 4, 4)
+        pooled = unit("inception_5b_pool_proj", F.max_pool2d(x, 3, 1, 1))
+        torch.testing.assert_close(model._run_block(_BLOCKS[9], x)[:, -128:], pooled)
+
+
+def test_an_impossible_size_is_said():
+    with pytest.raises(ValueError, match=r"bn_inception cannot take pictures of 120×120"):
+        Embedder.create("bn_inception", weights="none", image_size=120)
+
+
+def test_sphereface20_has_twenty_convolutions_and_no_batch_norm():
+    embedder = Embedder.create("sphereface20", 512, weights="none")
+    kinds = [type(module) for module in embedder.modules()]
+    assert kinds.count(nn.Conv2d) == kinds.count(nn.PReLU) == 20
+    assert nn.BatchNorm2d not in kinds
+    assert embedder.architecture.pooling == "flatten"
+    assert embedder.head.weight.shape == (512, 512 * 7 * 6)
+
+
+def test_small_convnet_is_small():
+    for side in (32, 48, 64):
+        embedder = Embedder.create("small_convnet", 64, weights="none", image_size=side)
+        assert 100_000 < sum(value.numel() for value in embedder.backbone.parameters()) < 300_000
+        assert embedder(torch.randn(2, 3, side, side)).shape == (2, 64)
+
+
+def test_own_backbones_are_timms():
+    assert set(list_backbones()) >= {"bn_inception", "sphereface20", "small_convnet", "resnet50"}
+    assert "resnet50" in list_backbones("resnet*")
+    assert "bn_inception" not in list_backbones("resnet*")
+    for name in ("bn_inception", "sphereface20", "small_convnet"):
+        model = timm.create_model(name, num_classes=7).eval()
+        size = model.pretrained_cfg["input_size"]
+        assert model(torch.randn(1, *size)).shape == (1, 7)
+        with pytest.raises(ValueError, match="no weights are published"):
+            timm.create_model(name, pretrained=True)
+
+
+def test_unknown_backbone_suggests_near_names():
+    with pytest.raises(ValueError, match=r"unknown backbone 'rsnet50', did you mean 'resnet50'"):
+        Embedder.create("rsnet50")
+    for name in ("hf-hub:someone/something", "", None):
+        with pytest.raises(ValueError, match="unknown backbone"):
+            Embedder.create(name)
+
+
+MAPS = [
+    "test_resnet",
+    "test_convnext",
+    "mobilenetv3_small_050",
+    "test_mambaout",
+    "test_efficientnet",
+]
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_dropped_layers_take_no_part(name):
+    """The map is what timm gives before anything was dropped; all that is left learns."""
+    torch.manual_seed(0)
+    model = build(name).eval()
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        before = model.forward_features(pixels)
+    features = prepare(model, name, (64, 64))
+    with torch.inference_mode():
+        after = model.forward_features(pixels)
+    assert torch.equal(before, after)
+    assert after.shape[3 if features.channels_last else 1] == features.channels
+    model.forward_features(pixels).sum().backward()
+    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "resnet10t"])
+def test_average_is_timms_own_where_nothing_follows_it(name):
+    torch.manual_seed(0)
+    embedder = Embedder.create(name, None, weights="none", normalize=False, image_size=64).eval()
+    reference = timm.create_model(name, num_classes=0).eval()
+    reference.load_state_dict(embedder.backbone.state_dict())
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(embedder(pixels), reference(pixels))
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_vit3"])
+def test_tokens_are_pooled_by_timm(name):
+    torch.manual_seed(0)
+    embedder = Embedder.create(name, None, weights="none", normalize=False).eval()
+    assert embedder.architecture.pooling == "token"
+    reference = timm.create_model(name, num_classes=0).eval()
+    reference.load_state_dict(embedder.backbone.state_dict())
+    pixels = torch.randn(2, 3, 160, 160)
+    with torch.inference_mode():
+        torch.testing.assert_close(embedder(pixels), reference(pixels))
+
+
+def test_a_transformer_takes_another_size_when_told():
+    embedder = Embedder.create("test_vit", 16, weights="none", image_size=96)
+    assert embedder.preprocessing.crop == (96, 96)
+    assert embedder(torch.randn(1, 3, 96, 96)).shape == (1, 16)
+
+
+def test_spatial_pooling_of_tokens_is_refused_and_the_reverse():
+    with pytest.raises(ValueError, match=r"'gem' needs a feature map, but test_vit gives tokens"):
+        Embedder.create("test_vit", weights="none", pooling="gem")
+    with pytest.raises(ValueError, match=r"'token' is for transformers, but test_resnet"):
+        Embedder.create("test_resnet", weights="none", pooling="token")

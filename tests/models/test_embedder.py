@@ -1,0 +1,167 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from proximetry.models import Embedder, GeM, freeze_batchnorm, set_batchnorm_momentum
+
+
+def small(dim=16, **settings):
+    return Embedder.create("test_resnet", dim, weights="none", image_size=64, **settings)
+
+
+def reference_pooling(kind, features):
+    flat = features.double().numpy().reshape(*features.shape[:2], -1)
+    if kind == "avg":
+        return flat.mean(-1)
+    if kind == "max":
+        return flat.max(-1)
+    if kind == "avg+max":
+        return flat.mean(-1) + flat.max(-1)
+    return (np.maximum(flat, 1e-6) ** 3).mean(-1) ** (1 / 3)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max", "avg+max", "gem", "gem-learned"])
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_whole_way_written_out(kind, layer_norm, normalize):
+    torch.manual_seed(1)
+    embedder = small(pooling=kind, layer_norm=layer_norm, normalize=normalize).eval()
+    pixels = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        pooled = reference_pooling(kind, embedder.backbone.forward_features(pixels))
+        found = embedder(pixels).double().numpy()
+    if layer_norm:
+        spread = np.sqrt(pooled.var(-1, keepdims=True) + 1e-5)
+        pooled = (pooled - pooled.mean(-1, keepdims=True)) / spread
+    head = embedder.head
+    vectors = pooled @ head.weight.detach().double().numpy().T + head.bias.detach().numpy()
+    if normalize:
+        vectors /= np.linalg.norm(vectors, axis=-1, keepdims=True)
+    np.testing.assert_allclose(found, vectors, rtol=2e-4, atol=2e-5)
+
+
+def test_head_starts_as_published():
+    torch.manual_seed(0)
+    head = small(512).head
+    assert torch.count_nonzero(head.bias) == 0
+    assert float(head.weight.detach().std()) == pytest.approx(math.sqrt(2 / 512), rel=0.02)
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+def test_without_head_the_features_come_out(dim):
+    embedder = small(dim, normalize=False).eval()
+    pixels = torch.randn(2, 3, 64, 64)
+    assert embedder.dim == 96
+    assert torch.equal(embedder(pixels), embedder.features(pixels))
+    assert embedder.parameter_parts()["head"] == []
+
+
+def test_gem_gradient_and_half_precision():
+    pool = GeM(learned=True).double()
+    features = (torch.rand(2, 3, 4, 4, dtype=torch.float64) + 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(pool, (features,))
+    large = torch.full((1, 1, 2, 2), 100.0, dtype=torch.float16)
+    assert float(GeM()(large)) == pytest.approx(100.0, rel=1e-5)
+
+
+def test_embeddings_are_float32_under_autocast():
+    embedder = small()
+    with torch.autocast("cpu", torch.bfloat16):
+        vectors = embedder(torch.randn(2, 3, 64, 64))
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_vit", "bn_inception"])
+def test_parts_hold_every_learning_parameter_once(name):
+    embedder = Embedder.create(name, 8, weights="none", pooling="auto")
+    parts = embedder.parameter_parts()
+    listed = [id(value) for part in parts.values() for value in part]
+    learning = [id(value) for value in embedder.parameters() if value.requires_grad]
+    assert sorted(listed) == sorted(learning)
+    assert len(parts["head"]) == 2
+
+
+def test_learned_gem_belongs_to_the_head_and_a_frozen_backbone_stays_listed():
+    embedder = small(pooling="gem-learned")
+    before = embedder.parameter_parts()
+    assert any(value is embedder.pooling.p for value in before["head"])
+    for value in before["backbone"]:
+        value.requires_grad_(False)
+    assert len(embedder.parameter_parts()["backbone"]) == len(before["backbone"]) > 0
+
+
+def test_every_parameter_gets_a_gradient():
+    for settings in ({}, {"pooling": "gem-learned"}):
+        embedder = small(**settings)
+        embedder(torch.randn(4, 3, 64, 64)).pow(3).sum().backward()
+        for part in embedder.parameter_parts().values():
+            assert all(value.grad is not None for value in part)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": -1}, "dim must be .* got -1"),
+        ({"dim": 2.5}, "dim must be .* got 2.5"),
+        ({"image_size": 0}, "image_size must be .* got 0"),
+        ({"resize": -3}, "resize must be .* got -3"),
+        ({"image_size": 64, "resize": 32}, "resize 32 is smaller"),
+        ({"pooling": "mean"}, "pooling must be one of .* got 'mean'"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Embedder.create("test_resnet", **{"weights": "none", **settings})
+
+
+def norms(module):
+    return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "small_convnet"])
+def test_frozen_statistics_survive_train(name):
+    embedder = Embedder.create(name, 8, weights="none", image_size=64)
+    assert freeze_batchnorm(embedder) is embedder
+    freeze_batchnorm(embedder)
+    before = [(part.running_mean.clone(), part.running_var.clone()) for part in norms(embedder)]
+    copied = copy.deepcopy(embedder)
+    for model in (embedder, copied):
+        model.train()
+        assert model.training
+        assert norms(model)
+        assert not any(part.training for part in norms(model))
+        model(torch.randn(4, 3, 64, 64) * 3 + 1)
+        for part, (mean, variance) in zip(norms(model), before, strict=True):
+            assert torch.equal(part.running_mean, mean)
+            assert torch.equal(part.running_var, variance)
+            assert part.weight.requires_grad
+
+
+def test_frozen_equals_evaluation_and_unfrozen_does_not():
+    torch.manual_seed(0)
+    pixels = torch.randn(4, 3, 64, 64)
+    embedder = small()
+    moving = embedder.train()(pixels)
+    frozen = freeze_batchnorm(copy.deepcopy(embedder))
+    assert torch.equal(frozen.train()(pixels), frozen.eval()(pixels))
+    assert not torch.allclose(frozen(pixels), moving, atol=1e-3)
+
+
+def test_affine_can_be_frozen_too():
+    embedder = freeze_batchnorm(small(), affine=True)
+    assert not any(value.requires_grad for part in norms(embedder) for value in part.parameters())
+    assert embedder.head.weight.requires_grad
+
+
+def test_momentum_moves_the_statistics_as_said():
+    model = set_batchnorm_momentum(nn.Sequential(nn.BatchNorm2d(2)), 0.9).train()
+    batch = torch.randn(5, 2, 3, 3) + 4
+    model(batch)
+    torch.testing.assert_close(model[0].running_mean, 0.9 * batch.mean((0, 2, 3)))
+    with pytest.raises(ValueError, match=r"momentum .* 1\.5"):
+        set_batchnorm_momentum(model, 1.5)

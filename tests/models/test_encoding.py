@@ -1,0 +1,166 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import v2 as T
+
+from proximetry.models import Embedder, freeze_batchnorm
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    torch.manual_seed(0)
+    return Embedder.create("test_resnet", 8, weights="none", image_size=64, resize=72).eval()
+
+
+def picture(seed, height=80, width=100, mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def reference(embedder, image):
+    wanted = embedder.preprocessing
+    steps = T.Compose(
+        [
+            T.Resize(wanted.resize, InterpolationMode(wanted.interpolation)),
+            T.CenterCrop(wanted.crop),
+            T.PILToTensor(),
+            T.ToDtype(torch.float32, scale=True),
+            T.Normalize(wanted.mean, wanted.std),
+        ]
+    )
+    with torch.inference_mode():
+        return embedder(steps(image.convert("RGB"))[None])[0]
+
+
+def test_equals_torchvisions_pipeline(embedder):
+    images = [picture(seed, 50 + 9 * seed, 120 - 8 * seed) for seed in range(7)]
+    found = embedder.encode(images, batch_size=3)
+    assert found.shape == (7, 8)
+    assert (found.dtype, found.device.type) == (torch.float32, "cpu")
+    expected = torch.stack([reference(embedder, image) for image in images])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_kind_of_source_gives_the_same(embedder, tmp_path):
+    image = picture(1)
+    image.save(tmp_path / "a.png")
+    array = np.asarray(image).copy()
+    sources = [
+        tmp_path / "a.png",
+        str(tmp_path / "a.png"),
+        (tmp_path / "a.png").read_bytes(),
+        image,
+        array,
+        torch.from_numpy(array),
+    ]
+    vectors = embedder.encode(sources)
+    assert (vectors == vectors[0]).all() or torch.allclose(vectors, vectors[:1], atol=1e-6)
+    stacked = embedder.encode(np.stack([array, array]))
+    torch.testing.assert_close(stacked, vectors[:2])
+    generated = embedder.encode(source for source in sources)
+    assert torch.equal(generated, vectors)
+
+
+def test_any_mode_and_orientation(embedder, tmp_path):
+    image = picture(2)
+    gray = np.asarray(image.convert("L")).copy()
+    as_rgb = Image.fromarray(gray).convert("RGB")
+    expected = embedder.encode([as_rgb])
+    deep = Image.fromarray(gray.astype(np.uint16) * 257)
+    clear = as_rgb.convert("RGBA")
+    for source in (gray, torch.from_numpy(gray), gray[:, :, None], deep, clear):
+        torch.testing.assert_close(embedder.encode([source]), expected)
+    see_through = Image.new("RGBA", (70, 70), (255, 0, 0, 0))
+    white = Image.new("RGB", (70, 70), "white")
+    torch.testing.assert_close(embedder.encode([see_through]), embedder.encode([white]))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
+    turned = embedder.encode([tmp_path / "turned.png"])
+    torch.testing.assert_close(turned, embedder.encode([image]))
+
+
+def test_batches_and_workers_do_not_matter(embedder):
+    images = [picture(seed) for seed in range(5)]
+    expected = embedder.encode(images, batch_size=5, workers=1)
+    for batch, workers in ((1, 1), (2, 3), (64, None)):
+        found = embedder.encode(images, batch, workers=workers)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flip_appends_the_mirrored_picture(embedder):
+    image = picture(3)
+    mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    both = embedder.encode([image], flip=True)
+    assert both.shape == (1, 16)
+    torch.testing.assert_close(both[:, :8], embedder.encode([image]))
+    torch.testing.assert_close(both[:, 8:], embedder.encode([mirrored]), rtol=1e-3, atol=1e-4)
+
+
+def test_modes_come_back_and_statistics_stay():
+    embedder = freeze_batchnorm(Embedder.create("test_resnet", 8, weights="none", image_size=64))
+    embedder.train()
+    embedder.head.eval()
+    before = [part.training for part in embedder.modules()]
+    state = {key: value.clone() for key, value in embedder.state_dict().items()}
+    first = embedder.encode([picture(1)])
+    assert [part.training for part in embedder.modules()] == before
+    assert all(torch.equal(value, state[key]) for key, value in embedder.state_dict().items())
+    assert torch.equal(first, embedder.eval().encode([picture(1)]))
+    with pytest.raises(ValueError, match="image 0"):
+        embedder.train().encode(["missing.png"])
+    assert embedder.training
+
+
+def test_result_is_an_ordinary_tensor(embedder):
+    vectors = embedder.encode([picture(1)])
+    assert not vectors.is_inference()
+    vectors.requires_grad_().sum().backward()
+
+
+def test_a_half_precision_network_encodes(embedder):
+    half = copy.deepcopy(embedder).to(torch.bfloat16)
+    found = half.encode([picture(1)])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, embedder.encode([picture(1)]), rtol=0.1, atol=0.1)
+
+
+def test_progress_counts_pictures(embedder):
+    seen = []
+    embedder.encode([picture(seed) for seed in range(5)], 2, progress=seen.append)
+    assert seen == [2, 4, 5]
+
+
+def test_nothing_gives_an_empty_table(embedder):
+    assert embedder.encode([]).shape == (0, 8)
+    assert embedder.encode([], flip=True).shape == (0, 16)
+
+
+def test_bad_pictures_are_named_with_their_place(embedder, tmp_path):
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"image 1: .*bad\.jpg"):
+        embedder.encode([picture(1), tmp_path / "bad.jpg"])
+    for wrong, message in (
+        (torch.zeros(4, 4, 3), "uint8"),
+        (torch.zeros(3, 9, 9, dtype=torch.uint8), "channels go last"),
+        (np.zeros((4, 4, 3)), "uint8"),
+        (7, "int"),
+    ):
+        with pytest.raises(ValueError, match=f"image 0: .*{message}"):
+            embedder.encode([wrong])
+
+
+def test_one_picture_is_not_a_list(embedder, tmp_path):
+    for one in ("a.png", tmp_path, picture(1), np.zeros((9, 9, 3), np.uint8), b"x"):
+        with pytest.raises(ValueError, match=r"write \[image\]"):
+            embedder.encode(one)
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"workers": 0}])
+def test_bad_settings_are_named(embedder, settings):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} must be at least 1, got 0"):
+        embedder.encode([picture(1)], **settings)

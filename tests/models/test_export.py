@@ -1,0 +1,90 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.models import Embedder, Preprocessing, export
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+    pytest.skip("the extra 'onnx' needs torch 2.9", allow_module_level=True)
+pytest.importorskip("onnxscript")
+
+
+def run(path, pixels):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
+
+
+@pytest.mark.parametrize(
+    ("backbone", "settings"),
+    [
+        ("test_vit", {"normalize": False}),
+        ("bn_inception", {"pooling": "gem"}),
+        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True}),
+    ],
+)
+def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
+    torch.manual_seed(0)
+    embedder = Embedder.create(backbone, 8, weights="none", image_size=64, **settings)
+    embedder.train()
+    assert embedder.export_onnx(tmp_path / "e.onnx") == tmp_path / "e.onnx"
+    assert embedder.training
+    embedder.eval()
+    for batch in (1, 5):
+        pixels = torch.randint(0, 256, (batch, 3, 64, 64)).float()
+        with torch.inference_mode():
+            expected = embedder(embedder.preprocessing.normalise(pixels))
+        torch.testing.assert_close(run(tmp_path / "e.onnx", pixels), expected, rtol=1e-3, atol=1e-4)
+    model = onnx.load(tmp_path / "e.onnx")
+    props = {entry.key: entry.value for entry in model.metadata_props}
+    stored = Preprocessing.from_json(json.loads(props["preprocessing"]))
+    assert stored == embedder.preprocessing
+    assert json.loads(props["architecture"]) == embedder.architecture.to_json()
+    assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
+
+
+def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):
+    class Wrong:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def run(self, _, feed):
+            return [np.zeros((len(feed["pixels"]), 8), np.float32)]
+
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    (tmp_path / "e.onnx").write_text("old")
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
+    with pytest.raises(ValueError, match=r"differs from torch by .* at batch 1"):
+        embedder.export_onnx(tmp_path / "e.onnx")
+    assert (tmp_path / "e.onnx").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_impossible_export_is_one_sentence(tmp_path, monkeypatch):
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    with pytest.raises(ValueError, match=r"opset must be between 18 and .* got 9999"):
+        embedder.export_onnx(tmp_path / "e.onnx", opset=9999)
+    monkeypatch.setattr(torch.onnx, "export", lambda *a, **k: 1 / 0)
+    with pytest.raises(ValueError, match="cannot export this network at opset 18: division"):
+        embedder.export_onnx(tmp_path / "e.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_newer_opset_is_what_is_written(tmp_path):
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    embedder.export_onnx(tmp_path / "e.onnx", opset=20, check=False)
+    assert onnx.load(tmp_path / "e.onnx").opset_import[0].version == 20
+
+
+def test_missing_extra_and_folder_are_named(tmp_path, monkeypatch):
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    with pytest.raises(ValueError, match="there is no folder"):
+        embedder.export_onnx(tmp_path / "nowhere" / "e.onnx")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ModuleNotFoundError, match=r"onnxruntime: pip install 'proximetry\[onnx\]'"):
+        embedder.export_onnx(tmp_path / "e.onnx")
+    assert export.TOLERANCE <= 1e-4

@@ -1,0 +1,238 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.models import Embedder, storage
+
+
+def make(seed=0, backbone="test_resnet", **settings):
+    torch.manual_seed(seed)
+    embedder = Embedder.create(backbone, 8, weights="none", image_size=64, **settings)
+    with torch.no_grad():
+        for part in embedder.modules():
+            if isinstance(part, torch.nn.BatchNorm2d):
+                part.running_mean.normal_()
+    return embedder
+
+
+def equal(one, other):
+    mine, theirs = one.state_dict(), other.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "settings"),
+    [
+        ("test_resnet", {"pooling": "gem-learned", "layer_norm": True}),
+        ("test_vit", {}),
+        ("test_convnext", {"pooling": "avg+max", "normalize": False}),
+        ("sphereface20", {}),
+        ("small_convnet", {"resize": 70}),
+    ],
+)
+def test_round_trip_is_bit_for_bit(tmp_path, backbone, settings):
+    embedder = make(backbone=backbone, **settings).eval()
+    embedder.save(tmp_path / "e")
+    loaded = Embedder.load(tmp_path / "e")
+    assert equal(embedder, loaded)
+    assert loaded.architecture == embedder.architecture
+    assert loaded.preprocessing == embedder.preprocessing
+    assert loaded.weights == embedder.weights
+    assert not loaded.training
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        assert torch.equal(loaded(pixels), embedder(pixels))
+
+
+def test_what_was_saved_with_it_comes_back(tmp_path):
+    embedder = make()
+    metrics = {"recall@1": np.float32(0.5), "curve": np.arange(3), "map": torch.tensor(0.25)}
+    embedder.save(
+        tmp_path / "e", class_names=["Ä", "b"], metrics=metrics, recipe={"loss": {"alpha": 32}}
+    )
+    loaded = Embedder.load(tmp_path / "e")
+    assert loaded.class_names == ["Ä", "b"]
+    assert loaded.metrics == {"recall@1": 0.5, "curve": [0, 1, 2], "map": 0.25}
+    assert loaded.recipe == {"loss": {"alpha": 32}}
+    loaded.save(tmp_path / "f", metrics={"recall@1": 0.75})
+    again = Embedder.load(tmp_path / "f")
+    assert (again.class_names, again.metrics) == (["Ä", "b"], {"recall@1": 0.75})
+    text = json.loads((tmp_path / "e" / "embedder.json").read_text())
+    assert text["version"] == 1
+    assert set(text["versions"]) == {"proximetry", "torch", "timm"}
+
+
+def test_loading_leaves_random_numbers_alone_and_asks_no_hub(tmp_path, monkeypatch):
+    make().save(tmp_path / "e")
+    monkeypatch.setattr("proximetry.models.hub.hub_file", lambda name: pytest.fail("asked"))
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    Embedder.load(tmp_path / "e")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
+    first, second = make(1), make(2)
+    first.save(tmp_path / "e")
+    second.save(tmp_path / "e")
+    assert equal(Embedder.load(tmp_path / "e"), second)
+    assert len(list((tmp_path / "e").iterdir())) == 2
+    second.save(tmp_path / "e")
+    assert equal(Embedder.load(tmp_path / "e"), second)
+
+
+@pytest.mark.parametrize("call", range(2))
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_failing_save_leaves_the_old_one_whole(tmp_path, monkeypatch, function, call):
+    old, new = make(1), make(2)
+    old.save(tmp_path / "e", metrics={"a": 1})
+    real, count = getattr(os, function), iter(range(100))
+
+    def fail(*args):
+        if next(count) == (2 * call if function == "fsync" else call):
+            raise OSError("disk full")
+        return real(*args)
+
+    monkeypatch.setattr(storage.os, function, fail)
+    with pytest.raises(OSError, match="disk full"):
+        new.save(tmp_path / "e", metrics={"a": 2})
+    monkeypatch.undo()
+    loaded = Embedder.load(tmp_path / "e")
+    assert equal(loaded, old)
+    assert loaded.metrics == {"a": 1}
+    new.save(tmp_path / "e")
+    assert len(list((tmp_path / "e").iterdir())) == 2
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from proximetry.models import Embedder, storage
+folder, at = sys.argv[1], int(sys.argv[2])
+embedder = Embedder.load(folder)
+with torch.no_grad():
+    embedder.head.bias.fill_(7)
+count, real = 0, {}
+def stop(name):
+    real[name] = getattr(os, name)
+    def call(*args):
+        global count
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return real[name](*args)
+    setattr(storage.os, name, call)
+stop("fsync"), stop("replace"), stop("chmod")
+embedder.save(folder)
+"""
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_killed_while_saving(tmp_path, at):
+    old = make(1)
+    old.save(tmp_path / "e")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "e"), str(at)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert equal(Embedder.load(tmp_path / "e"), old)
+    make(2).save(tmp_path / "e")
+    assert len(list((tmp_path / "e").iterdir())) == 2
+
+
+def test_a_killed_first_save_can_be_repeated(tmp_path):
+    embedder = make()
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / ".embedder-abc.part").write_bytes(b"half")
+    embedder.save(tmp_path / "e")
+    assert equal(Embedder.load(tmp_path / "e"), embedder)
+    assert len(list((tmp_path / "e").iterdir())) == 2
+
+
+def test_other_peoples_folders_are_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match=r"thesis\.txt"):
+        make().save(tmp_path)
+    (tmp_path / "embedder.json").write_text("{}")
+    with pytest.raises(ValueError, match="no embedder"):
+        make().save(tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        make().save(tmp_path / "thesis.txt")
+    assert (tmp_path / "embedder.json").read_text() == "{}"
+    # A note someone laid beside an embedder stays.
+    make().save(tmp_path / "e")
+    (tmp_path / "e" / "README.md").write_text("mine")
+    make(3).save(tmp_path / "e")
+    assert (tmp_path / "e" / "README.md").read_text() == "mine"
+
+
+def test_what_cannot_be_written_is_said_before_anything_is(tmp_path):
+    with pytest.raises(ValueError, match="plain values"):
+        make().save(tmp_path / "e", metrics={"x": object()})
+    assert not (tmp_path / "e").exists()
+
+
+def describe(folder, **changes):
+    path = folder / "embedder.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_damage_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"no saved embedder: it has no embedder\.json"):
+        Embedder.load(tmp_path / "nowhere")
+    make().save(tmp_path / "e")
+    path = tmp_path / "e" / "embedder.json"
+    good = path.read_text()
+
+    for changes, message in (
+        ({"version": 99}, "format version 99"),
+        ({"format": "other"}, "does not describe an embedder"),
+        ({"tensors": {"file": "../../etc/passwd"}}, "names no weights file"),
+        ({"tensors": None}, "names no weights file"),
+        ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
+        ({"preprocessing": {}}, "damaged"),
+        ({"weights": {}}, "damaged"),
+    ):
+        path.write_text(good)
+        describe(tmp_path / "e", **changes)
+        with pytest.raises(ValueError, match=message):
+            Embedder.load(tmp_path / "e")
+    for text in ("", "[1]", good[:100]):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"embedder\.json"):
+            Embedder.load(tmp_path / "e")
+
+    path.write_text(good)
+    changed = {**json.loads(good)["architecture"], "backbone": "hf-hub:someone/model"}
+    describe(tmp_path / "e", architecture=changed)
+    with pytest.raises(ValueError, match="unknown backbone"):
+        Embedder.load(tmp_path / "e")
+    path.write_text(good)
+    describe(tmp_path / "e", architecture={**changed, "backbone": "test_efficientnet"})
+    with pytest.raises(ValueError, match="does not fit test_efficientnet"):
+        Embedder.load(tmp_path / "e")
+
+
+def test_damaged_weights_are_said(tmp_path):
+    make().save(tmp_path / "e")
+    (weights,) = (tmp_path / "e").glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    for damaged in (content[:-5], content[:-1] + bytes([content[-1] ^ 1]), b""):
+        weights.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged: its checksum"):
+            Embedder.load(tmp_path / "e")
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"safetensors cannot be read: No such file"):
+        Embedder.load(tmp_path / "e")
+
+
+def test_half_precision_weights_load_as_float32(tmp_path):
+    embedder = make().to(torch.bfloat16)
+    embedder.save(tmp_path / "e")
+    loaded = Embedder.load(tmp_path / "e")
+    assert loaded.head.weight.dtype == torch.float32
+    assert torch.equal(loaded.head.weight, embedder.head.weight.float())

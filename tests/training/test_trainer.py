@@ -1,0 +1,407 @@
+"""The trainer: it learns, continues bit for bit, stops when told, and says what went wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proximetry.losses import LOSSES
+from proximetry.models import Embedder
+from proximetry.training import Recipe, RecipeError, RunError, RunFolder, Stopped, train
+from proximetry.training import trainer as trainer_module
+from proximetry.training.checkpoint import CheckpointError, load_checkpoint, read_state
+from tests.training.tiny import make_recipe, with_
+
+
+def tensors(folder, name="last"):
+    return load_file(folder / "checkpoints" / f"{name}.safetensors")
+
+
+def assert_same_run(one, two):
+    first, second = tensors(one), tensors(two)
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+    drop = ("images_per_second",)
+    lines = [
+        [{k: v for k, v in line.items() if k not in drop} for line in RunFolder(f).history()]
+        for f in (one, two)
+    ]
+    assert lines[0] == lines[1]
+    assert json.loads(RunFolder(one).results.read_text()) == json.loads(
+        RunFolder(two).results.read_text()
+    )
+
+
+def test_a_run_writes_everything_down(recipe, tmp_path):
+    out = tmp_path / "run"
+    results = train(with_(recipe, "training", keep_every=2), out)
+    assert results["protocol"] == "held_out"
+    assert results["last"]["epoch"] == 3
+    assert 0 <= results["chosen"]["held_out"]["recall@1"] <= 1
+    assert "test" not in results["chosen"]
+    assert Recipe.load(out / "recipe.yaml") == with_(recipe, "training", keep_every=2)
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["packages"]["torch"]
+    assert environment["seed"] == 0
+    history = RunFolder(out).history()
+    assert [line["epoch"] for line in history] == [1, 2, 3]
+    assert [line["lr"] for line in history] == [1e-3, 1e-3, 5e-4]
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "epoch-0002.safetensors", "last.safetensors"]
+    embedder = Embedder.load(out / "embedder")
+    assert embedder.recipe == recipe.to_dict() | {"training": embedder.recipe["training"]}
+    assert embedder.metrics["protocol"] == "held_out"
+    assert len(embedder.class_names) == 6
+    assert not list(out.rglob("*.part"))
+
+
+def test_training_learns_unseen_classes(images, cache, tmp_path):
+    recipe = make_recipe(images, cache, training={"epochs": 12}, evaluation={"held_out": 0.4})
+    results = train(recipe, tmp_path / "run")
+    history = RunFolder(tmp_path / "run").history()
+    assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+    assert results["chosen"]["held_out"]["recall@1"] > 0.8
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(with_(recipe, "training", seed=seed, epochs=2), tmp_path / name)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    a, c = tensors(tmp_path / "a"), tensors(tmp_path / "c")
+    assert any(not torch.equal(a[key], c[key]) for key in a)
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 9, 11])
+def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, monkeypatch, stop_at):
+    """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
+    recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
+    train(recipe, tmp_path / "whole")
+    real = trainer_module.Trainer.step
+
+    def deadly(self, pixels, labels):
+        if self.step_number == stop_at:
+            raise SystemError("killed")
+        return real(self, pixels, labels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "step", deadly)
+        with pytest.raises(SystemError):
+            train(recipe, tmp_path / "cut")
+    train(recipe, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+SCRIPT = """
+import sys
+from proximetry.training import Recipe, train
+from proximetry.training.display import PlainDisplay
+import torch
+torch.set_num_threads(1)
+train(Recipe.load(sys.argv[1]), sys.argv[2], display=PlainDisplay())
+"""
+
+
+def start(recipe_file, out):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(recipe_file), str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path):
+    recipe = with_(recipe, "training", epochs=30, checkpoint_steps=1)
+    file = tmp_path / "recipe.yaml"
+    recipe.save(file)
+    process = start(file, tmp_path / "cut")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "cut" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    assert not RunFolder(tmp_path / "cut").results.exists(), "the run was over before it was killed"
+    threads = torch.get_num_threads()
+    assert threads == 1
+    train(recipe, tmp_path / "cut")
+    train(recipe, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(recipe, tmp_path, number):
+    recipe = with_(recipe, "training", epochs=200)
+    file = tmp_path / "recipe.yaml"
+    recipe.save(file)
+    process = start(file, tmp_path / "run")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert "Stopped: stopped after step" in errors
+    state = read_state(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    assert f"stopped after step {state['step']}" in errors
+    with pytest.raises(RunError, match=r"training\.epochs 200 → 1"):
+        train(with_(recipe, "training", epochs=1), tmp_path / "run")
+
+
+def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, monkeypatch):
+    real = trainer_module.Trainer.step
+
+    def interrupted(self, pixels, labels):
+        if self.step_number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, pixels, labels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "step", interrupted)
+        with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it"):
+            train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_complete_run_returns_its_results_at_once(recipe, tmp_path, monkeypatch):
+    first = train(recipe, tmp_path / "run")
+    monkeypatch.setattr(trainer_module.Trainer, "__init__", None)  # must not be needed
+    assert train(recipe, tmp_path / "run") == first
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(images, cache, tmp_path, name):
+    recipe = make_recipe(images, cache, loss={"name": name}, training={"epochs": 1})
+    train(recipe, tmp_path / "run")
+    assert RunFolder(tmp_path / "run").history()[0]["loss"] > 0 or name == "proxy_nca"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"name": "pairs/multi_similarity"}},
+        {"loss": {"exclusive": 1.0, "center": 0.003, "project": True}},
+        {"data": {"sampler": "balanced", "images_per_class": 2}},
+        {"data": {"cache": "memory"}},
+        {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
+        {"optimizer": {"name": "sgd", "clip_value": 1.0}},
+        {"schedule": {"name": "cosine", "warmup_epochs": 1}},
+        {"training": {"precision": "bfloat16", "epochs": 1}},
+        {"training": {"ema": 0.99, "epochs": 2}},
+        {"model": {"layer_norm": True, "normalize": False, "freeze_batchnorm": True}},
+        {"evaluation": {"protocol": "last"}},
+    ],
+    ids=str,
+)
+def test_every_option_runs_and_continues_bit_for_bit(images, cache, tmp_path, changes):
+    recipe = make_recipe(images, cache, **{"training": {"epochs": 2}, **changes})
+    train(recipe, tmp_path / "whole")
+    stopper = with_(recipe, "training", epochs=recipe.training.epochs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "agree_to_stop", lambda self, _: self.batch == 2)
+        with pytest.raises(Stopped):
+            train(stopper, tmp_path / "cut")
+    train(recipe, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(images, cache, tmp_path):
+    runs = {}
+    for parts in (1, 2, 3):
+        recipe = make_recipe(
+            images,
+            cache,
+            training={"epochs": 1, "accumulate": parts},
+            model={"freeze_batchnorm": True},
+            optimizer={"name": "sgd", "lr": 1e-3},
+        )
+        train(recipe, tmp_path / str(parts))
+        runs[parts] = tensors(tmp_path / str(parts))
+    for parts in (2, 3):
+        for key, value in runs[1].items():
+            if key.startswith(("embedder.", "loss.")) and value.is_floating_point():
+                torch.testing.assert_close(runs[parts][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
+    recipe = make_recipe(
+        images, cache, schedule={"warmup_epochs": 2}, training={"epochs": 3, "keep_every": 1}
+    )
+    train(recipe, tmp_path / "run")
+    epochs = [load_file(RunFolder(tmp_path / "run").of_epoch(e)) for e in (1, 2, 3)]
+    weight, head = "embedder.backbone.layers.0.weight", "embedder.head.weight"
+    assert torch.equal(epochs[0][weight], epochs[1][weight])
+    assert not torch.equal(epochs[1][weight], epochs[2][weight])
+    assert not torch.equal(epochs[0][head], epochs[1][head])
+
+
+def test_frozen_statistics_stay(images, cache, tmp_path):
+    recipe = make_recipe(images, cache, model={"freeze_batchnorm": True}, training={"epochs": 1})
+    train(recipe, tmp_path / "run")
+    mean = tensors(tmp_path / "run")["embedder.backbone.layers.1.running_mean"]
+    assert (mean == 0).all()
+
+
+def test_early_stopping(recipe, tmp_path, monkeypatch):
+    values = iter([0.5, 0.6, 0.4, 0.6, 0.3, 0.9])
+    real = trainer_module.Trainer.evaluate
+
+    def evaluate(self, name):
+        return {**real(self, name), "recall@1": next(values, 0.0)}
+
+    monkeypatch.setattr(trainer_module.Trainer, "evaluate", evaluate)
+    recipe = with_(recipe, "training", epochs=20, stop_after=3)
+    results = train(recipe, tmp_path / "run")
+    assert results["epochs"] == 5
+    assert results["chosen"]["epoch"] == 2
+
+
+def test_the_chosen_epoch_is_the_one_that_is_saved(recipe, tmp_path, monkeypatch):
+    real = trainer_module.Trainer.choose
+    monkeypatch.setattr(
+        trainer_module.Trainer,
+        "choose",
+        lambda self, value: real(self, [0.1, 0.9, 0.2][self.epoch - 1]),
+    )
+    results = train(recipe, tmp_path / "run")
+    assert results["chosen"]["epoch"] == 2
+    saved = Embedder.load(tmp_path / "run" / "embedder").state_dict()
+    best = tensors(tmp_path / "run", "best")
+    for key, value in saved.items():
+        assert torch.equal(value, best[f"embedder.{key}"])
+
+
+def test_two_stages_replay_the_falls_on_all_classes(images, cache, tmp_path):
+    recipe = make_recipe(
+        images,
+        cache,
+        training={"two_stages": True, "epochs": 5},
+        schedule={"name": "plateau", "patience": 1, "factor": 0.1},
+        loss={"name": "proxy_nca_plus_plus"},
+    )
+    results = train(recipe, tmp_path / "run")
+    first = json.loads((tmp_path / "run" / "first-stage" / "results.json").read_text())
+    second = Recipe.load(tmp_path / "run" / "second-stage" / "recipe.yaml")
+    assert second.training.epochs == first["chosen"]["epoch"] == results["epochs"]
+    assert second.schedule.name == "milestones"
+    assert all(fall in first["falls"] for fall in second.schedule.at)
+    stages = [
+        Embedder.load(tmp_path / "run" / stage / "embedder").class_names
+        for stage in ("first-stage", "second-stage")
+    ]
+    assert [len(names) for names in stages] == [4, 8]
+    assert results["first_stage"] == first["chosen"]
+
+
+def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, tmp_path):
+    rows = [f"{p.relative_to(images)},{p.parent.name}" for p in sorted(images.rglob("*.png"))]
+    lines = [f"{row},{'train' if row < 'class05' else 'test'}" for row in rows]
+    table = images / "table.csv"
+    table.write_text("path,label,split\n" + "\n".join(lines) + "\n")
+    for protocol in ("paper", "held_out", "last"):
+        recipe = make_recipe(
+            images,
+            cache,
+            data={"dataset": "csv", "root": str(table)},
+            evaluation={"protocol": protocol, "held_out": 0.4},
+            training={"epochs": 2},
+        )
+        results = train(recipe, tmp_path / protocol)
+        assert results["protocol"] == protocol
+        assert "test" in results["chosen"]
+        history = RunFolder(tmp_path / protocol).history()
+        assert ("test" in history[0]) == (protocol == "paper")
+        assert ("held_out" in history[0]) == (protocol == "held_out")
+        saved = Embedder.load(tmp_path / protocol / "embedder")
+        assert saved.metrics["protocol"] == protocol
+        assert len(saved.class_names) == (3 if protocol == "held_out" else 5)
+    table.unlink()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
+    from proximetry.training.objective import Objective
+
+    calls = []
+
+    def forward(self, embeddings, labels):
+        calls.append(1)
+        value = self.loss(embeddings, labels)
+        return value * float("nan") if len(calls) == 6 else value
+
+    monkeypatch.setattr(Objective, "forward", forward)
+    with pytest.raises(RunError, match=r"not finite at step 5 \(epoch 2\).*class0\d.*last good"):
+        train(recipe, tmp_path / "run")
+    state = read_state(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    assert state["epoch"] == 1
+    for tensor in tensors(tmp_path / "run").values():
+        assert torch.isfinite(tensor.double()).all()
+
+
+def test_folders_that_cannot_be_used(recipe, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(RunError, match="not empty and holds no run"):
+        train(recipe, tmp_path / "mine")
+    train(with_(recipe, "training", epochs=1), tmp_path / "run")
+    with pytest.raises(RunError, match="already holds a run"):
+        train(with_(recipe, "training", epochs=1), tmp_path / "run", resume=False)
+    changed = with_(with_(recipe, "training", epochs=1), "optimizer", lr=0.5)
+    with pytest.raises(RunError, match=r"optimizer.lr 0.001 → 0.5"):
+        train(changed, tmp_path / "run")
+
+
+def test_broken_checkpoints_are_named(recipe, tmp_path):
+    train(with_(recipe, "training", epochs=1), tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    file = tmp_path / "run" / "checkpoints" / "last.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"last.safetensors is no readable checkpoint"):
+        train(with_(recipe, "training", epochs=1), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path / "none.safetensors", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"data": {"root": None}}, RecipeError, "data.root is missing"),
+        (
+            {"data": {"batch_size": 16, "sampler": "balanced", "images_per_class": 1}},
+            RecipeError,
+            "16",
+        ),
+        ({"loss": {"settings": {"alhpa": 3}}}, RecipeError, "alhpa"),
+        ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, RecipeError, "need proxies"),
+        ({"evaluation": {"protocol": "paper"}}, RunError, "test set, but there is none"),
+        ({"model": {"backbone": "small_convnett"}}, ValueError, "small_convnet"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_one_sentence(images, cache, tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        train(make_recipe(images, cache, **changes), tmp_path / "run")
+
+
+def test_bad_images_stop_the_run_or_are_left_out_and_named(images, cache, tmp_path):
+    import shutil
+
+    copy = tmp_path / "images"
+    shutil.copytree(images, copy)
+    (copy / "class00" / "broken.png").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"broken.png"):
+        train(make_recipe(copy, cache, training={"epochs": 1}), tmp_path / "run")
+    recipe = make_recipe(copy, cache, training={"epochs": 1}, data={"bad_images": "skip"})
+    results = train(recipe, tmp_path / "run2")
+    assert any("broken.png" in note for note in results["notes"])

@@ -1,0 +1,58 @@
+"""A tiny dataset of coloured squares and a recipe that trains on it in a second."""
+
+import dataclasses
+
+import numpy as np
+from PIL import Image
+
+from proximetry.training import Recipe
+
+
+def make_images(root, classes=8, each=6, side=24):
+    """Folders of class folders; a class is a hue and a stripe pattern, with noise."""
+    draw = np.random.default_rng(0)
+    for c in range(classes):
+        folder = root / f"class{c:02d}"
+        folder.mkdir(parents=True)
+        base = draw.integers(40, 216, 3)
+        for i in range(each):
+            image = np.tile(base, (side, side, 1)).astype(float)
+            image[:, :: c % 4 + 2] *= 0.5
+            image += draw.normal(0, 10, image.shape)
+            Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
+    return root
+
+
+def make_recipe(root, cache, **changes):
+    """A recipe for `make_images`; changes as section=dict(key=value)."""
+    values = {
+        "name": "tiny",
+        "data": {
+            "dataset": "folder",
+            "root": str(root),
+            "short_side": 24,
+            "batch_size": 8,
+            "crop_scale": [0.6, 1.0],
+            "cache_dir": str(cache),
+        },
+        "model": {
+            "backbone": "small_convnet",
+            "dim": 8,
+            "pooling": "avg+max",
+            "weights": "none",
+            "image_size": 24,
+        },
+        "optimizer": {"lr": 1e-3, "proxy_multiplier": 10.0},
+        "schedule": {"name": "step", "every": 2},
+        "training": {"epochs": 3},
+        "evaluation": {"held_out": 0.25},
+    }
+    for section, keys in changes.items():
+        values[section] = {**values.get(section, {}), **keys}
+    return Recipe.from_dict(values)
+
+
+def with_(recipe, section, **keys):
+    return dataclasses.replace(
+        recipe, **{section: dataclasses.replace(getattr(recipe, section), **keys)}
+    )
