@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m examples.first_look
+	$(BIN)/proximetry demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

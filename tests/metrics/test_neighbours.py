@@ -105,6 +105,22 @@ def test_symmetric_way_equals_block_way_with_ties(
 
 
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("threads", [2, 5])
+def test_symmetric_way_on_several_threads(threads: int) -> None:
+    """Tiles are visited at once and in no fixed order; the answer is always the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            vectors = torch.randint(-2, 3, (700, 5), generator=generator).float()
+            both_ways(self_task(vectors, torch.arange(700) % 150, "dot"), 9)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_symmetric_way_handles_packed_codes() -> None:
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randint(0, 256, (200, 2), generator=generator, dtype=torch.uint8)

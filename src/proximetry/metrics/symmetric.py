@@ -13,8 +13,12 @@ Both come from the same products, so a list and a rank never contradict each oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -36,6 +40,10 @@ COLUMN_GROUP = 8
 # A byte counts to 255; eight bytes to the word; so this many columns may share a sum.
 LANES = 8 * 255
 WORST_KEY = torch.iinfo(torch.int64).min
+# Candidates per item that wait before they are let into the lists together.
+PATIENCE = 48
+# Threads that look through tiles at the same time; each holds one tile.
+CREW = 4
 
 
 def applies(task: Task, depth: int) -> bool:
@@ -61,6 +69,7 @@ class _State:
     place: Tensor  # and its index
     lost: Tensor  # whether the best positive is out of the list
     nearer: Tensor  # how many negatives come before it, kept up once it is out
+    waiting: dict[int, list[tuple[Tensor, Tensor]]]  # by tile: rows and keys of candidates
 
 
 @dataclass(frozen=True)
@@ -107,30 +116,100 @@ def search_symmetric(
         place=torch.zeros(len(items), dtype=torch.int64),
         lost=torch.zeros(len(items), dtype=torch.bool),
         nearer=torch.zeros(len(items), dtype=torch.int64),
+        waiting={at.start: [] for at in layout.tiles},
     )
-    total = len(layout.tiles) * (len(layout.tiles) + 1) // 2
-    done = 0
     codes = task.gallery_codes[items]
-    # One piece of memory for every tile: fresh pages cost time.
-    room = torch.empty(max(at.stop - at.start for at in layout.tiles) ** 2)
-    for at in layout.tiles:
-        tile = _product(left[at], right[at], room)
-        _diagonal(tile, layout.items[at], codes[at], state, at)
-        done += 1
-        if progress is not None:
-            progress(done, total)
-    for number, rows in enumerate(layout.tiles):
-        for columns in layout.tiles[number + 1 :]:
+    rooms = _Rooms(max(at.stop - at.start for at in layout.tiles) ** 2)
+    locks = {at.start: Lock() for at in layout.tiles}
+
+    def start(at: slice) -> None:
+        with rooms.one() as room:
+            tile = _product(left[at], right[at], room)
+            _diagonal(tile, layout.items[at], codes[at], state, at)
+
+    def visit(pair: tuple[slice, slice]) -> None:
+        rows, columns = pair
+        with rooms.one() as room:
             tile = _product(left[rows], right[columns], room)
             _blank_padding(tile, layout.items[rows], layout.items[columns])
-            if with_ranks:
-                _count_nearer(tile, layout.items[columns], state, rows)
-                _count_nearer_transposed(tile, layout.items[rows], state, columns)
-            _gather_neighbours(tile, layout.items, state, rows, columns)
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            with locks[rows.start], locks[columns.start]:  # always in rising order
+                if with_ranks:
+                    _count_nearer(tile, layout.items[columns], state, rows)
+                    _count_nearer_transposed(tile, layout.items[rows], state, columns)
+                _gather_neighbours(tile, layout.items, state, rows, columns)
+
+    pairs = _rounds(layout.tiles)
+    report = _Report(progress, len(layout.tiles) + len(pairs))
+    with _crew() as crew:
+        for _ in crew.map(start, layout.tiles):  # all of them, before any pair
+            report.one_more()
+        for _ in crew.map(visit, pairs):
+            report.one_more()
+    for at in layout.tiles:
+        _merge(state, at)
     return _finish(task, layout, state, depth, with_ranks)
+
+
+@contextmanager
+def _crew() -> Iterator[ThreadPoolExecutor]:
+    """A few threads that share the processor.
+
+    Looking through a tile runs mostly on one core: several tiles at once keep all of them busy.
+    """
+    threads = torch.get_num_threads()
+    crew = min(threads, CREW)
+    try:
+        with ThreadPoolExecutor(
+            crew, initializer=torch.set_num_threads, initargs=(threads // crew,)
+        ) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Rooms:
+    """Memory for tiles, used again and again: fresh pages cost time."""
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._free: list[Tensor] = []
+
+    @contextmanager
+    def one(self) -> Iterator[Tensor]:
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = torch.empty(self._entries)
+        with torch.no_grad():  # threads of the crew start with gradients on
+            yield room
+        self._free.append(room)
+
+
+@dataclass
+class _Report:
+    progress: Progress | None
+    total: int
+    done: int = 0
+
+    def one_more(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _rounds(tiles: list[slice]) -> list[tuple[slice, slice]]:
+    """Every pair of tiles once, in the order of a tournament: neighbours in it share no tile."""
+    players: list[int | None] = list(range(len(tiles)))
+    if len(players) % 2:
+        players.append(None)
+    half = len(players) // 2
+    pairs = []
+    for _ in range(len(players) - 1):
+        for one, two in zip(players[:half], reversed(players[half:]), strict=True):
+            if one is not None and two is not None:
+                pairs.append((tiles[min(one, two)], tiles[max(one, two)]))
+        players = [players[0], players[-1], *players[1:-1]]
+    return pairs
 
 
 def _product(left: Tensor, right: Tensor, room: Tensor) -> Tensor:
@@ -195,9 +274,9 @@ def _gather_neighbours(
     tile: Tensor, items: Tensor, state: _State, rows: slice, columns: slice
 ) -> None:
     row, column, found = _candidates_by_row(tile, state.floor[rows])
-    _merge(state, rows, row, to_keys(found, items[columns][column]))
+    _offer(state, rows, row, to_keys(found, items[columns][column]))
     column, row, found = _candidates_by_column(tile, state.floor[columns])
-    _merge(state, columns, column, to_keys(found, items[rows][row]))
+    _offer(state, columns, column, to_keys(found, items[rows][row]))
 
 
 def _count_nearer(tile: Tensor, items: Tensor, state: _State, at: slice) -> None:
@@ -281,33 +360,46 @@ def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
     return column[hit], group[hit] * COLUMN_GROUP + offset, values[hit, offset]
 
 
-def _merge(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
-    """Let candidates, given by rising row, compete with the lists they want to enter."""
-    if len(row) == 0:
+def _offer(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
+    """Let candidates, given by rising row, wait for the lists of a tile."""
+    waiting = state.waiting[at.start]
+    waiting.append((row, keys))
+    if sum(len(rows) for rows, _ in waiting) >= PATIENCE * (at.stop - at.start):
+        _merge(state, at)
+
+
+def _merge(state: _State, at: slice) -> None:
+    """Let the waiting candidates compete with the lists they want to enter."""
+    waiting, state.waiting[at.start] = state.waiting[at.start], []
+    height, depth = at.stop - at.start, state.keys.shape[1]
+    filled = torch.zeros(height, dtype=torch.int64)
+    places = []
+    for row, _ in waiting:
+        counts = torch.bincount(row, minlength=height)
+        # Candidates of a row stand together: their places count up from what is filled.
+        starts = filled - (counts.cumsum(0) - counts)
+        places.append(torch.arange(len(row)) + starts[row])
+        filled += counts
+    widest = int(filled.max())
+    if widest == 0:
         return
-    counts = torch.bincount(row)
-    touched = counts.nonzero()[:, 0]
-    counts = counts[touched]
-    widest = int(counts.max())
-    starts = counts.cumsum(0) - counts
-    place = torch.arange(len(row)) - starts.repeat_interleave(counts)
-    line = torch.arange(len(touched)).repeat_interleave(counts)
-    depth = state.keys.shape[1]
-    rivals = torch.full((len(touched), depth + widest), WORST_KEY)
-    rivals[:, :depth] = state.keys[at][touched]
-    rivals[line, depth + place] = keys
+    rivals = torch.full((height, depth + widest), WORST_KEY)
+    rivals[:, :depth] = state.keys[at]
+    for (row, keys), place in zip(waiting, places, strict=True):
+        rivals.view(-1)[row * rivals.shape[1] + depth + place] = keys
     kept = rivals.topk(depth, dim=1, sorted=False).values
     worst = kept.amin(1)
-    state.keys[at][touched] = kept
-    state.floor[at][touched] = from_keys(worst)[0]
-    _note_losses(state, at, touched, rivals, worst)
+    state.keys[at] = kept
+    # Padding has no list to enter and keeps its infinite floor.
+    floor = state.floor[at]
+    state.floor[at] = torch.where(floor == torch.inf, floor, from_keys(worst)[0])
+    _note_losses(state, at, rivals, worst)
 
 
-def _note_losses(state: _State, at: slice, touched: Tensor, rivals: Tensor, worst: Tensor) -> None:
+def _note_losses(state: _State, at: slice, rivals: Tensor, worst: Tensor) -> None:
     """Where a best positive has just been pushed out: all that came before it is among rivals."""
-    best_keys = to_keys(state.best[at][touched], state.place[at][touched])
-    pushed = ((best_keys < worst) & ~state.lost[at][touched]).nonzero()[:, 0]
+    best_keys = to_keys(state.best[at], state.place[at])
+    pushed = ((best_keys < worst) & ~state.lost[at]).nonzero()[:, 0]
     if len(pushed):
-        before = (rivals[pushed] > best_keys[pushed, None]).sum(1)
-        state.nearer[at][touched[pushed]] = before
-        state.lost[at][touched[pushed]] = True
+        state.nearer[at][pushed] = (rivals[pushed] > best_keys[pushed, None]).sum(1)
+        state.lost[at][pushed] = True

@@ -55,7 +55,7 @@ def _raw_pixels(test: Any) -> torch.Tensor:
     """Every image as its own vector: what an embedder has to beat."""
     cache = PixelCache.build(test, 48)
     pixels = EvalTransform(48, 48)(cache, np.arange(len(cache)))
-    return pixels[:, 0].flatten(1).float() - 127.5
+    return 255.0 - pixels[:, 0].flatten(1).float()  # ink counts, paper does not
 
 
 def _untrained(recipe: Recipe, test: Any) -> torch.Tensor:

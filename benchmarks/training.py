@@ -1,0 +1,125 @@
+"""The trainer beside the bare network: images per second in one run, decoding apart.
+
+python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [--rounds 5]
+
+The bare network runs forward, backward and the optimiser's step on pixels that are already there;
+the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.measure import versions
+from proximetry.training.display import Display
+from proximetry.training.folder import RunFolder
+from proximetry.training.recipe import Recipe
+from proximetry.training.trainer import Trainer
+from proximetry.training.world import enter_world
+
+
+def make_images(root: Path, count: int, side: int) -> None:
+    """JPEG files with some structure, eight to a class."""
+    draw = np.random.default_rng(0)
+    for i in range(count):
+        folder = root / f"class{i // 8:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        coarse = draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        image = Image.fromarray(coarse).resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
+        image.save(folder / f"{i}.jpg", quality=90)
+
+
+def make_recipe(root: Path, cache: Path, backbone: str, batch: int) -> Recipe:
+    return Recipe.from_dict(
+        {
+            "data": {
+                "dataset": "folder",
+                "root": str(root),
+                "batch_size": batch,
+                "short_side": 256,
+                "cache_dir": str(cache),
+            },
+            "model": {"backbone": backbone, "dim": 512, "pooling": "avg+max", "weights": "none"},
+            "optimizer": {"clip_value": 10.0},
+            "evaluation": {"protocol": "last"},
+        }
+    )
+
+
+def bare_steps(trainer: Trainer, pixels: torch.Tensor, steps: int) -> float:
+    """Images per second of forward, backward and step alone."""
+    device = trainer.world.device
+    ready = trainer.embedder.preprocessing.normalise(pixels)
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        trainer.optimizer.zero_grad(set_to_none=True)
+        with trainer.autocast():
+            value = trainer.network(ready).sum()
+        value.backward()
+        trainer.optimizer.step()
+    _wait(device)
+    return steps * len(pixels) / (time.perf_counter() - started)
+
+
+def trainer_epoch(trainer: Trainer, epoch: int) -> float:
+    """Images per second of the trainer's own steps."""
+    seen = 0
+    _wait(trainer.world.device)
+    started = time.perf_counter()
+    for pixels, labels in trainer.material.batches(epoch, 0):
+        trainer.step(pixels, labels)
+        trainer.step_number += 1
+        seen += len(labels)
+    _wait(trainer.world.device)
+    return seen / (time.perf_counter() - started)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backbone", default="tf_efficientnet_lite0")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--images", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        root, cache = Path(home, "images"), Path(home, "cache")
+        make_images(root, arguments.images, 320)
+        recipe = make_recipe(root, cache, arguments.backbone, arguments.batch)
+        folder = RunFolder(Path(home, "run"))
+        world = enter_world()
+        started = time.perf_counter()
+        trainer = Trainer(recipe, folder, world, True, Display())
+        first = time.perf_counter() - started
+        trainer.begin_epoch()
+        pixels, _ = next(iter(trainer.material.batches(0, 0)))
+        steps = len(trainer.material.sampler)
+        bare_steps(trainer, pixels, 1)
+        rates: dict[str, list[float]] = {"bare": [], "trainer": []}
+        for number in range(arguments.rounds):
+            rates["bare"].append(bare_steps(trainer, pixels, steps))
+            rates["trainer"].append(trainer_epoch(trainer, number))
+        bare, whole = (statistics.median(rates[name]) for name in ("bare", "trainer"))
+        ratios = [t / b for t, b in zip(rates["trainer"], rates["bare"], strict=True)]
+        print(f"{arguments.backbone}, crop {trainer.embedder.preprocessing.crop[0]}, ", end="")
+        print(f"batch {arguments.batch}; {versions()}")
+        print(f"first time: model made and {arguments.images} JPEG files decoded in {first:.1f} s")
+        print(f"bare network {bare:.1f} images/s, trainer {whole:.1f} images/s")
+        print(f"ratio, median over {arguments.rounds} rounds: {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

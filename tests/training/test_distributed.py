@@ -1,0 +1,149 @@
+"""Two gloo processes do what one does: losses, gradients, whole runs, checkpoints either way."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proximetry.losses import LOSSES
+from proximetry.training import train
+from tests.training.tiny import make_recipe
+
+ROOT = Path(__file__).parents[2]
+
+GRADIENTS = """
+import json, sys
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from proximetry import losses
+from proximetry.training.world import average_gradients, enter_world, gather, leave_world
+torch.set_num_threads(1)
+world = enter_world("cpu")
+torch.manual_seed(0)
+x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 5, (10,))
+cut = 7  # uneven shares
+mine = slice(0, cut) if world.rank == 0 else slice(cut, 10)
+worst = {}
+for name in losses.LOSSES:
+    torch.manual_seed(1)
+    net, loss = nn.Linear(6, 4).double(), losses.create(name, 5, 4).double()
+    whole = loss(net(x), y)
+    expected = torch.autograd.grad(whole, [*net.parameters(), loss.proxies.weight])
+    if hasattr(loss, "step"):
+        loss.step.zero_()
+    shared = DistributedDataParallel(net)
+    value = loss(gather(shared(x[mine]), world), gather(y[mine], world))
+    value.backward()
+    average_gradients(loss.parameters(), world)
+    got = [p.grad for p in [*net.parameters(), loss.proxies.weight]]
+    differences = [abs(value.item() - whole.item())]
+    differences += [(a - b).abs().max().item() for a, b in zip(got, expected)]
+    worst[name] = max(differences)
+if world.leads:
+    open(sys.argv[1], "w").write(json.dumps(worst))
+leave_world(world)
+"""
+
+RUN = """
+import sys
+import torch
+torch.set_num_threads(1)
+from proximetry.training import Recipe, train
+train(Recipe.load(sys.argv[1]), sys.argv[2], device="cpu")
+"""
+
+
+def launch(code, *arguments, processes=2):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    return [process.returncode for process in started], outputs
+
+
+def test_value_and_gradients_of_every_loss_on_two_ranks(tmp_path):
+    codes, outputs = launch(GRADIENTS, tmp_path / "worst.json")
+    assert codes == [0, 0], outputs
+    worst = json.loads((tmp_path / "worst.json").read_text())
+    assert set(worst) == set(LOSSES)
+    for name, difference in worst.items():
+        assert difference < 1e-12, name
+
+
+def recipe_for(images, cache, **training):
+    """No batch statistics, which each rank would take from its own part of the batch."""
+    return make_recipe(
+        images,
+        cache,
+        model={"freeze_batchnorm": True},
+        optimizer={"name": "sgd", "lr": 1e-3},
+        data={"sampler": "balanced", "images_per_class": 2},
+        training={"epochs": 2, **training},
+    )
+
+
+def floats(folder):
+    found = load_file(folder / "checkpoints" / "last.safetensors")
+    return {k: v for k, v in found.items() if v.is_floating_point()}
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(images, cache, tmp_path):
+    recipe = recipe_for(images, cache)
+    recipe.save(tmp_path / "recipe.yaml")
+    single = train(recipe, tmp_path / "one", device="cpu")
+    codes, outputs = launch(RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    assert codes == [0, 0], outputs
+    one, two = floats(tmp_path / "one"), floats(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
+    double = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert double["chosen"]["held_out"]["map@r"] == pytest.approx(
+        single["chosen"]["held_out"]["map@r"], abs=0.02
+    )
+    # A run begun on two ranks ends on one.
+    longer = recipe_for(images, cache, epochs=3)
+    longer.save(tmp_path / "longer.yaml")
+    train(longer, tmp_path / "whole", device="cpu")
+    (tmp_path / "two" / "results.json").unlink()
+    longer.save(tmp_path / "two" / "recipe.yaml")
+    train(longer, tmp_path / "two", device="cpu")
+    whole, continued = floats(tmp_path / "whole"), floats(tmp_path / "two")
+    for key in whole:
+        torch.testing.assert_close(continued[key], whole[key], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_error_on_the_first_rank_ends_all_of_them(images, cache, tmp_path):
+    recipe_for(images, cache).save(tmp_path / "recipe.yaml")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letter.txt").write_text("dear")
+    codes, outputs = launch(RUN, tmp_path / "recipe.yaml", tmp_path / "out")
+    assert all(codes), outputs
+    assert all("not empty and holds no run" in output for output in outputs)
