@@ -41,6 +41,7 @@ def test_a_real_process_knows_its_version_and_helps():
     )
     assert done.returncode == 0
     assert done.stdout.startswith("proximetry 0.")
+    assert done.stdout.count("proximetry") == 1
     done = subprocess.run(
         [sys.executable, "-m", "proximetry.cli", "train", "nonsense", "out"],
         capture_output=True,

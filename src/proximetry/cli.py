@@ -106,7 +106,7 @@ def evaluate(
 
 def embed(
     embedder: Path,
-    images: list[Path],
+    images: list[str],
     out: Path = Path("vectors.npz"),
     batch_size: int = 64,
     flip: bool = False,
@@ -131,7 +131,7 @@ def embed(
     from proximetry.training.checkpoint import write_atomically
 
     files: list[str] = []
-    for path in images:
+    for path in map(Path, images):
         if path.is_dir():
             files += sorted(str(f) for f in path.rglob("*") if f.is_file() and is_image(f.name))
         elif path.is_file():
@@ -139,7 +139,7 @@ def embed(
         else:
             raise ValueError(f"there is no image or folder {path}")
     if not files:
-        raise ValueError(f"no images below {', '.join(map(str, images))}")
+        raise ValueError(f"no images below {', '.join(images)}")
     model = Embedder.load(embedder, device=_device(device))
     with _progress("embedding") as report:
         vectors = model.encode(
@@ -212,6 +212,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
+# Arguments that the signature alone cannot express.
+_BY_HAND: dict[str, set[str | int]] = {"embed": {"images"}}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 it failed, 2 it was asked wrongly."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -244,14 +248,16 @@ def _main(words: list[str]) -> int:
         prog="proximetry",
         description="Train embeddings with proxy-based losses, evaluate them, put them to use.",
         exit_on_error=False,
-        version=f"proximetry {__version__}",
+        version=__version__,
     )
     commands = parser.add_subcommands(required=True, dest="command")
     try:
         for name, function in COMMANDS.items():
             help_text = (function.__doc__ or "").split("\n\n")[0]
             sub = ArgumentParser(exit_on_error=False, description=help_text)
-            sub.add_function_arguments(function, as_positional=True)
+            sub.add_function_arguments(function, as_positional=True, skip=_BY_HAND.get(name))
+            if name == "embed":
+                sub.add_argument("images", nargs="+", help="image files, and folders of them")
             if name == "train":
                 _add_recipe(sub, words)
             commands.add_subcommand(name, sub, help=help_text)
@@ -259,20 +265,19 @@ def _main(words: list[str]) -> int:
             parser.print_help()
             return 2
         chosen = parser.parse_args(words)
+        given = chosen[chosen.command].as_dict()
+        given.pop("config", None)
+        if chosen.command == "train":
+            sections = {f.name: given.pop(f.name) for f in fields(Recipe)}
+            given["recipe"] = Recipe.from_dict(sections)
     except (ArgumentError, RecipeError) as error:
         print(f"proximetry: {_readable(str(error), parser, words)}", file=sys.stderr)
         return 2
     except SystemExit as leaving:  # --help, --version, --print_config
         return int(leaving.code or 0)
-    name = chosen.command
-    given = parser.instantiate(chosen)[name].as_dict()
-    given.pop("config", None)
     try:
-        if name == "train":
-            sections = {f.name: given.pop(f.name) for f in fields(Recipe) if f.name in given}
-            _train(given, sections)
-        else:
-            COMMANDS[name](**given)
+        command = _train if chosen.command == "train" else COMMANDS[chosen.command]
+        command(**given)
     except Exception as error:
         return _failed(error)
     return 0
@@ -288,18 +293,11 @@ def _failed(error: Exception) -> int:
     raise error
 
 
-def _train(given: dict[str, Any], sections: dict[str, Any]) -> None:
-    from proximetry.training import Recipe
+def _train(recipe: Any, out: Path, device: str | None, fresh: bool) -> None:
     from proximetry.training import train as run
     from proximetry.training.display import make_display
 
-    results = run(
-        Recipe(**sections),
-        given["out"],
-        device=given["device"],
-        resume=not given["fresh"],
-        display=make_display(),
-    )
+    results = run(recipe, out, device=device, resume=not fresh, display=make_display())
     rows = {}
     for which in ("last", "chosen"):
         for part in ("held_out", "test"):
@@ -307,7 +305,7 @@ def _train(given: dict[str, Any], sections: dict[str, Any]) -> None:
                 label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
                 rows[label] = results[which][part]
     print(_table(rows))
-    print(f"protocol: {results['protocol']}; embedder and results in {given['out']}")
+    print(f"protocol: {results['protocol']}; embedder and results in {out}")
 
 
 def _add_recipe(parser: Any, words: Sequence[str]) -> None:
@@ -315,6 +313,7 @@ def _add_recipe(parser: Any, words: Sequence[str]) -> None:
     from proximetry.training.recipe import Recipe
 
     named = next((w for w in words[1:] if not w.startswith("-")), None)
+    parser.add_argument("--config", action="config", help="a YAML file with further overrides")
     parser.add_class_arguments(Recipe, None)
     if named is not None and words[0] == "train":
         parser.set_defaults(_flat(Recipe.load(named).to_dict()))

@@ -122,7 +122,7 @@ def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(images, ca
     one, two = floats(tmp_path / "one"), floats(tmp_path / "two")
     assert one.keys() == two.keys()
     for key in one:
-        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)
     double = json.loads((tmp_path / "two" / "results.json").read_text())
     assert double["chosen"]["held_out"]["map@r"] == pytest.approx(
         single["chosen"]["held_out"]["map@r"], abs=0.02

@@ -94,10 +94,13 @@ class Material:
         The next batch is made in a thread while the present one is trained on. What it holds
         depends on the seed, the epoch and its number alone.
         """
-        with ThreadPoolExecutor(1) as pool:
+        threads = torch.get_num_threads()
+        # One thread is enough for crops; more would take turns with those of the network.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             coming = pool.submit(self._batch, epoch, start)
             for number in range(start, len(self.sampler)):
                 pixels, labels = coming.result()
+                torch.set_num_threads(threads)
                 if number + 1 < len(self.sampler):
                     coming = pool.submit(self._batch, epoch, number + 1)
                 yield pixels.to(self.world.device), labels.to(self.world.device)
