@@ -7,14 +7,13 @@ from proximetry.data.glyphs import glyphs
 from proximetry.data.pixels import PixelCache
 from proximetry.data.resample import Windows
 from proximetry.data.samplers import ClassBalanced, Shuffled
-from proximetry.data.transforms import EvalTransform, Normalize, TrainTransform
+from proximetry.data.transforms import EvalTransform, TrainTransform
 
 __all__ = [
     "Catalog",
     "ClassBalanced",
     "EvalTransform",
     "ImageError",
-    "Normalize",
     "PixelCache",
     "Row",
     "Shuffled",

@@ -176,35 +176,3 @@ class EvalTransform:
             first_row=((scaled_height - _size(self.crop)[0]) / 2).round().long(),
             first_column=((scaled_width - _size(self.crop)[1]) / 2).round().long(),
         )
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """From bytes to what a backbone expects: (x / unit − mean) / std per channel.
-
-    Args:
-        mean, std: per channel, in the order of the result.
-        unit: 255 for means given on 0…1, 1 for means given on 0…255.
-        bgr: put blue first.
-    """
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    unit: float = 255.0
-    bgr: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0 or self.unit <= 0:
-            raise ValueError(
-                "three means, three positive deviations and a positive unit are needed, "
-                f"got {self.mean}, {self.std}, {self.unit}"
-            )
-
-    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return a float32 batch of the same shape on the same device."""
-        std = torch.tensor(self.std, dtype=torch.float64)
-        factor = (1 / (std * self.unit)).float().to(batch.device).view(3, 1, 1)
-        shift = (-torch.tensor(self.mean) / std).float().to(batch.device).view(3, 1, 1)
-        values = (batch.flip(-3) if self.bgr else batch).float()
-        # One pass over the batch, in place.
-        return torch.addcmul(shift, values, factor, out=values)

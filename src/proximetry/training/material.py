@@ -33,10 +33,6 @@ def open_catalog(data: Data) -> Catalog:
     """The catalogue of a recipe's data."""
     if data.root is None and data.dataset != "glyphs":
         raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
-    if data.dataset == "csv":
-        return Catalog.from_csv(str(data.root))
-    if data.dataset == "parquet":
-        return Catalog.from_parquet(str(data.root))
     return open_dataset(data.dataset, data.root)
 
 

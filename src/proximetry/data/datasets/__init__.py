@@ -35,6 +35,8 @@ _KNOWN = {
     "faces": ("aligned faces, as LFW comes", "<person>/<person>_0001.jpg"),
     "glyphs": ("a thousand characters, built in", "nothing: needs no download"),
     "folder": ("your own images", "<class>/<image>.jpg, below train/ and test/ or not"),
+    "csv": ("your own table", "a file with columns path, label; if wanted split, query, gallery"),
+    "parquet": ("your own table", "a Parquet file with the same columns"),
     "shards": ("your own images in tar files", "<anything>.tar that hold <class>/<image>"),
 }
 
@@ -49,6 +51,14 @@ def _shards(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
     return finish(catalog, (), strict)
 
 
+def _csv(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+    return finish(Catalog.from_csv(root), (), strict)
+
+
+def _parquet(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+    return finish(Catalog.from_parquet(root), (), strict)
+
+
 _READERS: dict[str, Callable[..., Catalog]] = {
     "cub": cub,
     "cars": cars,
@@ -56,6 +66,8 @@ _READERS: dict[str, Callable[..., Catalog]] = {
     "inshop": inshop,
     "faces": faces,
     "folder": _folder,
+    "csv": _csv,
+    "parquet": _parquet,
     "shards": _shards,
 }
 
