@@ -387,7 +387,18 @@ def test_none_of_the_listed_images(tmp_path):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = ["cub", "cars", "sop", "inshop", "faces", "glyphs", "folder", "csv", "parquet", "shards"]
+    names = [
+        "cub",
+        "cars",
+        "sop",
+        "inshop",
+        "faces",
+        "glyphs",
+        "folder",
+        "csv",
+        "parquet",
+        "shards",
+    ]
     assert list(list_datasets()) == names
     assert "CUB_200_2011/images.txt" in list_datasets()["cub"]
     with pytest.raises(ValueError, match="unknown dataset 'car', did you mean 'cars'"):
