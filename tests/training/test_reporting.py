@@ -1,0 +1,71 @@
+"""What a run tells: TensorBoard, Weights & Biases, a live display, plain lines."""
+
+import io
+import sys
+import types
+
+import pytest
+
+from proximetry.training import RecipeError, train
+from proximetry.training.display import Display, PlainDisplay, RichDisplay, make_display
+from tests.training.tiny import with_
+
+
+def test_tensorboard_events_are_written_when_it_is_installed(recipe, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(with_(recipe, "training", epochs=2), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("held_out/recall@1")] == [1, 2]
+
+
+def test_weights_and_biases_gets_every_epoch_when_asked(recipe, tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values["loss"])),
+        finish=lambda: calls.append("finished"),
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda project, config, dir: calls.append((project, config["name"])) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(with_(recipe, "training", epochs=2, wandb="birds"), tmp_path / "run")
+    assert calls[0] == ("birds", "tiny")
+    assert [call[0] for call in calls[1:3]] == [4, 8]
+    assert calls[3] == "finished"
+
+
+def test_weights_and_biases_that_is_not_installed(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RecipeError, match="pip install wandb"):
+        train(with_(recipe, "training", wandb="birds"), tmp_path / "run")
+
+
+def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
+    display = make_display()
+    assert isinstance(display, PlainDisplay)
+    train(recipe, tmp_path / "run", display=display)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("epoch   1  loss")
+    assert "held-out R@1" in lines[0]
+
+
+def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    display = make_display()
+    assert isinstance(display, RichDisplay)
+    screen = io.StringIO()
+    display._progress.live.console = Console(file=screen, force_terminal=True, width=100)
+    train(recipe, tmp_path / "run", display=display)
+    shown = screen.getvalue()
+    assert "epoch   3" in shown
+    assert "img/s" in shown
+
+
+def test_the_library_says_nothing_by_itself(recipe, tmp_path, capsys):
+    assert type(Display()) is Display
+    train(with_(recipe, "training", epochs=1), tmp_path / "run")
+    printed = capsys.readouterr()
+    assert printed.out == ""
