@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proximetry.training import Recipe
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +30,13 @@ def demo(out: Path | None = None, seed: int = 0) -> None:
     run_demo(out, seed, make_display())
 
 
-def train(recipe: str, out: Path, device: str | None = None, fresh: bool = False) -> None:
+def train(
+    recipe: str,
+    out: Path,
+    device: str | None = None,
+    fresh: bool = False,
+    resolved: "Recipe | None" = None,
+) -> None:
     """Train an embedder as a recipe says, or continue where a run was cut off.
 
     Every key of the recipe can be overridden: --optimizer.lr 2e-4 --data.root ~/cub
@@ -37,8 +46,22 @@ def train(recipe: str, out: Path, device: str | None = None, fresh: bool = False
         out: folder of the run; a run that is there is continued.
         device: cpu, cuda or cuda:1; default: cuda where there is one.
         fresh: refuse to continue a run that is there.
+        resolved: the recipe with its overrides, where there are any.
     """
-    raise NotImplementedError("main() calls _train with the overrides")
+    from proximetry.training import Recipe
+    from proximetry.training import train as run
+    from proximetry.training.display import make_display, metrics_table
+
+    chosen = Recipe.load(recipe) if resolved is None else resolved
+    results = run(chosen, out, device=device, resume=not fresh, display=make_display())
+    rows = {}
+    for which in ("last", "chosen"):
+        for part in ("held_out", "test"):
+            if part in results[which]:
+                label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
+                rows[label] = results[which][part]
+    print(metrics_table(rows))
+    print(f"protocol: {results['protocol']}; embedder and results in {out}")
 
 
 def evaluate(
@@ -69,7 +92,8 @@ def evaluate(
     """
     from proximetry import metrics
     from proximetry.models import Embedder
-    from proximetry.training.material import open_catalog
+    from proximetry.training.display import metrics_table
+    from proximetry.training.material import open_catalog, questions
     from proximetry.training.recipe import Data
 
     model = Embedder.load(embedder, device=_device(device))
@@ -84,8 +108,6 @@ def evaluate(
         vectors = model.encode(
             files, batch_size=batch_size, progress=lambda done: report(done, len(files))
         )
-    from proximetry.training.material import questions
-
     with _progress("searching") as report:
         result = metrics.evaluate(
             **questions(catalog, vectors),
@@ -95,7 +117,7 @@ def evaluate(
             metric="cosine" if model.architecture.normalize else "euclidean",
             progress=report,
         )
-    print(_table({f"{dataset} ({split})": result}))
+    print(metrics_table({f"{dataset} ({split})": result}))
     for note in catalog.notes:
         print(f"note: {note}")
     if out is not None:
@@ -213,7 +235,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 # Arguments that the signature alone cannot express.
-_BY_HAND: dict[str, set[str | int]] = {"embed": {"images"}}
+_BY_HAND: dict[str, set[str | int]] = {"embed": {"images"}, "train": {"resolved"}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,15 +291,14 @@ def _main(words: list[str]) -> int:
         given.pop("config", None)
         if chosen.command == "train":
             sections = {f.name: given.pop(f.name) for f in fields(Recipe)}
-            given["recipe"] = Recipe.from_dict(sections)
+            given["resolved"] = Recipe.from_dict(sections)
     except (ArgumentError, RecipeError) as error:
         print(f"proximetry: {_readable(str(error), parser, words)}", file=sys.stderr)
         return 2
     except SystemExit as leaving:  # --help, --version, --print_config
         return int(leaving.code or 0)
     try:
-        command = _train if chosen.command == "train" else COMMANDS[chosen.command]
-        command(**given)
+        COMMANDS[chosen.command](**given)
     except Exception as error:
         return _failed(error)
     return 0
@@ -291,21 +312,6 @@ def _failed(error: Exception) -> int:
         print(f"proximetry: {error}", file=sys.stderr)
         return 1
     raise error
-
-
-def _train(recipe: Any, out: Path, device: str | None, fresh: bool) -> None:
-    from proximetry.training import train as run
-    from proximetry.training.display import make_display
-
-    results = run(recipe, out, device=device, resume=not fresh, display=make_display())
-    rows = {}
-    for which in ("last", "chosen"):
-        for part in ("held_out", "test"):
-            if part in results[which]:
-                label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
-                rows[label] = results[which][part]
-    print(_table(rows))
-    print(f"protocol: {results['protocol']}; embedder and results in {out}")
 
 
 def _add_recipe(parser: Any, words: Sequence[str]) -> None:
@@ -364,20 +370,6 @@ def _progress(what: str) -> Iterator[Progress]:
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _table(rows: dict[str, dict[str, float]]) -> str:
-    """Metrics in percent, one line per row; counts as they are."""
-    counts = ("queries", "queries_without_positive")
-    keys = [key for key in next(iter(rows.values())) if key not in counts]
-    width = max(len(name) for name in rows) + 2
-    lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
-    for name, values in rows.items():
-        lines.append(f"{name:{width}}" + "".join(f"{100 * values[key]:12.1f}" for key in keys))
-    left_out = next(iter(rows.values())).get("queries_without_positive", 0)
-    if left_out:
-        lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
-    return "\n".join(lines)
 
 
 def entry() -> None:

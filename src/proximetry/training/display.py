@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -112,6 +113,21 @@ class RichDisplay(Display):
             if name in line:
                 self._recall = f"  R@1 {100 * line[name]['recall@1']:.1f}"
         self.message(describe_epoch(line))
+
+
+def metrics_table(rows: dict[str, dict[str, float]], columns: Sequence[str] | None = None) -> str:
+    """Metrics in percent, one line per row: the columns asked for, or all there are."""
+    counts = ("queries", "queries_without_positive")
+    first = next(iter(rows.values()))
+    keys = [key for key in first if key not in counts] if columns is None else columns
+    width = max(len(name) for name in rows) + 2
+    lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
+    for name, values in rows.items():
+        lines.append(f"{name:{width}}" + "".join(f"{100 * values[key]:12.1f}" for key in keys))
+    left_out = first.get("queries_without_positive", 0)
+    if left_out:
+        lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
+    return "\n".join(lines)
 
 
 def make_display() -> Display:

@@ -56,7 +56,8 @@ class Material:
         def build() -> PixelCache:
             return PixelCache.build(catalog, short, d.cache_dir, policy=d.bad_images)
 
-        world.first(lambda: len(build()))  # rank 0 decodes, the others then find it done
+        if world.size > 1:  # rank 0 decodes, the others then find it done
+            world.first(lambda: len(build()))
         cache = build()
         for path, reason in cache.bad:
             display.message(f"left out {path}: {reason}")

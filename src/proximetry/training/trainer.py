@@ -69,6 +69,7 @@ class Trainer:
         if continues:
             self.restore()
         self.network: nn.Module = self.embedder
+        self.thawed: bool | None = None  # whether the backbone is trained; None before the start
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to where a signal stops it, and return the results."""
@@ -95,17 +96,23 @@ class Trainer:
         return self.finish()
 
     def begin_epoch(self) -> None:
-        """Freeze or thaw the backbone, set the learning rates."""
-        warm = self.epoch >= self.recipe.schedule.warmup_epochs
-        for parameter in self.embedder.parameter_parts()["backbone"]:
-            parameter.requires_grad_(warm)
+        """Set the learning rates; freeze or thaw the backbone where that changes."""
         self.rates.apply(self.optimizer, self.epoch)
         self.embedder.train()
         self.objective.train()
+        thawed = self.epoch >= self.recipe.schedule.warmup_epochs
+        if thawed != self.thawed:
+            self.thawed = thawed
+            self.wrap()
+
+    def wrap(self) -> None:
+        """Compile and distribute the network anew: both note which parameters are trained."""
+        for parameter in self.embedder.parameter_parts()["backbone"]:
+            parameter.requires_grad_(bool(self.thawed))
         network: nn.Module = self.embedder
         if self.recipe.training.compile:
             network = torch.compile(network)  # type: ignore[assignment]
-        if self.world.size > 1:  # made anew, since it notes which parameters are trained
+        if self.world.size > 1:
             network = DistributedDataParallel(network)
         self.network = network
 
