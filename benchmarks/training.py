@@ -1,6 +1,8 @@
 """The trainer beside the bare network: images per second in one run, decoding apart.
 
 python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [--rounds 5]
+python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
+    --crop 224 --cache gpu --precision bfloat16 --network capture   (on a GPU)
 
 The bare network runs forward, backward and the optimiser's step on pixels that are already there;
 the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping.
@@ -35,19 +37,32 @@ def make_images(root: Path, count: int, side: int) -> None:
         image.save(folder / f"{i}.jpg", quality=90)
 
 
-def make_recipe(root: Path, cache: Path, backbone: str, batch: int) -> Recipe:
+def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recipe:
     return Recipe.from_dict(
         {
             "data": {
                 "dataset": "folder",
                 "root": str(root),
-                "batch_size": batch,
+                "batch_size": arguments.batch,
                 "short_side": 256,
+                "cache": arguments.cache,
                 "cache_dir": str(cache),
             },
-            "model": {"backbone": backbone, "dim": 512, "pooling": "avg+max", "weights": "none"},
+            "model": {
+                "backbone": arguments.backbone,
+                "dim": 512,
+                "pooling": "avg+max",
+                "weights": "none",
+                "freeze_batchnorm": True,
+                "image_size": arguments.crop,
+            },
             "optimizer": {"clip_value": 10.0},
-            "evaluation": {"protocol": "last"},
+            "training": {
+                "precision": arguments.precision,
+                "capture": arguments.network == "capture",
+                "compile": arguments.network == "compile",
+            },
+            "evaluation": {"protocol": "last", "batch_size": 512},
         }
     )
 
@@ -55,14 +70,11 @@ def make_recipe(root: Path, cache: Path, backbone: str, batch: int) -> Recipe:
 def bare_steps(trainer: Trainer, pixels: torch.Tensor, steps: int) -> float:
     """Images per second of forward, backward and step alone."""
     device = trainer.world.device
-    ready = trainer.embedder.preprocessing.normalise(pixels)
     _wait(device)
     started = time.perf_counter()
     for _ in range(steps):
         trainer.optimizer.zero_grad(set_to_none=True)
-        with trainer.autocast():
-            value = trainer.network(ready).sum()
-        value.backward()
+        trainer.network(pixels).sum().backward()
         trainer.optimizer.step()
     _wait(device)
     return steps * len(pixels) / (time.perf_counter() - started)
@@ -94,11 +106,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--images", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--crop", type=int)
+    parser.add_argument("--cache", default="disk")
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--network", default="plain", choices=["plain", "capture", "compile"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         root, cache = Path(home, "images"), Path(home, "cache")
         make_images(root, arguments.images, 320)
-        recipe = make_recipe(root, cache, arguments.backbone, arguments.batch)
+        recipe = make_recipe(root, cache, arguments)
         folder = RunFolder(Path(home, "run"))
         world = enter_world()
         started = time.perf_counter()
@@ -107,7 +123,9 @@ def main() -> None:
         trainer.begin_epoch()
         pixels, _ = next(iter(trainer.material.batches(0, 0)))
         steps = len(trainer.material.sampler)
-        bare_steps(trainer, pixels, 1)
+        started = time.perf_counter()
+        bare_steps(trainer, pixels, 2)
+        warm = time.perf_counter() - started
         rates: dict[str, list[float]] = {"bare": [], "trainer": []}
         for number in range(arguments.rounds):
             rates["bare"].append(bare_steps(trainer, pixels, steps))
@@ -117,6 +135,10 @@ def main() -> None:
         print(f"{arguments.backbone}, crop {trainer.embedder.preprocessing.crop[0]}, ", end="")
         print(f"batch {arguments.batch}; {versions()}")
         print(f"first time: model made and {arguments.images} JPEG files decoded in {first:.1f} s")
+        print(
+            f"network {arguments.network}, {arguments.precision}, cache {arguments.cache}; ", end=""
+        )
+        print(f"first two steps {warm:.1f} s")
         print(f"bare network {bare:.1f} images/s, trainer {whole:.1f} images/s")
         print(f"ratio, median over {arguments.rounds} rounds: {statistics.median(ratios):.3f}")
 

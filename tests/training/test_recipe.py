@@ -56,6 +56,8 @@ def test_yaml_numbers_in_any_form(tmp_path):
         ({"optimizer": {"lr": 0}}, "optimizer.lr must be positive, got 0"),
         ({"optimizer": {"name": "adamW"}}, "did you mean 'adamw'"),
         ({"optimizer": 3}, "optimizer must hold keys and values, got 3"),
+        ({"training": {"compile": True, "capture": True}}, "choose one"),
+        ({"training": {"checkpoint_epochs": 0}}, "checkpoint_epochs must be positive"),
         ({"training": {"epochs": 2.5}}, "training.epochs must be int, got 2.5"),
         ({"training": {"epochs": True}}, "training.epochs must be int, got True"),
         ({"training": {"ema": 1.0}}, "training.ema .* got 1.0"),

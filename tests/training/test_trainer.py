@@ -28,15 +28,18 @@ def assert_same_run(one, two):
     assert first.keys() == second.keys()
     for key in first:
         assert torch.equal(first[key], second[key]), key
-    drop = ("images_per_second",)
+    drop = ("images_per_second", "seconds")
     lines = [
         [{k: v for k, v in line.items() if k not in drop} for line in RunFolder(f).history()]
         for f in (one, two)
     ]
     assert lines[0] == lines[1]
-    assert json.loads(RunFolder(one).results.read_text()) == json.loads(
-        RunFolder(two).results.read_text()
-    )
+    timings = ("seconds", "startup_seconds")
+    results = [
+        {k: v for k, v in RunFolder(f).read_results().items() if k not in timings}
+        for f in (one, two)
+    ]
+    assert results[0] == results[1]
 
 
 def test_a_run_writes_everything_down(recipe, tmp_path):
@@ -60,6 +63,97 @@ def test_a_run_writes_everything_down(recipe, tmp_path):
     assert embedder.metrics["protocol"] == "held_out"
     assert len(embedder.class_names) == 6
     assert not list(out.rglob("*.part"))
+
+
+def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_path):
+    table = tmp_path / "table.csv"
+    rows = [
+        f"{path},{path.parent.name},{'train' if path.parent.name < 'class05' else 'test'}"
+        for path in sorted(images.rglob("*.png"))
+    ]
+    table.write_text("\n".join(["path,label,split", *rows]))
+    base = make_recipe(
+        images,
+        cache,
+        data={"dataset": "csv", "root": str(table)},
+        training={"epochs": 4},
+        evaluation={"protocol": "last", "watch_test": True, "every": 3},
+    )
+    results = train(base, tmp_path / "watched")
+    history = RunFolder(tmp_path / "watched").history()
+    assert ["test" in line for line in history] == [False, False, True, True]
+    assert history[-1]["test"] == results["last"]["test"]
+    assert results["chosen"] == results["last"]
+    assert not (tmp_path / "watched" / "checkpoints" / "best.safetensors").exists()
+    train(with_(base, "evaluation", watch_test=False), tmp_path / "blind")
+    watched, blind = tensors(tmp_path / "watched"), tensors(tmp_path / "blind")
+    assert all(torch.equal(watched[key], blind[key]) for key in watched)
+
+
+def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path, monkeypatch):
+    real = trainer_module.Trainer.step
+
+    def slow(self, pixels, labels):
+        if not self.warm:
+            time.sleep(0.5)
+        return real(self, pixels, labels)
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", slow)
+    recipe = with_(recipe, "schedule", warmup_epochs=1)  # so there are two beginnings
+    results = train(recipe, tmp_path / "run")
+    seconds = [line["seconds"] for line in RunFolder(tmp_path / "run").history()]
+    assert seconds == sorted(seconds)
+    assert results["seconds"] == seconds[-1]
+    assert results["startup_seconds"] > 1
+    assert results["seconds"] < results["startup_seconds"]
+
+
+def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path, monkeypatch):
+    recipe = with_(recipe, "training", epochs=5, checkpoint_epochs=2)
+    recipe = with_(recipe, "evaluation", protocol="last")
+    saved = []
+    real = trainer_module.Trainer.save
+
+    def save(self, path):
+        saved.append(self.epoch)
+        real(self, path)
+
+    monkeypatch.setattr(trainer_module.Trainer, "save", save)
+    train(recipe, tmp_path / "run")
+    assert saved == [2, 4, 5]
+
+
+def test_capture_changes_nothing_without_a_gpu(recipe, tmp_path):
+    train(recipe, tmp_path / "plain", device="cpu")
+    train(with_(recipe, "training", capture=True), tmp_path / "captured", device="cpu")
+    assert_same_run(tmp_path / "plain", tmp_path / "captured")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_capture_on_the_card_learns_the_same(images, cache, tmp_path):
+    recipe = make_recipe(
+        images,
+        cache,
+        data={"cache": "gpu"},
+        model={"backbone": "tf_efficientnet_lite0", "freeze_batchnorm": True, "image_size": 64},
+        schedule={"warmup_epochs": 1},
+        evaluation={"protocol": "last"},
+    )
+    losses = {}
+    for name, capture in (("plain", False), ("captured", True), ("again", True)):
+        train(with_(recipe, "training", capture=capture), tmp_path / name)
+        losses[name] = [line["loss"] for line in RunFolder(tmp_path / name).history()]
+    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-3)
+    assert losses["again"] == pytest.approx(losses["captured"], rel=1e-3)
+
+
+def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path, monkeypatch):
+    def step(self, pixels, labels):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    with pytest.raises(RunError, match=r"not enough memory.*training\.accumulate"):
+        train(recipe, tmp_path / "run")
 
 
 def test_training_learns_unseen_classes(images, cache, tmp_path):

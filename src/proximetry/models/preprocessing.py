@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from math import floor, isfinite
 from typing import Any, Literal, Self, get_args
 
@@ -10,6 +11,20 @@ from torch import Tensor
 
 Channels = Literal["RGB", "BGR"]
 Interpolation = Literal["bilinear", "bicubic"]
+
+
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(3, 1, 1)
+
+
+_kept_on_device = cache(_per_channel)
+
+
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    # A copy to a GPU waits for it and cannot be captured; tracing must not see what is kept.
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        return _kept_on_device(values, device)
+    return _per_channel(values, device)
 
 
 @dataclass(frozen=True)
@@ -75,9 +90,9 @@ class Preprocessing:
         if self.channels == "BGR":
             pixels = pixels.flip(1)
         # Whole numbers minus the mean first: one rounding each for the shift and the factor.
-        shift = torch.tensor([value / self.scale for value in self.mean], device=pixels.device)
-        factor = torch.tensor([self.scale / value for value in self.std], device=pixels.device)
-        return (pixels.float() - shift.view(3, 1, 1)) * factor.view(3, 1, 1)
+        shift = _on_device(tuple(value / self.scale for value in self.mean), pixels.device)
+        factor = _on_device(tuple(self.scale / value for value in self.std), pixels.device)
+        return (pixels.float() - shift) * factor
 
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary of plain values."""

@@ -4,8 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from proximetry.training.display import Display
-from proximetry.training.folder import RunFolder
+from proximetry.training.folder import RunError, RunFolder
 from proximetry.training.recipe import Recipe
 from proximetry.training.trainer import Trainer
 from proximetry.training.world import World, enter_world, leave_world
@@ -31,6 +33,13 @@ def train(
             if recipe.training.two_stages:
                 return _two_stages(recipe, Path(out), world, resume, shown)
             return _one_stage(recipe, Path(out), world, resume, shown)
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"not enough memory on {world.device} for the run in {out}; a smaller "
+            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
+            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
+            f"have left the device ({str(error).split('. ')[0]})"
+        ) from error
     finally:
         leave_world(world)
 

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from proximetry import metrics
 from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models.fused import fuse
 from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.display import Display
 from proximetry.training.folder import RunError, RunFolder
 from proximetry.training.material import Material, questions
+from proximetry.training.network import CapturedNetwork, PixelNetwork, autocast
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 from proximetry.training.schedule import LearningRates
@@ -26,8 +28,6 @@ from proximetry.training.stopping import Stopped, StopSignal
 from proximetry.training.tracking import Trackers
 from proximetry.training.world import World, average_gradients, gather
 
-_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Trainer:
     """One run: everything it holds, and how it goes on."""
@@ -35,6 +35,7 @@ class Trainer:
     def __init__(
         self, recipe: Recipe, folder: RunFolder, world: World, resume: bool, display: Display
     ) -> None:
+        self.started = time.monotonic()
         self.recipe, self.folder, self.world, self.display = recipe, folder, world, display
         continues = world.first(lambda: folder.open(recipe, resume))
         torch.manual_seed(recipe.training.seed)
@@ -51,6 +52,12 @@ class Trainer:
         ).to(world.device)
         if m.freeze_batchnorm:
             freeze_batchnorm(self.embedder)
+        if world.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+            self.embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.captures = recipe.training.capture and world.device.type == "cuda" and world.size == 1
+        if self.captures:
+            fuse(self.embedder)
         self.material = Material(recipe, self.embedder.preprocessing, world, display)
         names = self.material.class_names
         self.objective = Objective(recipe.loss, names, self.embedder.dim).to(world.device)
@@ -65,10 +72,15 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         self.bad_step = torch.full((), -1, dtype=torch.long, device=world.device)
         self.selected: dict[str, Any] = {"epoch": None, "value": None, "since": 0}
+        # Seconds of training, and of what came before: data, weights, compiling, recording.
+        self.seconds = self.startup = 0.0
         self.trackers = Trackers(recipe, folder.path) if world.leads else None
         if continues:
             self.restore()
-        self.network: nn.Module = self.embedder
+        self.network: nn.Module = PixelNetwork(
+            self.embedder, recipe.training.precision, world.device
+        )
+        self.warm = False
         self.thawed: bool | None = None  # whether the backbone is trained; None before the start
 
     def run(self) -> dict[str, Any]:
@@ -76,15 +88,16 @@ class Trainer:
         steps = len(self.material.sampler)
         self.display.start(self.recipe.training.epochs, steps)
         with StopSignal() as stop:
-            while self.epoch < self.recipe.training.epochs and not self.is_stale():
+            while not self.is_over():
                 self.begin_epoch()
-                started, seen = time.monotonic(), 0
+                seen = 0
                 for pixels, labels in self.material.batches(self.epoch, self.batch):
                     loss = self.step(pixels, labels)
                     self.batch += 1
                     self.step_number += 1
-                    seen += len(labels) * self.world.size
-                    speed = seen / (time.monotonic() - started)
+                    seen += len(labels) * self.world.size if self.warm else 0
+                    self.settle()
+                    speed = seen / (time.monotonic() - self.started)
                     self.display.step(self.epoch, self.batch, self._shown(loss), speed)
                     if self.agree_to_stop(stop):
                         self.save(self.folder.last)
@@ -92,11 +105,13 @@ class Trainer:
                     every = self.recipe.training.checkpoint_steps
                     if every and self.step_number % every == 0 and self.batch < steps:
                         self.save(self.folder.last)
-                self.end_epoch(seen / (time.monotonic() - started))
+                self.end_epoch(seen)
         return self.finish()
 
     def begin_epoch(self) -> None:
         """Set the learning rates; freeze or thaw the backbone where that changes."""
+        if self.warm:
+            self.started = time.monotonic()
         self.rates.apply(self.optimizer, self.epoch)
         self.embedder.train()
         self.objective.train()
@@ -109,12 +124,25 @@ class Trainer:
         """Compile and distribute the network anew: both note which parameters are trained."""
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(bool(self.thawed))
-        network: nn.Module = self.embedder
+        plain = PixelNetwork(self.embedder, self.recipe.training.precision, self.world.device)
+        network: nn.Module = plain
+        if self.captures and self.thawed:
+            network = CapturedNetwork(plain)
         if self.recipe.training.compile:
             network = torch.compile(network)  # type: ignore[assignment]
         if self.world.size > 1:
             network = DistributedDataParallel(network)
         self.network = network
+        self.warm = False
+
+    def settle(self) -> None:
+        """After the first step of a network, when all is compiled: training time begins here."""
+        if self.warm:
+            return
+        self.check_finite()  # which waits for the device
+        now = time.monotonic()
+        self.startup += now - self.started
+        self.started, self.warm = now, True
 
     def step(self, pixels: Tensor, labels: Tensor) -> Tensor:
         """One update; the loss is that of the whole batch over all processes."""
@@ -169,14 +197,8 @@ class Trainer:
         if part is not None:  # both passes over a part must drop the same units
             seed, rank = self.recipe.training.seed, self.world.rank
             torch.manual_seed(derive(seed, self.step_number, rank, part))
-        with self.autocast():
-            embeddings: Tensor = self.network(self.embedder.preprocessing.normalise(pixels))
+        embeddings: Tensor = self.network(pixels)
         return embeddings
-
-    def autocast(self) -> torch.autocast:
-        """The precision of the recipe, for the network alone."""
-        dtype = _PRECISIONS.get(self.recipe.training.precision)
-        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype is not None)
 
     def clip(self) -> None:
         """Clip gradients as the recipe says: values of all, the norm of the model's."""
@@ -193,15 +215,17 @@ class Trainer:
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + self.step_number) / (10 + self.step_number))
-        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-        for slow, fast in pairs:
-            slow.lerp_(fast, 1 - decay)
+        slow: list[Tensor] = list(self.average.parameters())
+        fast: list[Tensor] = list(self.embedder.parameters())
+        torch._foreach_lerp_(slow, fast, 1 - decay)
         for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
             kept.copy_(new)
 
-    def end_epoch(self, speed: float) -> None:
+    def end_epoch(self, seen: int) -> None:
         """Evaluate, choose, write down, save."""
-        self.check_finite()
+        self.check_finite()  # which waits for the device
+        elapsed = time.monotonic() - self.started
+        self.seconds += elapsed
         self.epoch += 1
         self.batch = 0
         line: dict[str, Any] = {
@@ -209,7 +233,8 @@ class Trainer:
             "step": self.step_number,
             "loss": self.loss_sum.item() / len(self.material.sampler),
             "lr": self.optimizer.param_groups[0]["lr"],
-            "images_per_second": round(speed, 1),
+            "images_per_second": round(seen / elapsed, 1),
+            "seconds": round(self.seconds, 3),
         }
         self.loss_sum.zero_()
         e = self.recipe.evaluation
@@ -218,12 +243,15 @@ class Trainer:
             name = "test" if e.protocol == "paper" else "held_out"
             line[name] = self.evaluate(name)
             self.choose(line[name][e.metric])
+        if e.watch_test and due and "test" not in line and len(self.material.rows["test"]):
+            line["test"] = self.evaluate("test")
         if self.world.leads:
             self.folder.log(line)
             if self.trackers is not None:
                 self.trackers.log(line)
         self.display.epoch(line)
-        self.save(self.folder.last)
+        if self.epoch % self.recipe.training.checkpoint_epochs == 0 or self.is_over():
+            self.save(self.folder.last)
         keep = self.recipe.training.keep_every
         if keep and self.epoch % keep == 0:
             self.save(self.folder.of_epoch(self.epoch))
@@ -237,10 +265,11 @@ class Trainer:
         else:
             self.selected["since"] += 1
 
-    def is_stale(self) -> bool:
-        """Whether the selection metric has stood still for too long."""
+    def is_over(self) -> bool:
+        """Whether all epochs are done, or the selection metric has stood still for too long."""
         limit = self.recipe.training.stop_after
-        return limit > 0 and self.selected["since"] >= limit
+        stale = limit > 0 and self.selected["since"] >= limit
+        return stale or self.epoch >= self.recipe.training.epochs
 
     def finish(self) -> dict[str, Any]:
         """Judge the last and the chosen epoch, save the embedder, write the results."""
@@ -251,6 +280,8 @@ class Trainer:
             "falls": self.rates.falls,
             "weights": self.embedder.weights.to_json(),
             "notes": list(self.material.notes),
+            "seconds": round(self.seconds, 3),
+            "startup_seconds": round(self.startup, 3),
             "last": {"epoch": self.epoch, **self.judge()},
         }
         results["chosen"] = results["last"]
@@ -299,7 +330,7 @@ class Trainer:
         model = self.evaluated()
         model.eval()
         found = [torch.empty(0, model.dim, device=self.world.device)]
-        with self.autocast():
+        with autocast(self.recipe.training.precision, self.world.device):
             for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
                 found.append(model(model.preprocessing.normalise(pixels)))
         model.train()
@@ -321,6 +352,8 @@ class Trainer:
                 "loss_sum": self.loss_sum.item(),
                 "rates": self.rates.state_dict(),
                 "selected": self.selected,
+                "seconds": self.seconds,
+                "startup": self.startup,
                 "scaler": self.scaler.state_dict(),
                 "sampler": self.material.sampler.state_dict(),
             }
@@ -334,6 +367,7 @@ class Trainer:
         self.loss_sum.fill_(state["loss_sum"])
         self.rates.load_state_dict(state["rates"])
         self.selected = state["selected"]
+        self.seconds, self.startup = state["seconds"], state["startup"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.world.leads:
@@ -376,7 +410,7 @@ def make_optimizer(
     o = recipe.optimizer
     parts = embedder.parameter_parts()
     proxies, others = objective.parameter_parts()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"name": "backbone", "params": parts["backbone"], "lr": o.lr},
         {"name": "head", "params": parts["head"], "lr": o.lr * o.head_multiplier},
         {"name": "proxies", "params": proxies, "lr": o.lr * o.proxy_multiplier},
@@ -385,10 +419,14 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
+    # One launch for all parameters; on the CPU the plain form is kept.
+    fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
     match o.name:
         case "adamw":
-            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay)
+            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
         case "adam":
-            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay)
+            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
         case "sgd":
-            return torch.optim.SGD(groups, momentum=o.momentum, weight_decay=o.weight_decay)
+            return torch.optim.SGD(
+                groups, momentum=o.momentum, weight_decay=o.weight_decay, fused=fused
+            )

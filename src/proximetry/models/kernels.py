@@ -1,0 +1,405 @@
+"""Triton kernels of `proximetry.models.fused`; tensors are channels-last: [N, H, W, C] in memory.
+
+Each has a plain torch twin in the tests. Sums are taken in float32, whatever the tensors are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# What follows the affine map of a batch norm.
+NONE, RELU, RELU6 = 0, 1, 2
+
+# Channels and positions of one program; a row of 32 channels in bfloat16 is two sectors.
+_CHANNELS = 32
+_ROWS = 64
+_STRIPS = 16
+# Programs that share the rows of one block of channels when sums over rows are wanted.
+_PROGRAMS = 2048
+
+
+@triton.jit
+def _forward_affine(
+    x, y, scale, shift, rows, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    r = (pid // blocks) * BM + tl.arange(0, BM)
+    inside = (r < rows)[:, None] & (c < C)[None, :]
+    place = r.to(tl.int64)[:, None] * C + c[None, :]
+    s = tl.load(scale + c, mask=c < C, other=0.0)
+    t = tl.load(shift + c, mask=c < C, other=0.0)
+    z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * s[None, :] + t[None, :]
+    if ACT != 0:
+        z = tl.maximum(z, 0.0)
+    if ACT == 2:
+        z = tl.minimum(z, 6.0)
+    tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_affine(
+    x,
+    dy,
+    dx,
+    scale,
+    shift,
+    sums,
+    rows,
+    C,
+    programs,
+    ACT: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    part = pid // blocks
+    s = tl.load(scale + c, mask=c < C, other=0.0)
+    t = tl.load(shift + c, mask=c < C, other=0.0)
+    of_dz = tl.zeros((BM, BC), tl.float32)
+    of_dz_x = tl.zeros((BM, BC), tl.float32)
+    for first in range(part * BM, rows, programs * BM):
+        r = first + tl.arange(0, BM)
+        inside = (r < rows)[:, None] & (c < C)[None, :]
+        place = r.to(tl.int64)[:, None] * C + c[None, :]
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        z = value * s[None, :] + t[None, :]
+        if ACT != 0:
+            dz = tl.where(z > 0.0, dz, 0.0)
+        if ACT == 2:
+            dz = tl.where(z < 6.0, dz, 0.0)
+        tl.store(dx + place, (dz * s[None, :]).to(dx.dtype.element_ty), mask=inside)
+        of_dz += dz
+        of_dz_x += dz * value
+    tl.store(sums + part * 2 * C + c, tl.sum(of_dz, axis=0), mask=c < C)
+    tl.store(sums + part * 2 * C + C + c, tl.sum(of_dz_x, axis=0), mask=c < C)
+
+
+def affine(x: Tensor, scale: Tensor, shift: Tensor, act: int) -> Tensor:
+    """Return act(x · scale + shift), per channel."""
+    y = torch.empty_like(x)
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    grid = (triton.cdiv(channels, _CHANNELS) * triton.cdiv(rows, _ROWS),)
+    _forward_affine[grid](x, y, scale, shift, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS)
+    return y
+
+
+def affine_backward(
+    x: Tensor, dy: Tensor, scale: Tensor, shift: Tensor, act: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with respect to x, scale and shift, in one pass over x and dy."""
+    dx = torch.empty_like(x)
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    blocks = triton.cdiv(channels, _CHANNELS)
+    programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
+    sums = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
+    _backward_affine[(blocks * programs,)](
+        x, dy, dx, scale, shift, sums, rows, channels, programs, ACT=act, BM=_ROWS, BC=_CHANNELS
+    )
+    dshift, dscale = sums.sum(dim=0)
+    return dx, dscale, dshift
+
+
+@triton.jit
+def _tap(base, n, row, column, H, W, C, c, inside):
+    """One pixel of every strip: [strips, channels], zero outside of the image."""
+    here = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    place = ((n * H + row) * W + column).to(tl.int64) * C
+    mask = here[:, None] & (c < C)[None, :]
+    return tl.load(base + place[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put(base, value, n, row, column, H, W, C, c, inside):
+    place = ((n * H + row) * W + column).to(tl.int64) * C
+    mask = (inside & (column < W))[:, None] & (c < C)[None, :]
+    tl.store(base + place[:, None] + c[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weights(w, row, column, C, c, K: tl.constexpr):
+    mask = (c < C) & (row < K)
+    return tl.load(w + (row * K + column) * C + c, mask=mask, other=0.0)[None, :]
+
+
+@triton.jit
+def _pick(i: tl.constexpr, w0, w1, w2, w3, w4):
+    if i == 0:
+        w = w0
+    elif i == 1:
+        w = w1
+    elif i == 2:
+        w = w2
+    elif i == 3:
+        w = w3
+    else:
+        w = w4
+    return w
+
+
+@triton.jit
+def _forward_depthwise(
+    x,
+    w,
+    y,
+    N,
+    H,
+    W,
+    C,
+    HO,
+    WO,
+    strips,
+    PT,
+    PL,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    MIRROR: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    # A strip is four neighbours of a row of the result: what they share is read once.
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    strip = (pid // blocks) * BP + tl.arange(0, BP)
+    across = tl.cdiv(WO, 4)
+    inside = strip < strips
+    first = (strip % across) * 4
+    row = (strip // across) % HO
+    n = strip // (across * HO)
+    a = tl.zeros((BP, BC), tl.float32)
+    b = tl.zeros((BP, BC), tl.float32)
+    d = tl.zeros((BP, BC), tl.float32)
+    e = tl.zeros((BP, BC), tl.float32)
+    for k in tl.static_range(K):
+        kh = K - 1 - k if MIRROR else k
+        w0 = _weights(w, kh, K - 1 if MIRROR else 0, C, c, K)
+        w1 = _weights(w, kh, K - 2 if MIRROR else 1, C, c, K)
+        w2 = _weights(w, kh, K - 3 if MIRROR else 2, C, c, K)
+        w3 = w0
+        w4 = w0
+        if K == 5:
+            w3 = _weights(w, kh, 1 if MIRROR else 3, C, c, K)
+            w4 = _weights(w, kh, 0 if MIRROR else 4, C, c, K)
+        for j in tl.static_range(3 * S + K):
+            v = _tap(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
+            if j < K:
+                a += v * _pick(j, w0, w1, w2, w3, w4)
+            if (j >= S) and (j - S < K):
+                b += v * _pick(j - S, w0, w1, w2, w3, w4)
+            if (j >= 2 * S) and (j - 2 * S < K):
+                d += v * _pick(j - 2 * S, w0, w1, w2, w3, w4)
+            if j >= 3 * S:
+                e += v * _pick(j - 3 * S, w0, w1, w2, w3, w4)
+    _put(y, a, n, row, first, HO, WO, C, c, inside)
+    _put(y, b, n, row, first + 1, HO, WO, C, c, inside)
+    _put(y, d, n, row, first + 2, HO, WO, C, c, inside)
+    _put(y, e, n, row, first + 3, HO, WO, C, c, inside)
+
+
+@triton.jit
+def _input_depthwise_strided(
+    dy,
+    w,
+    dx,
+    N,
+    H,
+    W,
+    C,
+    HO,
+    WO,
+    half,
+    strips,
+    PT,
+    PL: tl.constexpr,
+    K: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    # Stride 2. Rows of one parity together, so that each meets the same rows of the kernel.
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    parity = (pid // blocks) % 2
+    strip = (pid // (2 * blocks)) * BP + tl.arange(0, BP)
+    across = tl.cdiv(W, 4)
+    first = (strip % across) * 4
+    row = ((strip // across) % half) * 2 + parity
+    n = strip // (across * half)
+    inside = (strip < strips) & (row < H)
+    a = tl.zeros((BP, BC), tl.float32)
+    b = tl.zeros((BP, BC), tl.float32)
+    d = tl.zeros((BP, BC), tl.float32)
+    e = tl.zeros((BP, BC), tl.float32)
+    begin = (parity + PT) % 2
+    for i in tl.static_range((K + 1) // 2):
+        kh = begin + 2 * i
+        above = (row + PT - kh) // 2
+        fits = inside & (row + PT - kh >= 0)
+        w0 = _weights(w, kh, 0, C, c, K)
+        w1 = _weights(w, kh, 1, C, c, K)
+        w2 = _weights(w, kh, 2, C, c, K)
+        w3 = w0
+        w4 = w0
+        if K == 5:
+            w3 = _weights(w, kh, 3, C, c, K)
+            w4 = _weights(w, kh, 4, C, c, K)
+        # Column `first + t` meets dy at first / 2 + o through the kernel's column t + PL − 2 o,
+        # and o falls from (3 + PL) / 2.
+        for j in tl.static_range((3 + PL) // 2 + (K - PL) // 2 + 1):
+            v = _tap(dy, n, above, first // 2 + (3 + PL) // 2 - j, HO, WO, C, c, fits)
+            if (0 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
+                0 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+            ):
+                a += v * _pick(0 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (1 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
+                1 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+            ):
+                b += v * _pick(1 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (2 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
+                2 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+            ):
+                d += v * _pick(2 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (3 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
+                3 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+            ):
+                e += v * _pick(3 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
+    _put(dx, a, n, row, first, H, W, C, c, inside)
+    _put(dx, b, n, row, first + 1, H, W, C, c, inside)
+    _put(dx, d, n, row, first + 2, H, W, C, c, inside)
+    _put(dx, e, n, row, first + 3, H, W, C, c, inside)
+
+
+@triton.jit
+def _weight_depthwise(
+    x,
+    dy,
+    sums,
+    N,
+    H,
+    W,
+    C,
+    HO,
+    WO,
+    pixels,
+    programs,
+    PT,
+    PL,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    # One row of the kernel and one block of channels; every program takes its part of the pixels.
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    kh = (pid // blocks) % K
+    part = pid // (blocks * K)
+    s0 = tl.zeros((BP, BC), tl.float32)
+    s1 = tl.zeros((BP, BC), tl.float32)
+    s2 = tl.zeros((BP, BC), tl.float32)
+    s3 = tl.zeros((BP, BC), tl.float32)
+    s4 = tl.zeros((BP, BC), tl.float32)
+    for start in range(part * BP, pixels, programs * BP):
+        pixel = start + tl.arange(0, BP)
+        inside = pixel < pixels
+        column = pixel % WO
+        row = (pixel // WO) % HO
+        n = pixel // (WO * HO)
+        g = _tap(dy, n, row, column, HO, WO, C, c, inside)
+        down = row * S + kh - PT
+        left = column * S - PL
+        s0 += g * _tap(x, n, down, left, H, W, C, c, inside)
+        s1 += g * _tap(x, n, down, left + 1, H, W, C, c, inside)
+        s2 += g * _tap(x, n, down, left + 2, H, W, C, c, inside)
+        if K == 5:
+            s3 += g * _tap(x, n, down, left + 3, H, W, C, c, inside)
+            s4 += g * _tap(x, n, down, left + 4, H, W, C, c, inside)
+    out = sums + ((part * K + kh) * K) * C + c
+    tl.store(out, tl.sum(s0, axis=0), mask=c < C)
+    tl.store(out + C, tl.sum(s1, axis=0), mask=c < C)
+    tl.store(out + 2 * C, tl.sum(s2, axis=0), mask=c < C)
+    if K == 5:
+        tl.store(out + 3 * C, tl.sum(s3, axis=0), mask=c < C)
+        tl.store(out + 4 * C, tl.sum(s4, axis=0), mask=c < C)
+
+
+def _new(batch: int, channels: int, height: int, width: int, like: Tensor) -> Tensor:
+    return torch.empty(
+        (batch, channels, height, width),
+        dtype=like.dtype,
+        device=like.device,
+        memory_format=torch.channels_last,
+    )
+
+
+def depthwise(
+    x: Tensor,
+    weight: Tensor,
+    kernel: int,
+    stride: int,
+    before: tuple[int, int],
+    size: tuple[int, int],
+    mirror: bool = False,
+) -> Tensor:
+    """Return the depthwise convolution of `size`; `weight` is [kernel², C] in float32.
+
+    `before` is the padding above and to the left; what is missing below and to the right
+    follows from the size. `mirror` turns the kernel round by 180 degrees.
+    """
+    batch, channels, height, width = x.shape
+    y = _new(batch, channels, *size, like=x)
+    strips = batch * size[0] * triton.cdiv(size[1], 4)
+    grid = (triton.cdiv(channels, _CHANNELS) * triton.cdiv(strips, _STRIPS),)
+    _forward_depthwise[grid](
+        x, weight, y, batch, height, width, channels, *size, strips, *before,
+        K=kernel, S=stride, MIRROR=mirror, BP=_STRIPS, BC=_CHANNELS,
+    )  # fmt: skip
+    return y
+
+
+def depthwise_input(
+    dy: Tensor,
+    weight: Tensor,
+    kernel: int,
+    stride: int,
+    before: tuple[int, int],
+    size: tuple[int, int],
+) -> Tensor:
+    """Return the gradient with respect to an input of `size`."""
+    batch, channels, below, across = dy.shape
+    if stride == 1:
+        turned = (kernel - 1 - before[0], kernel - 1 - before[1])
+        return depthwise(dy, weight, kernel, 1, turned, size, mirror=True)
+    dx = _new(batch, channels, *size, like=dy)
+    half = triton.cdiv(size[0], 2)
+    strips = batch * half * triton.cdiv(size[1], 4)
+    grid = (triton.cdiv(channels, _CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
+    _input_depthwise_strided[grid](
+        dy, weight, dx, batch, *size, channels, below, across, half, strips, before[0],
+        PL=before[1], K=kernel, BP=_STRIPS, BC=_CHANNELS,
+    )  # fmt: skip
+    return dx
+
+
+def depthwise_weight(
+    x: Tensor, dy: Tensor, kernel: int, stride: int, before: tuple[int, int]
+) -> Tensor:
+    """Return the gradient with respect to the weight, as [kernel², C]."""
+    batch, channels, height, width = x.shape
+    below, across = dy.shape[2:]
+    pixels = batch * below * across
+    blocks = triton.cdiv(channels, _CHANNELS)
+    programs = max(1, min(triton.cdiv(pixels, _STRIPS), _PROGRAMS // (blocks * kernel)))
+    sums = torch.empty(programs, kernel**2, channels, dtype=torch.float32, device=x.device)
+    _weight_depthwise[(blocks * kernel * programs,)](
+        x, dy, sums, batch, height, width, channels, below, across, pixels, programs, *before,
+        K=kernel, S=stride, BP=_STRIPS, BC=_CHANNELS,
+    )  # fmt: skip
+    return sums.sum(dim=0)

@@ -1,0 +1,64 @@
+"""The network as the trainer runs it: from bytes to embeddings, plain or as a CUDA graph."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from proximetry.models import Embedder
+
+_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """The precision of a recipe, for the network alone."""
+    dtype = _PRECISIONS.get(precision)
+    # The cache of cast weights would outlive a CUDA graph that was captured with it.
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+class PixelNetwork(nn.Module):
+    """Pixels 0…255 to embeddings."""
+
+    def __init__(self, embedder: Embedder, precision: str, device: torch.device) -> None:
+        super().__init__()
+        self.embedder, self.precision, self.device = embedder, precision, device
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalise and embed, in the precision of the recipe."""
+        with autocast(self.precision, self.device):
+            embeddings: Tensor = self.embedder(self.embedder.preprocessing.normalise(pixels))
+        return embeddings
+
+
+class CapturedNetwork(nn.Module):
+    """A network whose forward and backward pass are recorded once and then replayed whole.
+
+    A replay costs the processor next to nothing, so the card is never left waiting. Batches of
+    another shape than the first one go the usual way.
+    """
+
+    def __init__(self, network: PixelNetwork) -> None:
+        super().__init__()
+        self.network = network
+        self._graph: Callable[..., Any] | None = None
+        self._shape: torch.Size | None = None
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Embed pixels; the first call records."""
+        if self._graph is None:
+            self._shape, self._graph = pixels.shape, self._record(pixels)
+        network = self._graph if pixels.shape == self._shape else self.network
+        embeddings: Tensor = network(pixels)
+        return embeddings
+
+    def _record(self, pixels: Tensor) -> Callable[..., Any]:
+        # Recording runs the network some times; moving statistics must not notice.
+        buffers = [buffer.clone() for buffer in self.network.buffers()]
+        once = PixelNetwork(self.network.embedder, self.network.precision, self.network.device)
+        graph = torch.cuda.make_graphed_callables(once, (pixels.clone(),), allow_unused_input=True)
+        for buffer, value in zip(self.network.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        return graph

@@ -1,0 +1,30 @@
+"""Run a file of cases in a process of its own, in Triton's interpreter or on a GPU.
+
+The interpreter has to be chosen before Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_cases(beside: str, name: str, device: str) -> None:
+    """Let pytest run the file `name` that lies beside the file `beside`."""
+    pytest.importorskip("triton")
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    chosen = {"KERNEL_DEVICE": device} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    cases = Path(beside).with_name(name)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    run = subprocess.run(
+        command,
+        env={**known, **chosen},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
