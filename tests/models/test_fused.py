@@ -1,6 +1,8 @@
 """Fused layers: the kernels in Triton's interpreter or on a GPU, and the swap of classes here."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -20,6 +22,45 @@ def test_kernels_in_the_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the interpreter stands in")
 def test_kernels_on_the_card():
     run_cases(__file__, "kernel_cases.py", "cuda")
+
+
+# What the interpreter accepts need not compile. A compiler for cards comes with Triton.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from proximetry.models import kernels
+
+floats = {"x", "y", "dx", "dy"}
+sums = {"scale", "shift", "sums", "w"}
+blocks = {"ACT": 2, "BM": 64, "BC": 32, "BP": 16, "S": 2, "K": 5, "MIRROR": False, "LEFT": 1}
+for name in sys.argv[1:]:
+    kernel = getattr(kernels, name)
+    kinds, constants = {}, {}
+    for place, parameter in enumerate(kernel.params):
+        if parameter.is_constexpr:
+            constants[(place,)] = blocks[parameter.name]
+        kinds[parameter.name] = (
+            "constexpr" if parameter.is_constexpr
+            else "*bf16" if parameter.name in floats
+            else "*fp32" if parameter.name in sums
+            else "i32"
+        )
+    source = ASTSource(kernel, kinds, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(name, len(made.asm["cubin"]))
+"""
+
+
+def test_kernels_compile_for_a_card():
+    pytest.importorskip("triton")
+    names = ["_forward_affine", "_backward_affine", "_forward_depthwise"]
+    names += ["_input_depthwise_strided", "_weight_depthwise"]
+    command = [sys.executable, "-c", COMPILE, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(names)
 
 
 def network():

@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
+# channels alone, which decides whether 16 bytes are read at once.
+_ANY = ["rows", "programs", "N", "H", "W", "HO", "WO", "PT", "PL", "half", "strips", "pixels"]
+
 # What follows the affine map of a batch norm.
 NONE, RELU, RELU6 = 0, 1, 2
 
@@ -15,11 +19,12 @@ NONE, RELU, RELU6 = 0, 1, 2
 _CHANNELS = 32
 _ROWS = 64
 _STRIPS = 16
+_PIXELS = 32
 # Programs that share the rows of one block of channels when sums over rows are wanted.
 _PROGRAMS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _forward_affine(
     x, y, scale, shift, rows, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
@@ -39,7 +44,7 @@ def _forward_affine(
     tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _backward_affine(
     x,
     dy,
@@ -142,7 +147,7 @@ def _pick(i: tl.constexpr, w0, w1, w2, w3, w4):
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _forward_depthwise(
     x,
     w,
@@ -202,7 +207,7 @@ def _forward_depthwise(
     _put(y, e, n, row, first + 3, HO, WO, C, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _input_depthwise_strided(
     dy,
     w,
@@ -216,7 +221,7 @@ def _input_depthwise_strided(
     half,
     strips,
     PT,
-    PL: tl.constexpr,
+    LEFT: tl.constexpr,
     K: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
@@ -249,33 +254,33 @@ def _input_depthwise_strided(
         if K == 5:
             w3 = _weights(w, kh, 3, C, c, K)
             w4 = _weights(w, kh, 4, C, c, K)
-        # Column `first + t` meets dy at first / 2 + o through the kernel's column t + PL − 2 o,
-        # and o falls from (3 + PL) / 2.
-        for j in tl.static_range((3 + PL) // 2 + (K - PL) // 2 + 1):
-            v = _tap(dy, n, above, first // 2 + (3 + PL) // 2 - j, HO, WO, C, c, fits)
-            if (0 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
-                0 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+        # Column `first + t` meets dy at first / 2 + o through the kernel's column t + LEFT − 2 o,
+        # and o falls from (3 + LEFT) / 2.
+        for j in tl.static_range((3 + LEFT) // 2 + (K - LEFT) // 2 + 1):
+            v = _tap(dy, n, above, first // 2 + (3 + LEFT) // 2 - j, HO, WO, C, c, fits)
+            if (0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
+                0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
             ):
-                a += v * _pick(0 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (1 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
-                1 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+                a += v * _pick(0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
+                1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
             ):
-                b += v * _pick(1 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (2 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
-                2 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+                b += v * _pick(1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
+                2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
             ):
-                d += v * _pick(2 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (3 + PL - 2 * ((3 + PL) // 2) + 2 * j >= 0) and (
-                3 + PL - 2 * ((3 + PL) // 2) + 2 * j < K
+                d += v * _pick(2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
+            if (3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
+                3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
             ):
-                e += v * _pick(3 + PL - 2 * ((3 + PL) // 2) + 2 * j, w0, w1, w2, w3, w4)
+                e += v * _pick(3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
     _put(dx, a, n, row, first, H, W, C, c, inside)
     _put(dx, b, n, row, first + 1, H, W, C, c, inside)
     _put(dx, d, n, row, first + 2, H, W, C, c, inside)
     _put(dx, e, n, row, first + 3, H, W, C, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _weight_depthwise(
     x,
     dy,
@@ -383,7 +388,7 @@ def depthwise_input(
     grid = (triton.cdiv(channels, _CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
     _input_depthwise_strided[grid](
         dy, weight, dx, batch, *size, channels, below, across, half, strips, before[0],
-        PL=before[1], K=kernel, BP=_STRIPS, BC=_CHANNELS,
+        LEFT=before[1], K=kernel, BP=_STRIPS, BC=_CHANNELS,
     )  # fmt: skip
     return dx
 
@@ -396,10 +401,10 @@ def depthwise_weight(
     below, across = dy.shape[2:]
     pixels = batch * below * across
     blocks = triton.cdiv(channels, _CHANNELS)
-    programs = max(1, min(triton.cdiv(pixels, _STRIPS), _PROGRAMS // (blocks * kernel)))
+    programs = max(1, min(triton.cdiv(pixels, _PIXELS), _PROGRAMS // (blocks * kernel)))
     sums = torch.empty(programs, kernel**2, channels, dtype=torch.float32, device=x.device)
     _weight_depthwise[(blocks * kernel * programs,)](
         x, dy, sums, batch, height, width, channels, below, across, pixels, programs, *before,
-        K=kernel, S=stride, BP=_STRIPS, BC=_CHANNELS,
+        K=kernel, S=stride, BP=_PIXELS, BC=_CHANNELS,
     )  # fmt: skip
     return sums.sum(dim=0)
