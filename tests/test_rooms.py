@@ -14,6 +14,7 @@ ALLOWED = {
     "data": set(),
     "models": {"data"},
     "training": {"losses", "metrics", "models", "data"},
+    "reproduce": {"losses", "metrics", "models", "data", "training"},
     "search": {"losses", "metrics", "models", "data"},
 }
 

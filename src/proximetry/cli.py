@@ -223,6 +223,66 @@ def datasets(describe: str | None = None, root: Path | None = None) -> None:
     print(catalog.describe())
 
 
+def reproduce(
+    table: str | None = None,
+    data: Path | None = None,
+    out: Path = Path("results"),
+    seeds: tuple[int, ...] = (0,),
+    parallel: int = 1,
+    backbone: str | None = None,
+    weights: str | None = None,
+    epochs: int | None = None,
+    selection: bool | None = None,
+    device: str | None = None,
+    render: bool = False,
+    keep: bool = False,
+    list: bool = False,
+) -> None:
+    """Run every row of a published table and set the results beside the published figures.
+
+    Rows that are done are skipped: a command that was cut off is simply given again.
+
+    Args:
+        table: name of a table, or a YAML file of your own; see --list.
+        data: folder of the table's dataset, or one that holds it as cub/ or cars/.
+        out: where the folder of the table is made: JSON per run, README.md, pictures.
+        seeds: one run per row and seed.
+        parallel: so many runs at once, in processes of their own.
+        backbone: another network than the table's, such as bn_inception or resnet50.tv_in1k.
+        weights: its weights: auto, package, hub, none, or a file.
+        epochs: another number of epochs; the schedule is scaled along.
+        selection: also choose the epoch on held-out classes; default: as the table says.
+        device: cpu, cuda or cuda:1; default: cuda where there is one.
+        render: only write README.md and the pictures anew from the results that are there.
+        keep: keep checkpoints and embedders of the runs.
+        list: list the tables and leave.
+    """
+    from proximetry.reproduce import list_tables
+    from proximetry.reproduce import reproduce as run
+
+    if list:
+        return print(list_tables())
+    if table is None:
+        raise ValueError("which table? `proximetry reproduce --list` lists them")
+    home = run(
+        table,
+        data,
+        out,
+        seeds=seeds,
+        parallel=parallel,
+        backbone=backbone,
+        weights=weights,
+        epochs=epochs,
+        selection=selection,
+        device=device,
+        render=render,
+        keep=keep,
+        watch=sys.stdout.isatty(),
+        report=lambda line: print(line, flush=True),
+    )
+    print(f"results in {home / 'README.md'}")
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "train": train,
@@ -231,11 +291,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "recipes": recipes,
     "datasets": datasets,
+    "reproduce": reproduce,
 }
 
 
 # Arguments that the signature alone cannot express.
-_BY_HAND: dict[str, set[str | int]] = {"embed": {"images"}, "train": {"resolved"}}
+_BY_HAND: dict[str, set[str | int]] = {
+    "embed": {"images"},
+    "train": {"resolved"},
+    "reproduce": {"table", "seeds", "render", "keep", "list"},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -282,6 +347,10 @@ def _main(words: list[str]) -> int:
                 sub.add_argument("images", nargs="+", help="image files, and folders of them")
             if name == "train":
                 _add_recipe(sub, words)
+            if name == "reproduce" and name in words[:1]:  # the room takes a second to import
+                from proximetry.reproduce.arguments import add_arguments
+
+                add_arguments(sub)
             commands.add_subcommand(name, sub, help=help_text)
         if not words:
             parser.print_help()

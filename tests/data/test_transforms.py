@@ -1,13 +1,17 @@
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
-from proximetry.data import EvalTransform, PixelCache, TrainTransform
+from proximetry.data import Catalog, EvalTransform, PixelCache, TrainTransform
+from proximetry.data.pixels import scaled_size
 from proximetry.data.resample import axis_weights, resample, resample_each, resample_together
 
 SIZES = [(40, 56), (64, 48), (33, 33), (50, 20), (21, 90), (7, 5)]
@@ -73,6 +77,83 @@ def test_eval_equals_resize_and_centre_crop(pixels, way, interpolation, resize, 
     for k in rows:
         error = (batch[k].int() - reference(chw(pixels, k)).int()).abs().max()
         assert error <= (0 if way is resample_each else 1)
+
+
+def sized(*sizes):
+    """A cache that knows sizes and has no pixels."""
+    names = tuple(map(str, range(len(sizes))))
+    catalog = Catalog(names, names, ("all",) * len(sizes))
+    index = np.array([[0, *size] for size in sizes], dtype=np.int64)
+    return PixelCache(catalog, torch.empty(0, dtype=torch.uint8), index)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), min_size=1, max_size=20))
+def test_eval_windows_follow_the_rule_for_one_image(sizes):
+    for resize, crop in [(256, 224), (1, 1), (37, (12, 30)), (4095, 7)]:
+        windows = EvalTransform(resize, crop).windows(sized(*sizes), np.arange(len(sizes)))
+        for k, (height, width) in enumerate(sizes):
+            wide, tall = scaled_size(width, height, resize)
+            assert (windows.scaled_height[k], windows.scaled_width[k]) == (tall, wide)
+            assert (windows.top[k], windows.left[k], windows.flip[k]) == (0, 0, False)
+            assert (windows.height[k], windows.width[k]) == (height, width)
+            down, across = (crop, crop) if isinstance(crop, int) else crop
+            # Python rounds halves to even, as torchvision does.
+            assert windows.first_row[k] == round((tall - down) / 2)
+            assert windows.first_column[k] == round((wide - across) / 2)
+
+
+def test_a_crop_that_an_image_cannot_hold_names_the_image():
+    transform = EvalTransform(20, (24, 16))  # fits what is taller than wide
+    message = r"image 7 becomes 20×30 pixels, too few for a crop of 24×16; use a resize of 24"
+    with pytest.raises(ValueError, match=message):
+        transform.windows(sized(*[(60, 40)] * 7, (40, 60)), [0, 7])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top", -1),
+        ("left", 30),
+        ("height", 0),
+        ("width", 57),
+        ("first_row", -1),
+        ("first_column", 50),
+        ("scaled_height", 7),
+    ],
+)
+def test_windows_must_lie_inside(pixels, field, value):
+    windows = EvalTransform(20, 8).windows(pixels, [0])
+    wrong = dataclasses.replace(windows, **{field: torch.tensor([value])})
+    with pytest.raises(ValueError, match=f"image 0 must lie inside its 40×56 .* {field} {value}"):
+        resample(pixels, [0], wrong, (8, 8), "bilinear")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU with 1 MiB free, and 1 MiB that torch holds in reserve."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
+
+
+def test_too_many_pixels_for_a_card_is_said_beforehand(card):
+    pixels = PixelCache.in_memory([np.zeros((1024, 1024, 3), np.uint8)])
+    message = (
+        "the pixels need 0.003 GiB of cuda:0, of which 0.002 GiB are free; "
+        "use data.cache memory or disk, or a smaller data.short_side"
+    )
+    with pytest.raises(ValueError, match=message):
+        pixels.to("cuda:0")
+
+
+def test_a_card_that_runs_out_while_copying_says_the_same(card, monkeypatch):
+    def run_out(tensor, device):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "to", run_out)
+    pixels = PixelCache.in_memory([np.zeros((512, 512, 3), np.uint8)])
+    with pytest.raises(ValueError, match=r"need 0\.001 GiB of cuda, of which 0\.002 GiB are free"):
+        pixels.to("cuda")
 
 
 def test_calls_use_the_windows_that_draw_gives(pixels):

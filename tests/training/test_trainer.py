@@ -28,7 +28,7 @@ def assert_same_run(one, two):
     assert first.keys() == second.keys()
     for key in first:
         assert torch.equal(first[key], second[key]), key
-    drop = ("images_per_second", "seconds")
+    drop = ("images_per_second", "seconds", "evaluation_seconds")
     lines = [
         [{k: v for k, v in line.items() if k not in drop} for line in RunFolder(f).history()]
         for f in (one, two)

@@ -148,8 +148,19 @@ class PixelCache:
         return PixelCache(catalog, self.flat, index, self.bad, self._folder)
 
     def to(self, device: torch.device | str) -> PixelCache:
-        """Return the same images with the pixels in the memory of a device."""
-        flat = self.flat.to(device)
+        """Return the same images with the pixels in the memory of a device.
+
+        A GPU without enough free memory is a ValueError that says how much it takes.
+        """
+        target = torch.device(device)
+        needed = self.flat.nbytes
+        arrives = target.type == "cuda" and self.flat.device.type != "cuda"
+        if arrives and needed > _free(target):
+            raise ValueError(_too_large(needed, target))
+        try:
+            flat = self.flat.to(target)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(_too_large(needed, target)) from error
         return PixelCache(self.catalog, flat, self.index, self.bad, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,6 +174,20 @@ class PixelCache:
         self.__dict__.update(state)
         if self._folder is not None:
             self.flat = _map(self._folder)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes a new tensor can have: what nobody holds, and what torch holds in reserve."""
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
+
+
+def _too_large(needed: int, device: torch.device) -> str:
+    return (
+        f"the pixels need {needed / 2**30:.3f} GiB of {device}, of which "
+        f"{_free(device) / 2**30:.3f} GiB are free; use data.cache memory or disk, "
+        "or a smaller data.short_side"
+    )
 
 
 def _map(folder: Path) -> torch.Tensor:

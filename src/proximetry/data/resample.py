@@ -1,14 +1,18 @@
-"""Windows of images scaled into one batch, in two ways that agree to one grey level.
+"""Windows of images scaled into one batch, in ways that agree to one grey level.
 
-On the CPU every window goes through torch's own antialiased resize of bytes. On a device, where a
-launch per image would dominate, scaling is two matrix products per batch: rows of weights over the
+On the CPU every window goes through torch's own antialiased resize of bytes. On a GPU, where a
+launch per image would dominate, one kernel makes the whole batch. On other devices, and where
+Triton cannot compile the kernel, scaling is two matrix products per batch: rows of weights over the
 source's rows, and over its columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +21,13 @@ import torch.nn.functional as F
 
 from proximetry.data.pixels import PixelCache
 
+Kernel = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], str], torch.Tensor]
+
 # Source pixels gathered at once: 256 MiB as float32, twice that for their places.
 _GATHER = 1 << 26
+
+# The kernel counts in steps of half a pixel of the result; up to here that fits 32 bits.
+_LARGEST = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,67 @@ def resample(
 ) -> torch.Tensor:
     """Return a uint8 batch [rows, 3, *size] on the device of the pixels."""
     chosen = np.asarray(rows, dtype=np.int64)
-    if len(chosen) != len(windows):
-        raise ValueError(f"{len(chosen)} images, but {len(windows)} windows")
-    if pixels.flat.device.type == "cpu":
+    _check(pixels, chosen, windows, size)
+    device = pixels.flat.device
+    if device.type == "cpu":
         return resample_each(pixels, chosen, windows, size, interpolation)
-    return resample_together(pixels, chosen, windows, size, interpolation)
+    kernel = _kernel() if device.type == "cuda" and _countable(windows) else None
+    if kernel is None:
+        return resample_together(pixels, chosen, windows, size, interpolation)
+    table = window_table(pixels, chosen, windows).pin_memory()
+    # Nothing waits for the copy: the pinned memory is not used again before it is done.
+    return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
+
+
+def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> torch.Tensor:
+    """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
+    columns = [torch.from_numpy(pixels.offsets[rows]), torch.from_numpy(pixels.widths[rows])]
+    columns += [getattr(windows, f.name) for f in fields(windows)]
+    return torch.stack([column.long() for column in columns], dim=1)
+
+
+@cache
+def _kernel() -> Kernel | None:
+    """Return the kernel, or None with a warning where Triton cannot work."""
+    try:
+        from proximetry.data.resample_kernel import find_driver, resample_fused
+
+        find_driver()
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"crops on the GPU are made without Triton, several times slower: {error}",
+            stacklevel=3,
+        )
+        return None
+    return resample_fused
+
+
+def _countable(windows: Windows) -> bool:
+    down = windows.height * windows.scaled_height < _LARGEST
+    return bool((down & (windows.width * windows.scaled_width < _LARGEST)).all())
+
+
+def _check(
+    pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows, size: tuple[int, int]
+) -> None:
+    """Refuse windows outside their images: a GPU would read whatever lies there."""
+    if len(rows) != len(windows):
+        raise ValueError(f"{len(rows)} images, but {len(windows)} windows")
+    if not ((rows >= 0) & (rows < len(pixels))).all():
+        raise ValueError(f"rows run from 0 to {len(pixels) - 1}, got {rows.min()} … {rows.max()}")
+    w = windows
+    heights, widths = torch.from_numpy(pixels.heights[rows]), torch.from_numpy(pixels.widths[rows])
+    inside = (w.top >= 0) & (w.height > 0) & (w.top + w.height <= heights)
+    inside &= (w.left >= 0) & (w.width > 0) & (w.left + w.width <= widths)
+    inside &= (w.first_row >= 0) & (w.first_row + size[0] <= w.scaled_height)
+    inside &= (w.first_column >= 0) & (w.first_column + size[1] <= w.scaled_width)
+    if not inside.all():
+        k = int(inside.int().argmin())
+        values = ", ".join(f"{f.name} {int(getattr(w, f.name)[k])}" for f in fields(w))
+        raise ValueError(
+            f"the window of image {rows[k]} must lie inside its {heights[k]}×{widths[k]} pixels "
+            f"and hold a result of {size[0]}×{size[1]}, got {values}"
+        )
 
 
 def resample_each(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry.data.pixels import PixelCache, scaled_size
+from proximetry.data.pixels import PixelCache
 from proximetry.data.resample import Windows, resample
 
 Interpolation = Literal["bilinear", "bicubic"]
@@ -161,9 +161,18 @@ class EvalTransform:
     def windows(self, pixels: PixelCache, rows: Rows) -> Windows:
         """Return the central window of each image."""
         heights, widths = _sizes(pixels, rows)
-        pairs = zip(heights.tolist(), widths.tolist(), strict=True)
-        scaled = torch.tensor([scaled_size(w, h, self.resize) for h, w in pairs])
-        scaled_width, scaled_height = scaled[:, 0], scaled[:, 1]
+        # The rule of `scaled_size`, for all images at once.
+        longer, shorter = torch.maximum(heights, widths), torch.minimum(heights, widths)
+        long_side = ((self.resize * longer).double() / shorter).long().clamp(min=self.resize)
+        scaled_height = torch.where(widths <= heights, long_side, self.resize)
+        scaled_width = torch.where(widths <= heights, self.resize, long_side)
+        height, width = _size(self.crop)
+        if (small := (scaled_height < height) | (scaled_width < width)).any():
+            k = int(small.int().argmax())
+            raise ValueError(
+                f"image {rows[k]} becomes {scaled_height[k]}×{scaled_width[k]} pixels, too few for "
+                f"a crop of {height}×{width}; use a resize of {max(height, width)}"
+            )
         return Windows(
             top=torch.zeros_like(heights),
             left=torch.zeros_like(widths),
@@ -173,6 +182,6 @@ class EvalTransform:
             scaled_height=scaled_height,
             scaled_width=scaled_width,
             # round() to even, as torchvision's centre crop does.
-            first_row=((scaled_height - _size(self.crop)[0]) / 2).round().long(),
-            first_column=((scaled_width - _size(self.crop)[1]) / 2).round().long(),
+            first_row=((scaled_height - height) / 2).round().long(),
+            first_column=((scaled_width - width) / 2).round().long(),
         )

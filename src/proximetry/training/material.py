@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from proximetry.data import (
     PixelCache,
     Shuffled,
     TrainTransform,
+    Windows,
     open_dataset,
 )
 from proximetry.models import Preprocessing
@@ -34,6 +35,14 @@ def open_catalog(data: Data) -> Catalog:
     if data.root is None and data.dataset != "glyphs":
         raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
     return open_dataset(data.dataset, data.root)
+
+
+class _Order(NamedTuple):
+    """A batch before it is made: which window of which rows, and the labels."""
+
+    rows: Rows
+    windows: Windows
+    labels: Tensor
 
 
 class Material:
@@ -66,7 +75,10 @@ class Material:
         if d.cache == "memory":
             cache = PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
         elif d.cache == "gpu":
-            cache = cache.to(world.device)
+            try:
+                cache = cache.to(world.device)
+            except ValueError as error:
+                raise RunError(f"data.cache gpu: {error}") from error
         self.cache, self.catalog, self.world = cache, cache.catalog, world
         self.notes = [*cache.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
         self.rows = divide(self.catalog, recipe)
@@ -88,21 +100,35 @@ class Material:
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
 
-        The next batch is made in a thread while the present one is trained on. What it holds
-        depends on the seed, the epoch and its number alone.
+        The next batch is made in a thread while the present one is trained on; of pixels on a GPU
+        only the windows are drawn there, and the GPU cuts them when their turn comes. What a batch
+        holds depends on the seed, the epoch and its number alone.
         """
         threads = torch.get_num_threads()
         # One thread is enough for crops; more would take turns with those of the network.
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            coming = pool.submit(self._batch, epoch, start)
+            coming = pool.submit(self._prepare, epoch, start)
             for number in range(start, len(self.sampler)):
-                pixels, labels = coming.result()
+                order, pixels = coming.result()
                 torch.set_num_threads(threads)
                 if number + 1 < len(self.sampler):
-                    coming = pool.submit(self._batch, epoch, number + 1)
-                yield pixels.to(self.world.device), labels.to(self.world.device)
+                    coming = pool.submit(self._prepare, epoch, number + 1)
+                if pixels is None:
+                    pixels = self._train.apply(self.cache, order.rows, order.windows)
+                yield pixels.to(self.world.device), self._send(order.labels)
 
-    def _batch(self, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+    def _prepare(self, epoch: int, number: int) -> tuple[_Order, Tensor | None]:
+        """What the thread does: the order, and its pixels unless a GPU is to cut them.
+
+        It leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph, which no
+        other thread may disturb, be it by asking for pinned memory.
+        """
+        order = self._order(epoch, number)
+        if self.cache.flat.device.type != "cpu":
+            return order, None
+        return order, self._train.apply(self.cache, order.rows, order.windows)
+
+    def _order(self, epoch: int, number: int) -> _Order:
         chosen = self.sampler.batch(epoch, number)
         generator = torch.Generator().manual_seed(derive(self._seed, epoch, number))
         rank, size = self.world.rank, self.world.size
@@ -110,8 +136,13 @@ class Material:
         rows = self.rows["fit"][chosen]
         # Windows are drawn for the whole batch, so that they do not depend on who does what.
         windows = self._train.draw(self.cache, rows, generator)[mine]
-        pixels = self._train.apply(self.cache, rows[mine], windows)
-        return pixels, torch.from_numpy(self._fit_codes[chosen[mine]])
+        return _Order(rows[mine], windows, torch.from_numpy(self._fit_codes[chosen[mine]]))
+
+    def _send(self, labels: Tensor) -> Tensor:
+        """Labels on the device of the run, without waiting for what that is doing."""
+        if self.world.device.type != "cuda":
+            return labels.to(self.world.device)
+        return labels.pin_memory().to(self.world.device, non_blocking=True)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Pixels of rows as evaluation sees them."""

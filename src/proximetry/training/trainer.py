@@ -237,14 +237,7 @@ class Trainer:
             "seconds": round(self.seconds, 3),
         }
         self.loss_sum.zero_()
-        e = self.recipe.evaluation
-        due = self.epoch % e.every == 0 or self.epoch == self.recipe.training.epochs
-        if e.protocol != "last" and due:
-            name = "test" if e.protocol == "paper" else "held_out"
-            line[name] = self.evaluate(name)
-            self.choose(line[name][e.metric])
-        if e.watch_test and due and "test" not in line and len(self.material.rows["test"]):
-            line["test"] = self.evaluate("test")
+        self.watch(line)
         if self.world.leads:
             self.folder.log(line)
             if self.trackers is not None:
@@ -255,6 +248,21 @@ class Trainer:
         keep = self.recipe.training.keep_every
         if keep and self.epoch % keep == 0:
             self.save(self.folder.of_epoch(self.epoch))
+
+    def watch(self, line: dict[str, Any]) -> None:
+        """Evaluate where it is due; add what was found, and the time it took, to the line."""
+        e = self.recipe.evaluation
+        if self.epoch % e.every and self.epoch != self.recipe.training.epochs:
+            return
+        started = time.monotonic()
+        if e.protocol != "last":
+            name = "test" if e.protocol == "paper" else "held_out"
+            line[name] = self.evaluate(name)
+            self.choose(line[name][e.metric])
+        if e.watch_test and "test" not in line and len(self.material.rows["test"]):
+            line["test"] = self.evaluate("test")
+        if "test" in line or "held_out" in line:
+            line["evaluation_seconds"] = round(time.monotonic() - started, 3)
 
     def choose(self, value: float) -> None:
         """Keep this epoch if it is the best so far."""

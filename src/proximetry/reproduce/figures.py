@@ -1,0 +1,167 @@
+"""Pictures of a table as SVG, the same bytes from the same numbers."""
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from proximetry.reproduce.records import Record
+from proximetry.reproduce.statistics import Sample, sample
+from proximetry.reproduce.tables import Figure, Table
+from proximetry.training.checkpoint import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that people with colour-blindness can tell apart (Okabe and Ito), and marks besides.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X")
+_STYLE: Any = {
+    "svg.hashsalt": "proximetry",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+}
+
+
+def need_matplotlib() -> None:
+    """Say early, not after hours of training, that pictures cannot be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "the pictures of this table need matplotlib: pip install 'proximetry[glyphs]'"
+        ) from error
+
+
+def picture_names(figure: Figure | None) -> dict[str, str]:
+    """File names of a table's pictures, each with what it shows."""
+    if figure is None:
+        return {}
+    if figure.kind == "sweep":
+        return {"sweep.svg": f"recall@1 against {figure.label}"}
+    return {
+        "epochs.svg": "recall@1 against epochs",
+        "seconds.svg": "recall@1 against seconds of training",
+    }
+
+
+def draw(table: Table, runs: dict[str, Sequence[Record]], folder: Path) -> list[str]:
+    """Draw what the runs so far allow, and return the names of the files."""
+    if table.figure is None or not any(runs.values()):
+        return []
+    if table.figure.kind == "sweep":
+        pictures = {"sweep.svg": _drawn(lambda axes: _sweep(axes, table, runs))}
+    else:
+        seconds = f"seconds of training ({_shared(runs, lambda record: record.card)})"
+        pictures = {
+            "epochs.svg": _drawn(lambda axes: _curves(axes, table, runs, "epoch", "epochs")),
+            "seconds.svg": _drawn(lambda axes: _curves(axes, table, runs, "seconds", seconds)),
+        }
+    for name, content in pictures.items():
+        write_atomically(folder / name, content)
+    return list(pictures)
+
+
+def _drawn(paint: "Callable[[Axes], None]") -> bytes:
+    need_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(_STYLE):
+        canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
+        paint(canvas.add_subplot())
+        buffer = io.BytesIO()
+        canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def _sweep(axes: "Axes", table: Table, runs: dict[str, Sequence[Record]]) -> None:
+    figure = table.figure
+    assert figure is not None
+    ours = [(row.x, sample(runs.get(row.name, ()), "recall@1")) for row in table.rows]
+    theirs = [(row.x, row.published.get("recall@1")) for row in table.rows]
+    found: list[tuple[float, Sample]] = [(x, s) for x, s in ours if x is not None and s is not None]
+    axes.errorbar(
+        [x for x, _ in found],
+        [s.mean for _, s in found],
+        [s.std or 0.0 for _, s in found] if any(s.std is not None for _, s in found) else None,
+        marker="o",
+        color=_COLOURS[0],
+        capsize=3,
+        label=f"ours ({_shared(runs, lambda record: record.recipe['model']['backbone'])})",
+    )
+    known = [(x, y) for x, y in theirs if x is not None and y is not None]
+    if known:
+        axes.plot(
+            [x for x, _ in known],
+            [y for _, y in known],
+            marker="s",
+            linestyle="--",
+            color=_COLOURS[1],
+            label=f"published ({table.published.backbone})",
+        )
+    ticks = [row.x for row in table.rows if row.x is not None]
+    if figure.log:
+        axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(figure.label)
+    axes.set_ylabel("recall@1 (%)")
+    axes.margins(y=0.15)
+    handles, labels = axes.get_legend_handles_labels()
+    pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0])  # ours first
+    axes.legend(
+        [handle for _, handle in pairs],
+        [name for name, _ in pairs],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=2,
+    )
+
+
+def _curves(
+    axes: "Axes", table: Table, runs: dict[str, Sequence[Record]], key: str, label: str
+) -> None:
+    for number, row in enumerate(table.rows):
+        points = curve(runs.get(row.name, ()), key)
+        if points:
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=_COLOURS[number % len(_COLOURS)],
+                marker=_MARKS[number % len(_MARKS)],
+                markevery=max(1, len(points) // 10),
+                markersize=5,
+                label=row.name,
+            )
+    axes.set_xlim(left=0)
+    axes.set_xlabel(label)
+    axes.set_ylabel("recall@1 on the test set (%)")
+    if axes.lines:
+        axes.legend(loc="lower right")
+
+
+def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
+    """Mean over the runs of where (epoch or seconds) and of recall@1 there, per evaluation."""
+    at: dict[int, list[tuple[float, float]]] = {}
+    for record in records:
+        for line in record.curve:
+            if "test" in line and line.get(key) is not None:
+                point = (float(line[key]), 100 * float(line["test"]["recall@1"]))
+                at.setdefault(line["epoch"], []).append(point)
+    whole = [points for _, points in sorted(at.items()) if len(points) == len(records)]
+    return [(_mean([x for x, _ in p]), _mean([y for _, y in p])) for p in whole]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return Sample(tuple(values)).mean
+
+
+def _shared(runs: dict[str, Sequence[Record]], what: Callable[[Record], str]) -> str:
+    return ", ".join(sorted({what(record) for records in runs.values() for record in records}))

@@ -1,0 +1,216 @@
+"""`reproduce`: a published table in, results beside it out."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from proximetry.reproduce.figures import draw, need_matplotlib
+from proximetry.reproduce.lock import alone
+from proximetry.reproduce.markdown import Results, page
+from proximetry.reproduce.material import decode, find_data
+from proximetry.reproduce.plan import Job, Kind, Options, Run, command_for, make_run, plan
+from proximetry.reproduce.records import Record, check_same, read_records
+from proximetry.reproduce.tables import Table
+from proximetry.reproduce.trouble import Interrupted, ReproduceError
+from proximetry.reproduce.work import Outcome, on_cuda, perform, terminate_like_interrupt
+from proximetry.reproduce.workers import Crew
+from proximetry.training.checkpoint import write_atomically
+from proximetry.training.display import Display, make_display
+from proximetry.training.folder import RunFolder
+from proximetry.training.recipe_values import RecipeError
+
+Report = Callable[[str], None]
+
+
+def reproduce(
+    table: str | Path | Table,
+    data: str | Path | None = None,
+    out: str | Path = "results",
+    *,
+    seeds: Sequence[int] = (0,),
+    parallel: int = 1,
+    backbone: str | None = None,
+    weights: str | None = None,
+    epochs: int | None = None,
+    selection: bool | None = None,
+    device: str | None = None,
+    render: bool = False,
+    keep: bool = False,
+    watch: bool = False,
+    report: Report = lambda line: None,
+) -> Path:
+    """Run every row of a published table that is not done yet; return the folder of its results.
+
+    The folder ``out/<table>`` gets one JSON file per run, README.md with ours beside the published
+    figures, and the pictures. A command that was cut off is simply given again.
+
+    Args:
+        table: the name of a shipped table, a YAML file, or a table.
+        data: folder of the table's dataset, or one that holds it under the dataset's name.
+        out: where the folder of the table is made.
+        seeds: one run per row and seed.
+        parallel: so many runs at once, in processes of their own. A script that asks for more
+            than one needs `if __name__ == "__main__":`, as with every use of multiprocessing.
+        backbone: another network than the table's.
+        weights: its weights: auto, package, hub, none, or a file.
+        epochs: another number of epochs; falls of the rates and evaluations move in proportion.
+        selection: whether to choose the epoch on held-out classes; default: as the table says.
+        device: cpu, cuda or cuda:1; default: cuda where there is one.
+        render: only write README.md and the pictures anew, from the JSON files that are there.
+        keep: keep the folders of the runs, with checkpoints and embedders.
+        watch: show each training as it goes, if one runs at a time.
+        report: gets a line for every run that ends, and other news.
+
+    Raises:
+        Interrupted: after Ctrl-C or SIGTERM; the same call continues.
+        ReproduceError: what is wrong with the call, or at the end which runs failed, and why.
+    """
+    chosen = Table.load(table)
+    home = Path(out) / chosen.name
+    if chosen.figure is not None:
+        need_matplotlib()
+    if render:
+        return _render(chosen, home)
+    if parallel < 1:
+        raise ReproduceError(f"parallel must be at least 1, got {parallel}")
+    options = Options(backbone, weights, epochs, on_cuda(device))
+    select = chosen.selection if selection is None else selection
+    runs = plan(chosen, seeds, options, select)
+    root, catalog = find_data(chosen, data)
+    home.mkdir(parents=True, exist_ok=True)
+    with alone(home), terminate_like_interrupt():
+        there = _check_existing(chosen, home, options)
+        jobs = _jobs(chosen, runs, home, options, root, device, keep)
+        left = [job for job in jobs if job.run.id not in there]
+        report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
+        progress = _Progress({run.id: str(run) for run in runs}, len(left), report)
+        try:
+            if left:
+                decode(catalog, [job.recipe for job in left], report)
+            _perform(left, parallel, progress, watch)
+        except KeyboardInterrupt:
+            raise _interrupted(home) from None
+        finally:
+            _write(chosen, home, seeds, select)
+            _tidy(home, [] if keep else runs)
+    progress.raise_failures(home)
+    return home
+
+
+def _render(table: Table, home: Path) -> Path:
+    if not any(home.glob("*.json")):
+        raise ReproduceError(
+            f"{home} holds no results to render; run the table first, or say with --out where "
+            "they are"
+        )
+    _write(table, home, (), selection=False)
+    return home
+
+
+def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool) -> None:
+    results = Results.of(table, read_records(home))
+    draw(table, results.full, home)
+    write_atomically(home / "README.md", page(results, seeds, selection).encode())
+
+
+def _check_existing(table: Table, home: Path, options: Options) -> dict[str, Record]:
+    """Read what is done; refuse to mix it with what is asked for if the recipes differ."""
+    records = read_records(home)
+    for record in records.values():
+        path = home / f"{record.id}.json"
+        try:
+            row = table.row(record.row)
+        except RecipeError as error:
+            raise ReproduceError(f"{path}: {error} Use another --out, or remove it") from error
+        kind: Kind = "selection" if record.kind == "selection" else "full"
+        check_same(path, record.recipe, make_run(table, row, record.seed, kind, options))
+    return records
+
+
+def _jobs(
+    table: Table,
+    runs: Sequence[Run],
+    home: Path,
+    options: Options,
+    root: Path | None,
+    device: str | None,
+    keep: bool,
+) -> list[Job]:
+    jobs = []
+    for run in runs:
+        place = None if root is None else str(root)
+        recipe = replace(run.recipe, data=replace(run.recipe.data, root=place))
+        model = recipe.model
+        command = command_for(table, [run.seed], model.backbone, model.weights, options.epochs)
+        job = Job(table.name, run, recipe, command, home, device, keep)
+        _check_begun(job)
+        jobs.append(job)
+    return jobs
+
+
+def _check_begun(job: Job) -> None:
+    """A run that was cut off must have been the same; one without a checkpoint begins anew."""
+    folder = RunFolder(job.work)
+    if folder.last.exists() or folder.results.exists():
+        check_same(job.work, yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), job.run)
+    else:  # killed while its folder was being made, it may be of any shape
+        shutil.rmtree(job.work, ignore_errors=True)
+
+
+class _Progress:
+    """Counts what is done and remembers what went wrong."""
+
+    def __init__(self, names: dict[str, str], left: int, report: Report) -> None:
+        self.names, self.left, self.report = names, left, report
+        self.failures: dict[str, str] = {}
+
+    def __call__(self, outcome: Outcome) -> None:
+        name = self.names[outcome.run]
+        self.left -= 1
+        if outcome.error:
+            self.failures[name] = outcome.error
+            self.report(f"{name}: failed, {outcome.error}; {self.left} left")
+        else:
+            self.report(f"{name}: {outcome.summary}; {self.left} left")
+
+    def raise_failures(self, home: Path) -> None:
+        """Name the failures, each with its sentence."""
+        if self.failures:
+            lines = [f"{name}: {why}" for name, why in self.failures.items()]
+            count = len(lines)
+            raise ReproduceError(
+                f"{count} run{'s' * (count > 1)} failed; the others are in {home}, and the same "
+                "command tries again. " + "; ".join(lines)
+            )
+
+
+def _perform(jobs: Sequence[Job], parallel: int, done: _Progress, watch: bool) -> None:
+    if parallel > 1:
+        Crew(min(parallel, len(jobs) or 1), done).perform(jobs)
+        return
+    for job in jobs:
+        outcome = perform(job, make_display() if watch else Display())
+        if outcome.stopped:
+            raise KeyboardInterrupt
+        done(outcome)
+
+
+def _interrupted(home: Path) -> Interrupted:
+    done = len(list(home.glob("*.json")))
+    return Interrupted(
+        f"stopped and saved; {done} runs are done in {home}, and the same command continues"
+    )
+
+
+def _tidy(home: Path, runs: Sequence[Run]) -> None:
+    """Remove the folders of runs that are done."""
+    work = home / "work"
+    for run in runs:
+        if (home / f"{run.id}.json").exists():
+            shutil.rmtree(work / run.id, ignore_errors=True)
+            (work / f"{run.id}.error.txt").unlink(missing_ok=True)
+    if work.is_dir() and not any(work.iterdir()):
+        work.rmdir()

@@ -1,0 +1,251 @@
+"""The kernel beside independent references; run by test_resample_kernel.py in a process of its own.
+
+KERNEL_DEVICE says where: "cuda", or "cpu", where Triton's interpreter stands in for a GPU.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
+
+from proximetry.data import EvalTransform, PixelCache, TrainTransform
+from proximetry.data.resample import Windows, resample, resample_together, window_table
+from proximetry.data.resample_kernel import FIELDS, resample_fused
+
+DEVICE = os.environ["KERNEL_DEVICE"]
+MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+BOTH = pytest.mark.parametrize("interpolation", list(MODES))
+on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+
+def image(seed, height, width):
+    """Mild noise; every second image of blacks and whites alone, where cubic filters overshoot."""
+    draw = np.random.default_rng(seed)
+    if seed % 2:
+        return draw.choice(np.array([0, 255], np.uint8), (height, width, 3))
+    return draw.integers(64, 192, (height, width, 3), dtype=np.uint8)
+
+
+def references(array, interpolation):
+    """The image as torchvision takes it.
+
+    What overshoots is cut off between the two passes. Pillow may begin with the other one than
+    torch, so with black-and-white images and a cubic filter it has a result of its own.
+    """
+    overshoots = interpolation == "bicubic" and (array == 255).any()
+    return [chw(array)] if overshoots else [chw(array), Image.fromarray(array)]
+
+
+def by_kernel(pixels, rows, windows, size, interpolation):
+    rows = np.asarray(rows)
+    table = window_table(pixels, rows, windows).to(DEVICE)
+    batch = resample_fused(pixels.flat.to(DEVICE), table, size, interpolation)
+    assert batch.shape == (len(rows), 3, *size)
+    assert batch.dtype == torch.uint8
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    return batch.cpu()
+
+
+def difference(a, b):
+    return int((a.int() - b.int()).abs().max())
+
+
+def chw(array):
+    """A tensor [3, height, width] of an array or a Pillow image."""
+    return torch.from_numpy(np.array(array)).permute(2, 0, 1)
+
+
+def filtered(distance, interpolation):
+    x = np.abs(distance)
+    if interpolation == "bilinear":
+        return np.clip(1 - x, 0, None)
+    near, far = 1.5 * x**3 - 2.5 * x**2 + 1, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
+    return np.where(x < 1, near, np.where(x < 2, far, 0))
+
+
+def exact_axis(length, scaled, interpolation):
+    """Weights [scaled, length] in float64, from the definition of the filter."""
+    scale = length / scaled
+    centres = (np.arange(scaled) + 0.5) * scale
+    places = np.arange(length) + 0.5
+    weights = filtered((places[None] - centres[:, None]) / max(scale, 1), interpolation)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def exact(window, scaled, interpolation):
+    """The scaled window before rounding, [3, height, width] in float64."""
+    across = exact_axis(window.shape[1], scaled[1], interpolation)
+    down = exact_axis(window.shape[0], scaled[0], interpolation)
+    narrow = np.einsum("xw,hwc->chx", across, window.astype(float)).clip(0, 255)
+    return np.einsum("yh,chx->cyx", down, narrow).clip(0, 255)
+
+
+def one_window(top, left, height, width, flip, size):
+    values = [top, left, height, width, flip, *size, 0, 0]
+    return Windows(*(torch.tensor([value]) for value in values))
+
+
+def test_the_table_has_the_fields_the_kernel_reads():
+    pixels = PixelCache.in_memory([image(0, 5, 7), image(1, 6, 8)])
+    windows = Windows(*(torch.tensor([k]) for k in range(9)))
+    table = window_table(pixels, np.array([1]), windows)
+    assert table.dtype == torch.int64
+    assert table.tolist() == [[5 * 7 * 3, 8, *range(9)]]
+    assert len(FIELDS) == table.shape[1] == 11
+
+
+def test_no_images_give_an_empty_batch():
+    pixels = PixelCache.in_memory([image(0, 5, 7)])
+    nothing = EvalTransform(4, 4).windows(pixels, [0])[:0]
+    assert by_kernel(pixels, np.empty(0, np.int64), nothing, (4, 4), "bilinear").numel() == 0
+
+
+@settings(max_examples=60)
+@given(data=st.data(), interpolation=st.sampled_from(list(MODES)), seed=st.integers(0, 99))
+def test_any_window_of_any_image(data, interpolation, seed):
+    height, width = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 14))
+    top, left = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
+    tall, wide = data.draw(st.integers(1, height - top)), data.draw(st.integers(1, width - left))
+    # Shrinking to a third at most: the interpreter takes milliseconds for every pixel it reads.
+    size = data.draw(st.integers(-(-tall // 3), 18)), data.draw(st.integers(-(-wide // 3), 34))
+    flip = data.draw(st.booleans())
+    check_window(image(seed, height, width), (top, left, tall, wide), flip, size, interpolation)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("shape", "box", "size"),
+    [
+        ((1, 1), (0, 0, 1, 1), (3, 5)),
+        ((9, 9), (4, 8, 5, 1), (7, 7)),  # one pixel wide, at the edge
+        ((9, 9), (8, 0, 1, 9), (4, 9)),
+        ((12, 40), (1, 2, 11, 38), (11, 38)),  # not scaled at all
+        ((9, 4), (0, 0, 9, 4), (1, 1)),
+        ((16, 24), (8, 12, 8, 12), (20, 37)),  # more than one tile each way
+        ((64, 64), (3, 5, 60, 58), (24, 29)),
+    ],
+)
+def test_particular_windows(shape, box, size, interpolation):
+    for seed, flip in [(0, False), (1, True)]:
+        check_window(image(seed, *shape), box, flip, size, interpolation)
+
+
+def check_window(array, box, flip, size, interpolation):
+    # A neighbour on either side would show if the kernel read beyond its image.
+    pixels = PixelCache.in_memory([image(3, 2, 3), array, image(5, 3, 2)])
+    windows = one_window(*box, flip, size)
+    got = by_kernel(pixels, [1], windows, size, interpolation)[0]
+    top, left, height, width = box
+    ideal = exact(array[top : top + height, left : left + width], size, interpolation)
+    ideal = ideal[:, :, ::-1] if flip else ideal
+    assert np.abs(got.numpy() - ideal).max() <= 0.5 + 1e-3
+    if (height, width) == size:
+        assert np.array_equal(got.numpy(), ideal)
+    matrices = resample_together(pixels, np.array([1]), windows, size, interpolation)[0]
+    assert difference(got, matrices) <= 1
+    mode = MODES[interpolation]
+    for source in references(array, interpolation):
+        there = tv.resized_crop(source, *box, list(size), mode, antialias=True)
+        there = tv.horizontal_flip(there) if flip else there
+        there = chw(there) if isinstance(there, Image.Image) else there
+        assert difference(got, there) <= 1
+
+
+@BOTH
+@pytest.mark.parametrize("crop", [8, (21, 9)])
+def test_train_equals_torchvision(crop, interpolation):
+    sizes = [(20, 28), (28, 20), (7, 5), (5, 30), (1, 1)]
+    pixels = PixelCache.in_memory([image(k, *size) for k, size in enumerate(sizes)])
+    transform = TrainTransform(crop, interpolation=interpolation)
+    rows = np.tile(np.arange(len(sizes)), 2)
+    windows = transform.draw(pixels, rows, torch.Generator().manual_seed(1))
+    assert windows.flip.any()
+    size = crop if isinstance(crop, tuple) else (crop, crop)
+    batch = by_kernel(pixels, rows, windows, size, interpolation)
+    assert difference(batch, resample_together(pixels, rows, windows, size, interpolation)) <= 1
+    for k, row in enumerate(rows):
+        box = [int(getattr(windows, name)[k]) for name in ("top", "left", "height", "width")]
+        there = tv.resized_crop(
+            chw(pixels[row]), *box, list(size), MODES[interpolation], antialias=True
+        )
+        assert difference(batch[k], there.flip(-1) if windows.flip[k] else there) <= 1
+
+
+@settings(max_examples=30)
+@given(
+    height=st.integers(2, 16),
+    width=st.integers(2, 16),
+    resize=st.integers(5, 14),
+    less=st.integers(0, 4),
+    interpolation=st.sampled_from(list(MODES)),
+)
+@example(height=2, width=20, resize=3, less=2, interpolation="bicubic")
+@example(height=7, width=3, resize=2, less=0, interpolation="bilinear")
+def test_eval_equals_resize_and_centre_crop(height, width, resize, less, interpolation):
+    crop = max(1, resize - less)
+    array = image(height * width, height, width)
+    pixels = PixelCache.in_memory([array])
+    windows = EvalTransform(resize, crop, interpolation).windows(pixels, [0])
+    got = by_kernel(pixels, [0], windows, (crop, crop), interpolation)[0]
+    for source in references(array, interpolation):
+        there = tv.resize(source, [resize], MODES[interpolation], antialias=True)
+        there = tv.center_crop(there, [crop, crop])
+        there = chw(there) if isinstance(there, Image.Image) else there
+        assert difference(got, there) <= 1
+
+
+@on_cuda
+@BOTH
+def test_a_large_batch_on_the_card(interpolation):
+    sizes = [(288, 384), (384, 288), (300, 300), (50, 700)] * 8
+    pixels = PixelCache.in_memory([image(k, *size) for k, size in enumerate(sizes)])
+    transform = TrainTransform(224, interpolation=interpolation)
+    view = EvalTransform(256, 224, interpolation)
+    rows = np.arange(len(sizes))
+    windows = transform.draw(pixels, rows, torch.Generator().manual_seed(1))
+    there = pixels.to("cuda")
+    crops = transform.apply(there, rows, windows).cpu()
+    assert difference(crops, transform.apply(pixels, rows, windows)) <= 1
+    assert difference(view(there, rows).cpu(), view(pixels, rows)) <= 1
+
+
+@on_cuda
+def test_nothing_waits_for_the_card():
+    pixels = PixelCache.in_memory([image(k, 40, 50) for k in range(8)]).to("cuda")
+    transform, view = TrainTransform(24), EvalTransform(28, 24)
+    rows = np.arange(8)
+    for warm in (False, True):
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
+        try:
+            transform(pixels, rows, torch.Generator().manual_seed(0))
+            view(pixels, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@on_cuda
+def test_pixels_beyond_two_gib():
+    array = image(2, 30, 40)
+    far = (1 << 31) + 12345
+    flat = torch.zeros(far + array.size, dtype=torch.uint8, device="cuda")
+    flat[far:] = torch.from_numpy(array.ravel()).cuda()
+    near = PixelCache.in_memory([array])
+    pixels = PixelCache(near.catalog, flat, np.array([[far, 30, 40]]))
+    windows = one_window(2, 3, 25, 30, True, (20, 20))
+    got = resample(pixels, [0], windows, (20, 20), "bilinear")
+    assert difference(got.cpu(), resample(near, [0], windows, (20, 20), "bilinear")) <= 1
+
+
+@on_cuda
+def test_windows_too_large_to_count_go_another_way():
+    array = image(4, 1, 40_000)
+    pixels = PixelCache.in_memory([array])
+    windows = Windows(*(torch.tensor([k]) for k in (0, 0, 1, 40_000, False, 1, 20_000, 0, 7)))
+    got = resample(pixels.to("cuda"), [0], windows, (1, 64), "bilinear")
+    assert difference(got.cpu(), resample(pixels, [0], windows, (1, 64), "bilinear")) <= 1

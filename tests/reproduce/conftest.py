@@ -1,0 +1,23 @@
+import pytest
+
+from proximetry.reproduce import reproduce
+from tests.reproduce.small import make_data, make_table
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("reproduce"))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("pixels")
+
+
+@pytest.fixture(scope="session")
+def whole(data, cache, tmp_path_factory):
+    """The small table with two seeds, never interrupted; read only."""
+    lines = []
+    out = tmp_path_factory.mktemp("whole")
+    home = reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu", report=lines.append)
+    return home, lines

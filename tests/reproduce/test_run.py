@@ -1,0 +1,303 @@
+"""A small table from end to end on a CPU, and what is said when something is wrong."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from proximetry import cli
+from proximetry.reproduce import ReproduceError, Table, reproduce, work
+from proximetry.reproduce.markdown import Results, page
+from proximetry.reproduce.records import read_records
+from tests.reproduce.small import (
+    make_table,
+    numbers,
+    page_of,
+    table_values,
+    with_base,
+    write_table,
+)
+
+IDS = [f"{row}-{part}" for row in ("mpa-k-2", "proxy-anchor") for part in ("seed0", "seed1")]
+IDS += ["mpa-k-2-selection", "proxy-anchor-selection"]
+
+
+def copy_of(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "small")
+    return tmp_path
+
+
+def no_training(*arguments, **settings):
+    raise AssertionError("nothing was to be trained")
+
+
+def test_every_run_leaves_its_json_and_nothing_else(whole):
+    home, lines = whole
+    assert sorted(path.stem for path in home.glob("*.json")) == sorted(IDS)
+    assert sorted(p.name for p in home.iterdir() if p.suffix != ".json") == [
+        "README.md",
+        "sweep.svg",
+    ]
+    assert lines[0] == "small: 6 runs, 0 of them done already"
+    assert lines[-1].endswith("0 left")
+    assert sum("recall@1" in line for line in lines) == 4
+
+
+def test_a_json_holds_what_a_figure_needs_and_no_path(whole, data, cache):
+    for path in whole[0].glob("*.json"):
+        text = path.read_text()
+        assert str(data) not in text
+        assert str(cache) not in text
+        record = json.loads(text)
+        assert record["recipe"]["data"]["root"] is None
+        assert record["recipe"]["training"]["seed"] == record["seed"]
+        assert record["environment"]["packages"]["torch"]
+        assert record["card"] == "CPU"
+        assert record["command"].startswith("proximetry reproduce small.yaml")
+        assert [line["epoch"] for line in record["curve"]] == [1, 2]
+        watched = "test" if record["kind"] == "full" else "held_out"
+        assert all(watched in line and line["seconds"] > 0 for line in record["curve"])
+        assert "test" in record["last"]
+        assert (record["chosen_epoch"] is None) == (record["kind"] == "full")
+    full = json.loads((whole[0] / "mpa-k-2-seed1.json").read_text())
+    assert full["protocol"] == "last"
+    assert full["curve"][-1]["test"] == full["last"]["test"]
+
+
+def test_the_page_shows_ours_beside_the_published(whole):
+    home = whole[0]
+    text = page_of(home)
+    runs = [json.loads((home / f"mpa-k-2-seed{k}.json").read_text()) for k in (0, 1)]
+    values = [100 * run["last"]["test"]["recall@1"] for run in runs]
+    mean, spread = sum(values) / 2, abs(values[0] - values[1]) / 2**0.5
+    lines = text.splitlines()
+    row = next(i for i, line in enumerate(lines) if line.startswith("| MPA, K = 2 | ours"))
+    assert lines[row].startswith(f"| MPA, K = 2 | ours, 2 seeds | {mean:.1f} ± {spread:.1f} |")
+    assert lines[row + 1] == "|  | published, a large network | 69.2 | — | 26.6 |"
+    chosen = json.loads((home / "mpa-k-2-selection.json").read_text())["chosen_epoch"]
+    there = [100 * run["curve"][chosen - 1]["test"]["recall@1"] for run in runs]
+    assert f"| MPA, K = 2 | {chosen} | {sum(there) / 2:.1f} ±" in text
+    assert "| MPA, K = 2 above Proxy-Anchor | recall@1 | +0.6 |" in text
+    for words in (
+        "20 % of the training classes",
+        "| seeds | 0, 1 |",
+        "| card | CPU |",
+        "torch",
+        "`proximetry reproduce small.yaml --data FOLDER --seeds 0 1`",
+        "Squares instead of birds.",
+        "small_convnet here, a large network there",
+        "![recall@1 against proxies per class K](sweep.svg)",
+        "Published with a large network; not stated. A note.",
+    ):
+        assert words in text
+    assert "Not complete" not in text
+
+
+def test_what_is_done_is_skipped_and_the_same_bytes_come_out(
+    whole, data, cache, tmp_path, monkeypatch
+):
+    out = copy_of(whole, tmp_path)
+    monkeypatch.setattr(work, "train", no_training)
+    for seeds in ((0, 1), (0,)):  # fewer seeds asked for: the others still count
+        lines = []
+        home = reproduce(
+            make_table(cache), data, out, seeds=seeds, device="cpu", report=lines.append
+        )
+        assert f"{2 * len(seeds) + 2} of them done already" in lines[0]
+        assert (home / "README.md").read_bytes() == (whole[0] / "README.md").read_bytes()
+        assert (home / "sweep.svg").read_bytes() == (whole[0] / "sweep.svg").read_bytes()
+
+
+def test_a_missing_run_is_made_again_alike(whole, data, cache, tmp_path):
+    out = copy_of(whole, tmp_path)
+    (out / "small" / "mpa-k-2-seed1.json").unlink()
+    leftover = out / "small" / "work" / "mpa-k-2-seed1"
+    leftover.mkdir(parents=True)
+    (leftover / "environment.json").write_text("{")  # killed while its folder was made
+    home = reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu", keep=True)
+    assert numbers(home) == numbers(whole[0])
+    assert page_of(home) == page_of(whole[0])
+    assert (leftover / "embedder").is_dir()
+    reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu")
+    assert not (home / "work").exists()
+
+
+def test_render_needs_neither_data_nor_the_same_recipe(whole, tmp_path):
+    out = copy_of(whole, tmp_path)
+    before = {p.name: p.read_bytes() for p in (out / "small").iterdir()}
+    for name in ("README.md", "sweep.svg"):
+        (out / "small" / name).unlink()
+    path = write_table(tmp_path / "small.yaml", table_values("/elsewhere"))
+    assert cli.main(["reproduce", str(path), "--out", str(out), "--render"]) == 0
+    assert {p.name: p.read_bytes() for p in (out / "small").iterdir()} == before
+    with pytest.raises(ReproduceError, match="no results to render"):
+        reproduce(path, out=tmp_path / "nowhere", render=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        ("optimizer", {"lr": 0.5}, "optimizer.lr is 0.001 there and 0.5 now"),
+        ("model", {"dim": 4}, "model.dim is 8 there and 4 now"),
+    ],
+)
+def test_another_recipe_is_refused(whole, data, cache, tmp_path, section, keys, message):
+    out = copy_of(whole, tmp_path)
+    table = Table.from_dict(with_base(table_values(cache), section, **keys))
+    with pytest.raises(ReproduceError) as error:
+        reproduce(table, data, out, seeds=(0, 1), device="cpu")
+    assert message in str(error.value)
+    assert "--out" in str(error.value)
+    with pytest.raises(ReproduceError, match=r"training\.epochs is 2 there and 3 now"):
+        reproduce(make_table(cache), data, out, seeds=(2,), epochs=3, device="cpu")
+
+
+def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_path, monkeypatch):
+    table = make_table(cache, selection=False)
+    real = work.train
+
+    def cut_off(recipe, out, **settings):
+        real(recipe, out, **settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "train", cut_off)
+    with pytest.raises(ReproduceError, match="the same command continues"):
+        reproduce(table, data, tmp_path, device="cpu")
+    monkeypatch.setattr(work, "train", no_training)
+    with pytest.raises(ReproduceError, match=r"work/proxy-anchor-seed0 was made with another"):
+        reproduce(table, data, tmp_path, epochs=1, device="cpu")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"table": "small"}', "{"])
+def test_a_damaged_json_is_named(whole, data, cache, tmp_path, content):
+    out = copy_of(whole, tmp_path)
+    (out / "small" / "mpa-k-2-seed0.json").write_text(content)
+    with pytest.raises(ReproduceError, match=r"mpa-k-2-seed0\.json is no result.*remove it"):
+        reproduce(make_table(cache), data, out, device="cpu")
+
+
+def test_a_json_of_no_row_is_named(whole, data, cache, tmp_path):
+    out = copy_of(whole, tmp_path)
+    rows = table_values(cache)["rows"][:1]
+    with pytest.raises(ReproduceError, match=r"mpa-k-2-seed0\.json: there is no row"):
+        reproduce(make_table(cache, rows=rows, claims=[]), data, out, device="cpu")
+
+
+def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path, monkeypatch):
+    real = work.train
+
+    def failing(recipe, out, **settings):
+        if recipe.loss.name == "mpa" and recipe.training.seed == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        if recipe.training.seed == 1 and recipe.loss.name == "proxy_anchor":
+            raise RuntimeError("a mistake\nof ours")
+        return real(recipe, out, **settings)
+
+    table, lines = make_table(cache, selection=False), []
+    monkeypatch.setattr(work, "train", failing)
+    with pytest.raises(ReproduceError) as error:
+        reproduce(table, data, tmp_path, seeds=(0, 1), device="cpu", report=lines.append)
+    said = str(error.value)
+    assert "2 runs failed" in said
+    assert "MPA, K = 2, seed 0: this machine has too little memory" in said
+    assert "--parallel" in said
+    assert "RuntimeError: a mistake of ours" in said
+    assert "\n" not in said
+    home = tmp_path / "small"
+    trace = home / "work" / "proxy-anchor-seed1.error.txt"
+    assert "in failing" in trace.read_text()
+    assert sorted(p.stem for p in home.glob("*.json")) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
+    text = (home / "README.md").read_text()
+    assert "Still missing: mpa-k-2-seed0, proxy-anchor-seed1." in text
+    assert "ours, 1 seed |" in text
+    monkeypatch.setattr(work, "train", real)
+    reproduce(table, data, tmp_path, seeds=(0, 1), device="cpu")
+    assert len(list(home.glob("*.json"))) == 4
+    assert not (home / "work").exists()
+
+
+def test_a_page_without_runs(tmp_path):
+    text = page(Results.of(make_table(tmp_path), {}), (0,), True)
+    assert "No run of this table is done yet." in text
+
+
+def test_notes_of_the_runs_stand_below_the_table(whole, tmp_path):
+    out = copy_of(whole, tmp_path)
+    path = out / "small" / "mpa-k-2-seed0.json"
+    record = json.loads(path.read_text())
+    record["notes"] = ["Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"]
+    path.write_text(json.dumps(record))
+    table = make_table("anywhere")
+    text = page(Results.of(table, read_records(out / "small")))
+    assert "- Cars196: 16170 of 16185 images, 15 missing" in text
+    assert text.index("## Last epoch") < text.index("15 missing") < text.index("## What holds")
+
+
+def test_fewer_epochs_are_said(data, cache, tmp_path):
+    rows = table_values(cache)["rows"][:1]
+    table = make_table(cache, rows=rows, claims=[], selection=False)
+    home = reproduce(table, data, tmp_path, epochs=1, device="cpu")
+    text = (home / "README.md").read_text()
+    assert "| epochs | 1 of the published 2 epochs |" in text
+    assert "--seeds 0 --epochs 1`" in text
+
+
+def call(capsys, *words):
+    code = cli.main(["reproduce", *map(str, words)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_command_lists_tables(capsys):
+    code, out, _ = call(capsys, "--list")
+    assert code == 0
+    assert len(out.splitlines()) == 11
+    assert "MPA with 1 to 16 proxies per class on Cars196" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--list"),
+        (["mpa-tabel5"], "did you mean 'mpa-table5'"),
+        (["mpa-table5"], "--data is missing"),
+        (["mpa-table5", "--data", "/nowhere"], "/nowhere is not a folder. Pass as --data"),
+        (["mpa-table4", "--data", "EMPTY"], "found nothing. Pass as --data the folder of CUB"),
+        (["mpa-table4", "--data", "DATA"], "has no images of split 'test'"),
+        (["mpa-table4", "--data", "NUMBERED"], "cub has 100 and 100"),
+        (["TABLE", "--data", "DATA", "--parallel", "0"], "at least 1"),
+        (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
+        (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "different"),
+        (["TABLE", "--data", "DATA/train"], "has no images of split"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message):
+    for name in ("001.a", "101.b"):
+        shutil.copytree(data / "train" / "class00", tmp_path / "cub" / name)
+    (tmp_path / "empty").mkdir()
+    places = {
+        "EMPTY": tmp_path / "empty",
+        "NUMBERED": tmp_path,  # holds cub/, of two classes
+        "DATA": data,
+        "DATA/train": data / "train",
+        "TABLE": write_table(tmp_path / "t.yaml", table_values(cache)),
+    }
+    words = [places.get(word, word) for word in words]
+    code, _, err = call(capsys, *words, "--out", tmp_path / "out")
+    assert code == 1
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_runs_a_table_of_ones_own(capsys, data, cache, tmp_path):
+    rows = table_values(cache)["rows"][:1]
+    values = table_values(cache, rows=rows, claims=[], selection=True)
+    path = write_table(tmp_path / "t.yaml", values)
+    words = [path, "--data", data.parent / "data", "--out", tmp_path, "--device", "cpu"]
+    code, out, err = call(capsys, *words, "--selection", "false", "--seeds", "4")
+    assert code == 0, err
+    assert "Proxy-Anchor, seed 4: recall@1" in out
+    assert f"results in {tmp_path / 'small' / 'README.md'}" in out
+    assert "held-out" not in (tmp_path / "small" / "README.md").read_text()

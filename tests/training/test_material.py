@@ -1,0 +1,125 @@
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.data import EvalTransform, TrainTransform
+from proximetry.models import Embedder
+from proximetry.training.display import Display
+from proximetry.training.folder import RunError
+from proximetry.training.material import Material
+from proximetry.training.world import World
+from tests.training.tiny import with_
+
+
+def make_material(recipe, device="cpu"):
+    m = recipe.model
+    embedder = Embedder.create(m.backbone, m.dim, weights="none", image_size=m.image_size)
+    world = World(device=torch.device(device))
+    return Material(recipe, embedder.preprocessing, world, Display())
+
+
+@pytest.fixture
+def makers(monkeypatch):
+    """The thread that cut the pixels of each batch."""
+    made = []
+    apply = TrainTransform.apply
+
+    def note(self, pixels, rows, windows):
+        made.append(threading.current_thread())
+        return apply(self, pixels, rows, windows)
+
+    monkeypatch.setattr(TrainTransform, "apply", note)
+    return made
+
+
+def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, makers):
+    material = make_material(recipe)
+    batches = list(material.batches(0, 0))
+    assert len(batches) == len(material.sampler) > 1
+    assert threading.main_thread() not in makers
+    # A batch is its place in the run: beginning later gives the same ones.
+    for (pixels, labels), (again, same) in zip(batches[1:], material.batches(0, 1), strict=True):
+        assert torch.equal(pixels, again)
+        assert torch.equal(labels, same)
+
+
+def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch):
+    material = make_material(recipe)
+    expected = list(material.batches(0, 0))
+    makers.clear()
+
+    class Far:
+        """Pixels that say they are makers, to the trainer's material alone."""
+
+        device = torch.device("meta")
+
+    near = material.cache
+    far = type(near)(near.catalog, near.flat, near.index)
+    monkeypatch.setattr(far, "flat", Far())
+    apply = TrainTransform.apply
+    monkeypatch.setattr(
+        TrainTransform, "apply", lambda self, _, rows, windows: apply(self, near, rows, windows)
+    )
+    material.cache = far
+    got = list(material.batches(0, 0))
+    assert set(makers) == {threading.main_thread()}
+    for (pixels, labels), (again, same) in zip(expected, got, strict=True):
+        assert torch.equal(pixels, again)
+        assert torch.equal(labels, same)
+
+
+def test_views_are_the_eval_transform_of_the_rows(recipe):
+    material = make_material(recipe)
+    rows = material.rows["held_out"]
+    views = torch.cat(list(material.views(rows, 5)))
+    view = EvalTransform(24, 24, material._view.interpolation)
+    assert torch.equal(views, view(material.cache, rows))
+
+
+def test_too_little_memory_on_the_card_is_one_sentence(recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
+    message = r"data\.cache gpu: the pixels need .* use data\.cache memory or disk"
+    with pytest.raises(RunError, match=message):
+        make_material(with_(recipe, "data", cache="gpu"), "cuda")
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_pixels_go_when_the_material_goes(recipe, place):
+    material = make_material(with_(recipe, "data", cache=place))
+    for _ in material.batches(0, 0):
+        break
+    pixels = weakref.ref(material.cache.flat)
+    gc.disable()  # nothing may have to be found first
+    try:
+        del material, _
+        assert pixels() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_the_card(recipe):
+    expected = make_material(recipe)
+    before = torch.cuda.memory_allocated()
+    material = make_material(with_(recipe, "data", cache="gpu"), "cuda")
+    rows = material.rows["fit"][:10]
+    list(material.batches(0, 0))  # the kernel is compiled
+    list(material.views(rows, 4))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(material.batches(0, 0))
+        views = list(material.views(rows, 5))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for (pixels, labels), (here, same) in zip(batches, expected.batches(0, 0), strict=True):
+        assert pixels.device.type == labels.device.type == "cuda"
+        assert (pixels.cpu().int() - here.int()).abs().max() <= 1
+        assert np.array_equal(labels.cpu(), same)
+    for there, here in zip(views, expected.views(rows, 5), strict=True):
+        assert (there.cpu().int() - here.int()).abs().max() <= 1
+    del material, batches, views, pixels, labels, there
+    assert torch.cuda.memory_allocated() == before
