@@ -258,12 +258,13 @@ def reproduce(
         list: list the tables and leave.
     """
     from proximetry.reproduce import list_tables
-    from proximetry.reproduce import reproduce as run
 
     if list:
         return print(list_tables())
     if table is None:
         raise ValueError("which table? `proximetry reproduce --list` lists them")
+    from proximetry.reproduce import reproduce as run
+
     home = run(
         table,
         data,

@@ -236,3 +236,11 @@ def test_half_precision_weights_load_as_float32(tmp_path):
     loaded = Embedder.load(tmp_path / "e")
     assert loaded.head.weight.dtype == torch.float32
     assert torch.equal(loaded.head.weight, embedder.head.weight.float())
+
+
+def test_channels_last_weights_are_saved(tmp_path):
+    model = Embedder.create("small_convnet", 8, weights="none")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to(memory_format=torch.channels_last).save(tmp_path / "e")
+    found = Embedder.load(tmp_path / "e").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

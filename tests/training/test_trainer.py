@@ -15,7 +15,12 @@ from proximetry.losses import LOSSES
 from proximetry.models import Embedder
 from proximetry.training import Recipe, RecipeError, RunError, RunFolder, Stopped, train
 from proximetry.training import trainer as trainer_module
-from proximetry.training.checkpoint import CheckpointError, load_checkpoint, read_state
+from proximetry.training.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from tests.training.tiny import make_recipe, with_
 
 
@@ -154,6 +159,37 @@ def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module.Trainer, "step", step)
     with pytest.raises(RunError, match=r"not enough memory.*training\.accumulate"):
         train(recipe, tmp_path / "run")
+
+
+def test_a_loss_without_parameters_can_be_clipped(recipe, tmp_path):
+    pytest.importorskip("pytorch_metric_learning")
+    recipe = with_(recipe, "loss", name="pairs/multi_similarity")
+    recipe = with_(recipe, "optimizer", clip_value=10.0, clip_norm=1.0)
+    train(recipe, tmp_path / "run")
+    assert RunFolder(tmp_path / "run").history()[-1]["epoch"] == 3
+
+
+def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path, monkeypatch):
+    sizes = set()
+    real = trainer_module.Trainer.step
+
+    def step(self, pixels, labels):
+        sizes.add(tuple(pixels.shape[2:]))
+        return real(self, pixels, labels)
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    train(with_(recipe, "data", crop_size=16), tmp_path / "run")
+    assert sizes == {(16, 16)}
+    assert Embedder.load(tmp_path / "run" / "embedder").preprocessing.crop == (24, 24)
+
+
+@pytest.mark.parametrize("leftovers", [[], ["environment.json"], [".environment.json.7.part"]])
+def test_a_run_killed_before_it_began_begins_again(recipe, tmp_path, leftovers):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name in leftovers:
+        (tmp_path / "run" / name).write_text("{}")
+    train(recipe, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["seed"] == 0
 
 
 def test_training_learns_unseen_classes(images, cache, tmp_path):
@@ -499,3 +535,18 @@ def test_bad_images_stop_the_run_or_are_left_out_and_named(images, cache, tmp_pa
     recipe = make_recipe(copy, cache, training={"epochs": 1}, data={"bad_images": "skip"})
     results = train(recipe, tmp_path / "run2")
     assert any("broken.png" in note for note in results["notes"])
+
+
+def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path):
+    """A fused optimiser goes through memory: state laid out otherwise would be another's."""
+    layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    before = optimizer.state[layer.weight]["exp_avg"].clone()
+    save_checkpoint(tmp_path / "c.safetensors", {"layer": layer}, optimizer, {})
+    fresh = torch.optim.AdamW(layer.parameters())
+    load_checkpoint(tmp_path / "c.safetensors", {"layer": layer}, fresh)
+    after = fresh.state[layer.weight]["exp_avg"]
+    assert after.stride() == layer.weight.stride()
+    assert torch.equal(after, before)

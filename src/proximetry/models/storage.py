@@ -47,8 +47,11 @@ def save(
     """Do the work of `Embedder.save`."""
     _refuse_foreign(folder)
     state = embedder.state_dict()
-    # Copies, because safetensors refuses tensors that share memory.
-    weights = save_tensors({key: value.detach().cpu().clone() for key, value in state.items()})
+    # Safetensors refuses tensors that share memory, and those that are channels-last.
+    dense = torch.contiguous_format
+    weights = save_tensors(
+        {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
+    )
     digest = hashlib.sha256(weights).hexdigest()
     extras = {
         "class_names": list(class_names) if class_names is not None else embedder.class_names,

@@ -3,7 +3,8 @@
 reproduce("mpa-table4", data="~/cub", seeds=(0, 1, 2))
 """
 
-from proximetry.reproduce.run import reproduce
+from typing import TYPE_CHECKING, Any
+
 from proximetry.reproduce.tables import (
     Claim,
     Figure,
@@ -14,6 +15,9 @@ from proximetry.reproduce.tables import (
     shipped_tables,
 )
 from proximetry.reproduce.trouble import Interrupted, ReproduceError
+
+if TYPE_CHECKING:
+    from proximetry.reproduce.run import reproduce
 
 __all__ = [
     "Claim",
@@ -27,3 +31,12 @@ __all__ = [
     "reproduce",
     "shipped_tables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what trains when it is asked for: with the networks it takes seconds."""
+    if name == "reproduce":
+        from proximetry.reproduce.run import reproduce
+
+        return reproduce
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

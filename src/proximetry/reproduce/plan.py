@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from proximetry.reproduce.tables import Row, Table, shipped_tables
 from proximetry.reproduce.trouble import ReproduceError
-from proximetry.training.recipe import Recipe
+from proximetry.training.recipe import Data, Recipe
 from proximetry.training.recipe_values import RecipeError
 
 Kind = Literal["full", "selection"]
@@ -16,7 +16,6 @@ Kind = Literal["full", "selection"]
 _ON_CUDA: dict[str, dict[str, Any]] = {
     "data": {"cache": "gpu"},
     "training": {"precision": "bfloat16", "capture": True},
-    "evaluation": {"batch_size": 512},
 }
 
 
@@ -145,6 +144,9 @@ def _recipe(table: Table, row: Row, seed: int, options: Options) -> Recipe:
     if options.cuda:
         for section, keys in _ON_CUDA.items():
             values[section] = {**keys, **values.get(section, {})}
+        # One size of batch for both, so that cuDNN has to look for its algorithms once.
+        size = {"batch_size": values["data"].get("batch_size", Data().batch_size)}
+        values["evaluation"] = {**size, **values.get("evaluation", {})}
     chosen = {"backbone": options.backbone, "weights": options.weights}
     changed = {key: value for key, value in chosen.items() if value is not None}
     values["model"] = {**values.get("model", {}), **changed}

@@ -63,6 +63,19 @@ class Record:
         write_atomically(folder / f"{self.id}.json", text.encode())
 
 
+# What a recipe may differ in without other results: words, pace and safety.
+_OF_NO_CONSEQUENCE = (
+    "name",
+    "about",
+    "data.cache",
+    "training.checkpoint_epochs",
+    "training.checkpoint_steps",
+    "training.keep_every",
+    "training.wandb",
+    "evaluation.batch_size",
+)
+
+
 def without_places(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain values, less where things lie on this machine."""
     values = recipe.to_dict()
@@ -156,8 +169,10 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
             "--out, or remove it"
         ) from error
     now = without_places(run.recipe)
-    for words in ("name", "about"):  # for people, of no consequence
-        there.pop(words), now.pop(words)
+    for key in _OF_NO_CONSEQUENCE:
+        section, _, name = key.rpartition(".")
+        for values in (there, now):
+            (values[section] if section else values).pop(name)
     changed = differing_keys(there, now)
     if changed:
         raise ReproduceError(

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -90,12 +91,22 @@ def load_checkpoint(
         for index, values in header["optimizer"]["plain"].items():
             states.setdefault(int(index), {}).update(values)
         groups = header["optimizer"]["groups"]
-        for group in groups:
+        for group, own in zip(groups, optimizer.param_groups, strict=False):
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
+            group["fused"] = own["fused"]  # depends on the device, not on the run
         optimizer.load_state_dict({"state": states, "param_groups": groups})
+        _lay_out(optimizer)
     state: dict[str, Any] = header["state"]
     return state
+
+
+def _lay_out(optimizer: Optimizer) -> None:
+    """Give the state of each parameter its memory format, by which fused optimisers go."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -75,7 +75,7 @@ class RunFolder:
                     f"the run in {self.path} was started with another recipe: {changed}; "
                     "continue it with the same recipe or choose another folder"
                 )
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif self.path.exists() and any(not self._ours(path) for path in self.path.iterdir()):
             raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob("**/.*.part"):
@@ -85,6 +85,11 @@ class RunFolder:
             write_atomically(self.path / "environment.json", environment.encode())
             recipe.save(self.recipe)
         return self.last.exists()
+
+    @staticmethod
+    def _ours(path: Path) -> bool:
+        """Whether a run that was killed before its recipe was written may have left this."""
+        return path.name in ("checkpoints", "environment.json") or path.suffix == ".part"
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line of metrics."""
@@ -146,7 +151,11 @@ def _git_state() -> dict[str, Any] | None:
     def ask(*words: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", *words], capture_output=True, text=True, timeout=10, check=False
+                ["git", "-C", str(Path(__file__).parent), *words],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             return None

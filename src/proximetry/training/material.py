@@ -88,7 +88,7 @@ class Material:
         self._fit_codes = fit.codes
         self.sampler = _sampler(recipe, fit.codes, world)
         self._train = TrainTransform(
-            preprocessing.crop,
+            d.crop_size or preprocessing.crop,
             scale=d.crop_scale,
             flip=d.flip,
             interpolation=preprocessing.interpolation,
@@ -145,7 +145,14 @@ class Material:
         return labels.pin_memory().to(self.world.device, non_blocking=True)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Pixels of rows as evaluation sees them."""
+        """Pixels of rows as evaluation sees them.
+
+        On a GPU the last batch is filled up with its last image: cuDNN looks for its fastest
+        algorithms anew for every size of a batch.
+        """
+        missing = -len(rows) % batch_size
+        if self.world.device.type == "cuda" and missing:
+            rows = np.concatenate([rows, np.full(missing, rows[-1])])
         for start in range(0, len(rows), batch_size):
             yield self._view(self.cache, rows[start : start + batch_size]).to(self.world.device)
 

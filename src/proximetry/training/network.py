@@ -58,6 +58,10 @@ class CapturedNetwork(nn.Module):
         # Recording runs the network some times; moving statistics must not notice.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         once = PixelNetwork(self.network.embedder, self.network.precision, self.network.device)
+        # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
+        graphs: Any = torch.autograd.graph
+        if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns
+            graphs.set_warn_on_accumulate_grad_stream_mismatch(False)
         graph = torch.cuda.make_graphed_callables(once, (pixels.clone(),), allow_unused_input=True)
         for buffer, value in zip(self.network.buffers(), buffers, strict=True):
             buffer.copy_(value)

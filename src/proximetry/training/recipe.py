@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from proximetry.losses import LOSSES
 from proximetry.losses.suggest import closest
+from proximetry.training.checkpoint import write_atomically
 from proximetry.training.recipe_values import RecipeError, build, plain, require
 
 Setting = bool | int | float | str
@@ -50,6 +51,8 @@ class Data:
         dataset: glyphs, folder, csv, parquet, shards, faces, cub, cars, sop or inshop.
         root: where the images lie; glyphs need none.
         short_side: short side of the images in the pixel cache; default: the model's resize.
+        crop_size: side of the training crops; default: the model's image_size. Smaller crops than
+            in evaluation make up for objects looking larger in random crops.
         crop_scale: area of the random crop as a fraction of the image, least and most.
         flip: mirror half of the training images.
         batch_size: images per step, over all processes together.
@@ -63,6 +66,7 @@ class Data:
     dataset: str = "folder"
     root: str | None = None
     short_side: int | None = None
+    crop_size: int | None = None
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: bool = True
     batch_size: int = 180
@@ -73,7 +77,7 @@ class Data:
     bad_images: BadImages = "error"
 
     def __post_init__(self) -> None:
-        _positive("data", self, "batch_size", "images_per_class", "short_side")
+        _positive("data", self, "batch_size", "images_per_class", "short_side", "crop_size")
         _choice("data", self, "sampler", Sampler)
         _choice("data", self, "cache", CachePlace)
         _choice("data", self, "bad_images", BadImages)
@@ -372,7 +376,7 @@ class Recipe:
         import yaml
 
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text.encode())
 
 
 SHIPPED = Path(__file__).parents[1] / "recipes"

@@ -204,8 +204,8 @@ class Trainer:
         """Clip gradients as the recipe says: values of all, the norm of the model's."""
         o = self.recipe.optimizer
         if o.clip_value is not None:
-            nn.utils.clip_grad_value_(self.embedder.parameters(), o.clip_value)
-            nn.utils.clip_grad_value_(self.objective.parameters(), o.clip_value)
+            everything = [*self.embedder.parameters(), *self.objective.parameters()]
+            nn.utils.clip_grad_value_(everything, o.clip_value)
         if o.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.embedder.parameters(), o.clip_norm)
 
@@ -342,7 +342,7 @@ class Trainer:
             for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
                 found.append(model(model.preprocessing.normalise(pixels)))
         model.train()
-        return torch.cat(found)
+        return torch.cat(found)[: len(rows)]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""
