@@ -58,7 +58,7 @@ def compare(fast, plain, layer, x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.SiLU])
-@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 9, 9), (1, 1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (1, 1, 1, 1)])
 def test_frozen_norm_is_torchs(shape, act, dtype):
     layer = norm(shape[1], act)
     compare(fused_norm, layer, layer, images(*shape, dtype=dtype))
@@ -70,7 +70,7 @@ def test_frozen_norm_without_scale_and_shift():
     compare(fused_norm, layer, layer, images(2, 8, 3, 3))
 
 
-@pytest.mark.parametrize("size", [(7, 9), (8, 8), (6, 5), (1, 1), (2, 13)])
+@pytest.mark.parametrize("size", [(7, 9), (8, 8), (1, 1)])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])

@@ -30,13 +30,13 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from proximetry.models import kernels
+from proximetry.models.kernels import depthwise, norm
 
 floats = {"x", "y", "dx", "dy"}
-sums = {"scale", "shift", "sums", "w"}
+sums = {"weight", "bias", "mean", "variance", "sums", "w"}
 blocks = {"ACT": 2, "BM": 64, "BC": 32, "BP": 16, "S": 2, "K": 5, "MIRROR": False, "LEFT": 1}
 for name in sys.argv[1:]:
-    kernel = getattr(kernels, name)
+    kernel = getattr(norm, name, None) or getattr(depthwise, name)
     kinds, constants = {}, {}
     for place, parameter in enumerate(kernel.params):
         if parameter.is_constexpr:
@@ -45,6 +45,7 @@ for name in sys.argv[1:]:
             "constexpr" if parameter.is_constexpr
             else "*bf16" if parameter.name in floats
             else "*fp32" if parameter.name in sums
+            else "fp32" if parameter.name == "eps"
             else "i32"
         )
     source = ASTSource(kernel, kinds, constants)
@@ -55,7 +56,7 @@ for name in sys.argv[1:]:
 
 def test_kernels_compile_for_a_card():
     pytest.importorskip("triton")
-    names = ["_forward_affine", "_backward_affine", "_forward_depthwise"]
+    names = ["_forward_norm", "_backward_norm", "_forward_depthwise"]
     names += ["_input_depthwise_strided", "_weight_depthwise"]
     command = [sys.executable, "-c", COMPILE, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

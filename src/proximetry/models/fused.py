@@ -18,27 +18,40 @@ from proximetry.models.batchnorm import is_frozen
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# The kernels' ACT.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
 
 
-class _Affine(torch.autograd.Function):
-    """act(x · scale + shift) per channel; saves x alone."""
+class _Norm(torch.autograd.Function):
+    """A batch norm with fixed statistics, and its activation; saves x alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, act: int) -> Tensor:
-        from proximetry.models import kernels
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        act: int,
+    ) -> Tensor:
+        from proximetry.models.kernels import norm
 
-        ctx.save_for_backward(x, scale, shift)
-        ctx.act = act
-        return kernels.affine(x, scale, shift, act)
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.settings = eps, act
+        return norm.norm(x, norm.Norm(weight, bias, mean, variance, eps), act)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        from proximetry.models import kernels
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from proximetry.models.kernels import norm
 
-        x, scale, shift = ctx.saved_tensors
-        dense = dy.contiguous(memory_format=torch.channels_last)
-        return *kernels.affine_backward(x, dense, scale, shift, ctx.act), None
+        x, weight, bias, mean, variance = ctx.saved_tensors
+        eps, act = ctx.settings
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        layer = norm.Norm(weight, bias, mean, variance, eps)
+        gradients = norm.norm_backward(x, dy, layer, act)
+        return *gradients, None, None, None, None
 
 
 class _Depthwise(torch.autograd.Function):
@@ -54,30 +67,30 @@ class _Depthwise(torch.autograd.Function):
         before: tuple[int, int],
         size: tuple[int, int],
     ) -> Tensor:
-        from proximetry.models import kernels
+        from proximetry.models.kernels import depthwise
 
         ctx.save_for_backward(x, weight)
         ctx.settings = kernel, stride, before
         if _suits_cudnn(x, size):
             plain = weight.t().view(-1, 1, kernel, kernel).to(x.dtype)
             return F.conv2d(x, plain, padding=before, groups=x.shape[1])
-        return kernels.depthwise(x, weight, kernel, stride, before, size)
+        return depthwise.depthwise(x, weight, kernel, stride, before, size)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from proximetry.models import kernels
+        from proximetry.models.kernels import depthwise
 
         x, weight = ctx.saved_tensors
         kernel, stride, before = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = kernels.depthwise_input(dy, weight, kernel, stride, before, x.shape[2:])
+            dx = depthwise.depthwise_input(dy, weight, kernel, stride, before, x.shape[2:])
         if ctx.needs_input_grad[1]:
             if _suits_cudnn(x, dy.shape[2:]):
                 dweight = _cudnn_weight(x, dy, kernel, before)
             else:
-                dweight = kernels.depthwise_weight(x, dy, kernel, stride, before)
+                dweight = depthwise.depthwise_weight(x, dy, kernel, stride, before)
         return dx, dweight, None, None, None, None
 
 
@@ -118,14 +131,12 @@ class _FusedNorm(nn.BatchNorm2d):
 
 def fused_norm(layer: Any, x: Tensor) -> Tensor:
     """Return what the frozen batch norm `layer` makes of x, activation included."""
-    inverse = torch.rsqrt(layer.running_var + layer.eps)
-    scale = inverse if layer.weight is None else layer.weight * inverse
-    shift = -layer.running_mean * scale
-    if layer.bias is not None:
-        shift = shift + layer.bias
+    mean, variance = layer.running_mean.float(), layer.running_var.float()
+    weight = torch.ones_like(mean) if layer.weight is None else layer.weight.float()
+    bias = torch.zeros_like(mean) if layer.bias is None else layer.bias.float()
     after = getattr(layer, "act", nn.Identity())
     act = _ACTIVATIONS.get(type(after))
-    y: Tensor = _Affine.apply(x, scale.float(), shift.float(), act or 0)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, weight, bias, mean, variance, layer.eps, act or 0)  # type: ignore[no-untyped-call]
     return y if act is not None else after(y)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from proximetry.reproduce.figures import curve, picture_names
 from proximetry.reproduce.plan import command_for, run_id
 from proximetry.reproduce.records import Record
-from proximetry.reproduce.statistics import Finding, examine, sample
+from proximetry.reproduce.statistics import ONE_SEED_NOISE, Finding, examine, sample
 from proximetry.reproduce.tables import Table
 
 NOTHING = "—"
@@ -72,9 +72,7 @@ def page(results: Results, seeds: Sequence[int] = (), selection: bool = False) -
     missing = results.missing(seeds, selection)
     if missing:
         parts.append(f"**Not complete.** Still missing: {', '.join(missing)}.")
-    notes = list(dict.fromkeys(note for record in results.everything for note in record.notes))
-    if notes:
-        parts.append("The runs note:\n\n" + _bullets(notes))
+    parts += _notes(results)
     if results.selection:
         parts += ["## Epoch chosen on held-out classes", _selected(results)]
     if table.claims:
@@ -84,6 +82,37 @@ def page(results: Results, seeds: Sequence[int] = (), selection: bool = False) -
     parts += [f"![{about}]({name})" for name, about in picture_names(table.figure).items()]
     parts += ["## Differences from the published setting", _bullets(_differences(results))]
     return "\n\n".join(parts) + "\n"
+
+
+def overview(results: Results, folder: str) -> str:
+    """A section about a table for a page about several; ``folder`` is where its own page lies."""
+    table = results.table
+    record = results.runs[0]
+    seeds = len(results.seeds)
+    dates = sorted(r.environment["started"][:10] for r in results.everything)
+    told = (
+        f"{table.source} Ours: {_values([r.recipe['model']['backbone'] for r in results.runs])}, "
+        f"{_epochs(results)}, {seeds} seed{'s' * (seeds > 1)}, last epoch, {record.card}, "
+        f"{dates[-1]}; `{_command(results)}`. Published: {table.published.backbone}, "
+        f"{table.published.protocol}. [All figures, versions and differences]({folder}/README.md)."
+    )
+    parts = [f"## {table.title}", told, _last_epoch(results)]
+    missing = results.missing((), False)
+    if missing:
+        parts.append(f"**Not complete.** Still missing: {', '.join(missing)}.")
+    parts += _notes(results)
+    if results.selection:
+        parts.append(_selected(results))
+    if table.claims:
+        parts.append(_findings(results))
+    names = picture_names(table.figure).items()
+    parts += [f"![{about}]({folder}/{name})" for name, about in names]
+    return "\n\n".join(parts) + "\n"
+
+
+def _notes(results: Results) -> list[str]:
+    notes = list(dict.fromkeys(note for record in results.everything for note in record.notes))
+    return ["The runs note:\n\n" + _bullets(notes)] if notes else []
 
 
 def _setting(results: Results) -> str:
@@ -96,7 +125,8 @@ def _setting(results: Results) -> str:
     packages = ("proximetry", "torch", "timm", "numpy")
     versions = [f"Python {_values([e['python'] for e in environments])}"]
     for name in packages:
-        versions.append(f"{name} {_values([e['packages'].get(name) for e in environments])}")
+        known = [e["packages"][name] for e in environments if e["packages"].get(name)]
+        versions += [f"{name} {_values(known)}"] if known else []
     if any(record.card != "CPU" for record in results.everything):
         versions.append(f"CUDA {_values([e['cuda'] for e in environments])}")
     commits = sorted({_commit(e["git"]) for e in environments if e["git"]})
@@ -208,8 +238,8 @@ def _findings(results: Results) -> str:
         )
     return "\n".join(lines) + (
         "\n\nDifferences in points, last epoch; ours ± the standard error of the difference where "
-        "both rows have two seeds or more. A difference below two standard errors, or below half a "
-        "point with one seed, is within the noise."
+        "both rows have two seeds or more. A difference below two standard errors, or below "
+        f"{ONE_SEED_NOISE} points with one seed, is within the noise."
     )
 
 

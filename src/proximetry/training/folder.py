@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from proximetry import __version__
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.recipe import Recipe
 
@@ -126,14 +127,14 @@ class RunFolder:
 
 def describe_environment(seed: int) -> dict[str, Any]:
     """Versions, seed, command and state of the code: what a figure needs to be believed."""
-    packages = ("proximetry", "torch", "torchvision", "timm", "numpy", "pillow")
+    packages = ("torch", "torchvision", "timm", "numpy", "pillow")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "seed": seed,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {"proximetry": __version__} | {name: _version(name) for name in packages},
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "git": _git_state(),

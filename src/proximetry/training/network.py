@@ -33,6 +33,43 @@ class PixelNetwork(nn.Module):
         return embeddings
 
 
+class CapturedInference:
+    """A network whose forward pass, without gradients, is recorded once and then replayed.
+
+    It follows the weights as they are trained. Batches of another shape than the first one go
+    the usual way.
+    """
+
+    def __init__(self, network: PixelNetwork) -> None:
+        self._network = network
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Embed pixels; the first call records."""
+        if self._graph is None:
+            self._record(pixels)
+        if pixels.shape != self._pixels.shape:
+            embeddings: Tensor = self._network(pixels)
+            return embeddings
+        self._pixels.copy_(pixels)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._embeddings.clone()
+
+    def _record(self, pixels: Tensor) -> None:
+        self._pixels = pixels.clone()
+        side = torch.cuda.Stream(pixels.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(pixels.device))
+        with torch.cuda.stream(side):  # kernels are compiled and chosen here
+            for _ in range(2):
+                self._network(self._pixels)
+        torch.cuda.current_stream(pixels.device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._embeddings: Tensor = self._network(self._pixels)
+
+
 class CapturedNetwork(nn.Module):
     """A network whose forward and backward pass are recorded once and then replayed whole.
 

@@ -19,7 +19,7 @@ from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.display import Display
 from proximetry.training.folder import RunError, RunFolder
 from proximetry.training.material import Material, questions
-from proximetry.training.network import CapturedNetwork, PixelNetwork, autocast
+from proximetry.training.network import CapturedInference, CapturedNetwork, PixelNetwork
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 from proximetry.training.schedule import LearningRates
@@ -77,9 +77,10 @@ class Trainer:
         self.trackers = Trackers(recipe, folder.path) if world.leads else None
         if continues:
             self.restore()
-        self.network: nn.Module = PixelNetwork(
-            self.embedder, recipe.training.precision, world.device
-        )
+        precision = recipe.training.precision
+        self.network: nn.Module = PixelNetwork(self.embedder, precision, world.device)
+        judged = PixelNetwork(self.evaluated(), precision, world.device)
+        self.inference = CapturedInference(judged) if self.captures else judged
         self.warm = False
         self.thawed: bool | None = None  # whether the backbone is trained; None before the start
 
@@ -126,7 +127,7 @@ class Trainer:
             parameter.requires_grad_(bool(self.thawed))
         plain = PixelNetwork(self.embedder, self.recipe.training.precision, self.world.device)
         network: nn.Module = plain
-        if self.captures and self.thawed:
+        if self.captures:
             network = CapturedNetwork(plain)
         if self.recipe.training.compile:
             network = torch.compile(network)  # type: ignore[assignment]
@@ -338,9 +339,8 @@ class Trainer:
         model = self.evaluated()
         model.eval()
         found = [torch.empty(0, model.dim, device=self.world.device)]
-        with autocast(self.recipe.training.precision, self.world.device):
-            for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
-                found.append(model(model.preprocessing.normalise(pixels)))
+        for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
+            found.append(self.inference(pixels))
         model.train()
         return torch.cat(found)[: len(rows)]
 

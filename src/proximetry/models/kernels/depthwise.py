@@ -1,7 +1,4 @@
-"""Triton kernels of `proximetry.models.fused`; tensors are channels-last: [N, H, W, C] in memory.
-
-Each has a plain torch twin in the tests. Sums are taken in float32, whatever the tensors are.
-"""
+"""Depthwise convolution with 3 × 3 and 5 × 5 kernels at stride 1 and 2, and its gradients."""
 
 import torch
 import triton
@@ -10,104 +7,13 @@ from torch import Tensor
 
 # Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
 # channels alone, which decides whether 16 bytes are read at once.
-_ANY = ["rows", "programs", "N", "H", "W", "HO", "WO", "PT", "PL", "half", "strips", "pixels"]
+_ANY = ["programs", "N", "H", "W", "HO", "WO", "PT", "PL", "half", "strips"]
 
-# What follows the affine map of a batch norm.
-NONE, RELU, RELU6 = 0, 1, 2
-
-# Channels and positions of one program; a row of 32 channels in bfloat16 is two sectors.
+# Channels and strips of one program; 32 channels in bfloat16 are two sectors of memory.
 _CHANNELS = 32
-_ROWS = 64
 _STRIPS = 16
-_PIXELS = 32
-# Programs that share the rows of one block of channels when sums over rows are wanted.
+# Programs that share the strips of one block of channels when sums over them are wanted.
 _PROGRAMS = 2048
-
-
-@triton.jit(do_not_specialize=_ANY)
-def _forward_affine(
-    x, y, scale, shift, rows, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
-):
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    r = (pid // blocks) * BM + tl.arange(0, BM)
-    inside = (r < rows)[:, None] & (c < C)[None, :]
-    place = r.to(tl.int64)[:, None] * C + c[None, :]
-    s = tl.load(scale + c, mask=c < C, other=0.0)
-    t = tl.load(shift + c, mask=c < C, other=0.0)
-    z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * s[None, :] + t[None, :]
-    if ACT != 0:
-        z = tl.maximum(z, 0.0)
-    if ACT == 2:
-        z = tl.minimum(z, 6.0)
-    tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=_ANY)
-def _backward_affine(
-    x,
-    dy,
-    dx,
-    scale,
-    shift,
-    sums,
-    rows,
-    C,
-    programs,
-    ACT: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    part = pid // blocks
-    s = tl.load(scale + c, mask=c < C, other=0.0)
-    t = tl.load(shift + c, mask=c < C, other=0.0)
-    of_dz = tl.zeros((BM, BC), tl.float32)
-    of_dz_x = tl.zeros((BM, BC), tl.float32)
-    for first in range(part * BM, rows, programs * BM):
-        r = first + tl.arange(0, BM)
-        inside = (r < rows)[:, None] & (c < C)[None, :]
-        place = r.to(tl.int64)[:, None] * C + c[None, :]
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-        z = value * s[None, :] + t[None, :]
-        if ACT != 0:
-            dz = tl.where(z > 0.0, dz, 0.0)
-        if ACT == 2:
-            dz = tl.where(z < 6.0, dz, 0.0)
-        tl.store(dx + place, (dz * s[None, :]).to(dx.dtype.element_ty), mask=inside)
-        of_dz += dz
-        of_dz_x += dz * value
-    tl.store(sums + part * 2 * C + c, tl.sum(of_dz, axis=0), mask=c < C)
-    tl.store(sums + part * 2 * C + C + c, tl.sum(of_dz_x, axis=0), mask=c < C)
-
-
-def affine(x: Tensor, scale: Tensor, shift: Tensor, act: int) -> Tensor:
-    """Return act(x · scale + shift), per channel."""
-    y = torch.empty_like(x)
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    grid = (triton.cdiv(channels, _CHANNELS) * triton.cdiv(rows, _ROWS),)
-    _forward_affine[grid](x, y, scale, shift, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS)
-    return y
-
-
-def affine_backward(
-    x: Tensor, dy: Tensor, scale: Tensor, shift: Tensor, act: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to x, scale and shift, in one pass over x and dy."""
-    dx = torch.empty_like(x)
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    blocks = triton.cdiv(channels, _CHANNELS)
-    programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
-    sums = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
-    _backward_affine[(blocks * programs,)](
-        x, dy, dx, scale, shift, sums, rows, channels, programs, ACT=act, BM=_ROWS, BC=_CHANNELS
-    )
-    dshift, dscale = sums.sum(dim=0)
-    return dx, dscale, dshift
 
 
 @triton.jit
@@ -291,7 +197,7 @@ def _weight_depthwise(
     C,
     HO,
     WO,
-    pixels,
+    strips,
     programs,
     PT,
     PL,
@@ -300,32 +206,41 @@ def _weight_depthwise(
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    # One row of the kernel and one block of channels; every program takes its part of the pixels.
+    # One row of the kernel and one block of channels; every program takes its part of the strips.
     blocks = tl.cdiv(C, BC)
     pid = tl.program_id(0)
     c = (pid % blocks) * BC + tl.arange(0, BC)
     kh = (pid // blocks) % K
     part = pid // (blocks * K)
+    across = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
     s3 = tl.zeros((BP, BC), tl.float32)
     s4 = tl.zeros((BP, BC), tl.float32)
-    for start in range(part * BP, pixels, programs * BP):
-        pixel = start + tl.arange(0, BP)
-        inside = pixel < pixels
-        column = pixel % WO
-        row = (pixel // WO) % HO
-        n = pixel // (WO * HO)
-        g = _tap(dy, n, row, column, HO, WO, C, c, inside)
-        down = row * S + kh - PT
-        left = column * S - PL
-        s0 += g * _tap(x, n, down, left, H, W, C, c, inside)
-        s1 += g * _tap(x, n, down, left + 1, H, W, C, c, inside)
-        s2 += g * _tap(x, n, down, left + 2, H, W, C, c, inside)
-        if K == 5:
-            s3 += g * _tap(x, n, down, left + 3, H, W, C, c, inside)
-            s4 += g * _tap(x, n, down, left + 4, H, W, C, c, inside)
+    for start in range(part * BP, strips, programs * BP):
+        strip = start + tl.arange(0, BP)
+        inside = strip < strips
+        first = (strip % across) * 4
+        row = (strip // across) % HO
+        n = strip // (across * HO)
+        g0 = _tap(dy, n, row, first, HO, WO, C, c, inside)
+        g1 = _tap(dy, n, row, first + 1, HO, WO, C, c, inside)
+        g2 = _tap(dy, n, row, first + 2, HO, WO, C, c, inside)
+        g3 = _tap(dy, n, row, first + 3, HO, WO, C, c, inside)
+        for j in tl.static_range(3 * S + K):
+            v = _tap(x, n, row * S + kh - PT, first * S + j - PL, H, W, C, c, inside)
+            for t in tl.static_range(4):
+                if j - t * S == 0:
+                    s0 += v * _pick(t, g0, g1, g2, g3, g3)
+                if j - t * S == 1:
+                    s1 += v * _pick(t, g0, g1, g2, g3, g3)
+                if j - t * S == 2:
+                    s2 += v * _pick(t, g0, g1, g2, g3, g3)
+                if (j - t * S == 3) and (K == 5):
+                    s3 += v * _pick(t, g0, g1, g2, g3, g3)
+                if (j - t * S == 4) and (K == 5):
+                    s4 += v * _pick(t, g0, g1, g2, g3, g3)
     out = sums + ((part * K + kh) * K) * C + c
     tl.store(out, tl.sum(s0, axis=0), mask=c < C)
     tl.store(out + C, tl.sum(s1, axis=0), mask=c < C)
@@ -399,12 +314,12 @@ def depthwise_weight(
     """Return the gradient with respect to the weight, as [kernel², C]."""
     batch, channels, height, width = x.shape
     below, across = dy.shape[2:]
-    pixels = batch * below * across
+    strips = batch * below * triton.cdiv(across, 4)
     blocks = triton.cdiv(channels, _CHANNELS)
-    programs = max(1, min(triton.cdiv(pixels, _PIXELS), _PROGRAMS // (blocks * kernel)))
+    programs = max(1, min(triton.cdiv(strips, _STRIPS), _PROGRAMS // (blocks * kernel)))
     sums = torch.empty(programs, kernel**2, channels, dtype=torch.float32, device=x.device)
     _weight_depthwise[(blocks * kernel * programs,)](
-        x, dy, sums, batch, height, width, channels, below, across, pixels, programs, *before,
-        K=kernel, S=stride, BP=_PIXELS, BC=_CHANNELS,
+        x, dy, sums, batch, height, width, channels, below, across, strips, programs, *before,
+        K=kernel, S=stride, BP=_STRIPS, BC=_CHANNELS,
     )  # fmt: skip
     return sums.sum(dim=0)

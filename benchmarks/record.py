@@ -1,0 +1,104 @@
+"""Look for a better recipe on held-out training classes; test classes are never looked at.
+
+python -m benchmarks.record benchmarks/record/cub.yaml --data ~/cub --out results/record-cub
+
+A file names a base recipe and candidates: changes to it by dotted keys. Each candidate is trained
+on the training classes that are not held out, and judged at its last epoch on those that are, for
+every seed. What is done is skipped. The table at the end is sorted by recall@1.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from proximetry.training import Recipe, RunFolder, train
+from proximetry.training.checkpoint import write_atomically
+
+
+def candidate_recipe(search: dict[str, Any], changes: dict[str, Any], seed: int) -> Recipe:
+    """The base with the changes of one candidate, judged on held-out classes."""
+    values: dict[str, Any] = json.loads(json.dumps(search["base"]))
+    for key, value in {**changes, "training.seed": seed}.items():
+        section, name = key.split(".", 1)
+        values.setdefault(section, {})[name] = value
+    evaluation = {"every": values["training"]["epochs"], **values.get("evaluation", {})}
+    values["evaluation"] = {**evaluation, "protocol": "held_out", "watch_test": False}
+    return Recipe.from_dict(values)
+
+
+def run_candidate(recipe: Recipe, out: Path, name: str, data: Path) -> dict[str, Any]:
+    """Train one candidate, or read what is there."""
+    file = out / f"{name}.json"
+    if file.exists():
+        known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return known
+    told = recipe.to_dict()
+    recipe.data.root = str(data)
+    work = out / "work" / name
+    results = train(recipe, work)
+    environment = json.loads((work / "environment.json").read_text(encoding="utf-8"))
+    found = {
+        "candidate": name,
+        "recipe": told,
+        "held_out": results["last"]["held_out"],
+        "curve": RunFolder(work).history(),
+        "seconds": results["seconds"],
+        "startup_seconds": results["startup_seconds"],
+        "device": environment["device"],
+        "packages": environment["packages"],
+    }
+    write_atomically(file, json.dumps(found, indent=1).encode())
+    return found
+
+
+def summary(search: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
+    """A Markdown table of the candidates that are done, best first."""
+    rows = []
+    for name, runs in found.items():
+        if runs:
+            recall = 100 * fmean(run["held_out"]["recall@1"] for run in runs)
+            precise = 100 * fmean(run["held_out"]["map@r"] for run in runs)
+            seconds = fmean(run["seconds"] for run in runs)
+            changes = ", ".join(f"{k} {v}" for k, v in search["candidates"][name].items())
+            rows.append((recall, precise, len(runs), seconds, name, changes or "the base"))
+    lines = [
+        "| candidate | held-out R@1 | MAP@R | seeds | s | changes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recall, precise, count, seconds, name, changes in sorted(rows, reverse=True):
+        lines.append(
+            f"| {name} | {recall:.2f} | {precise:.2f} | {count} | {seconds:.0f} | {changes} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("search", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", help="names of candidates")
+    arguments = parser.parse_args()
+    search = yaml.safe_load(arguments.search.read_text(encoding="utf-8"))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in search["candidates"]}
+    for seed in arguments.seeds:
+        for name in arguments.only or search["candidates"]:
+            recipe = candidate_recipe(search, search["candidates"][name], seed)
+            run = run_candidate(recipe, arguments.out, f"{name}-seed{seed}", arguments.data)
+            found[name].append(run)
+            recall = 100 * run["held_out"]["recall@1"]
+            print(f"{name} seed {seed}: held-out recall@1 {recall:.2f}", flush=True)
+            write_atomically(arguments.out / "README.md", summary(search, found).encode())
+    print(summary(search, found))
+
+
+if __name__ == "__main__":
+    main()
