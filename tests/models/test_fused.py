@@ -111,3 +111,9 @@ def test_without_triton_nothing_is_swapped(monkeypatch):
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     model = fuse(freeze_batchnorm(network()))
     assert not any(type(layer).__name__.startswith("Fused") for layer in model.modules())
+
+
+def test_a_norm_that_drops_units_stays_as_it_is():
+    layer = freeze_batchnorm(BatchNormAct2d(8, drop_layer=nn.Dropout))
+    kind = type(layer)
+    assert type(fuse(layer)) is kind

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -550,3 +551,22 @@ def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path)
     after = fresh.state[layer.weight]["exp_avg"]
     assert after.stride() == layer.weight.stride()
     assert torch.equal(after, before)
+
+
+def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path, monkeypatch):
+    train(recipe, tmp_path / "whole")
+    real = trainer_module.Trainer.step
+
+    def deadly(self, pixels, labels):
+        if self.step_number == 6:
+            raise SystemError("killed")
+        return real(self, pixels, labels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "step", deadly)
+        with pytest.raises(SystemError):
+            train(recipe, tmp_path / "cut")
+    shutil.copytree(images, tmp_path / "elsewhere")
+    moved = with_(recipe, "data", root=str(tmp_path / "elsewhere"), cache_dir=str(tmp_path / "c"))
+    train(moved, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")

@@ -176,6 +176,15 @@ def _is_same(layer: Any) -> bool:
     return isinstance(layer, Conv2dSame)
 
 
+def _is_fixed_norm(layer: nn.Module) -> bool:
+    drops = getattr(layer, "drop", None)  # timm's may drop units between norm and activation
+    return (
+        isinstance(layer, nn.BatchNorm2d)
+        and is_frozen(layer)
+        and (drops is None or isinstance(drops, nn.Identity))
+    )
+
+
 def _is_depthwise(layer: nn.Module) -> bool:
     return (
         isinstance(layer, nn.Conv2d)
@@ -203,7 +212,7 @@ def fuse(module: Module) -> Module:
         kind: Any = type(layer)
         if issubclass(kind, (_FusedNorm, _FusedDepthwise)):
             continue
-        if isinstance(layer, nn.BatchNorm2d) and is_frozen(layer):
+        if _is_fixed_norm(layer):
             layer.__class__ = _fused(_FusedNorm, kind)
         elif _is_depthwise(layer):
             layer.__class__ = _fused(_FusedDepthwise, kind)

@@ -69,8 +69,7 @@ class RunFolder:
                     f"{self.path} already holds a run; continue it with resume, or choose another "
                     "folder"
                 )
-            before = Recipe.load(self.recipe).to_dict()
-            changed = _difference(before, recipe.to_dict())
+            changed = _difference(_told(Recipe.load(self.recipe)), _told(recipe))
             if changed:
                 raise RunError(
                     f"the run in {self.path} was started with another recipe: {changed}; "
@@ -166,6 +165,13 @@ def _git_state() -> dict[str, Any] | None:
     if commit is None:
         return None
     return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+
+
+def _told(recipe: Recipe) -> dict[str, Any]:
+    """A recipe less its words for people and where things lie: data may move."""
+    values = recipe.to_dict()
+    values["data"] |= {"root": None, "cache_dir": None}
+    return values | {"name": "", "about": ""}
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any], where: str = "") -> str:

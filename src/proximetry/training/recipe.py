@@ -234,7 +234,8 @@ class Training:
         ema: decay of the moving average of the weights; 0 for none.
         compile: compile the backbone with torch.compile.
         capture: on one CUDA device, run the network with fused kernels and as a CUDA graph; as
-            fast as compiling or faster, and it starts in seconds. Elsewhere it does nothing.
+            fast as compiling or faster, and it starts in seconds. Elsewhere, and with
+            accumulate, it does nothing.
         stop_after: stop after so many evaluations without a better selection metric; 0 for never.
         checkpoint_epochs: save every so many epochs, and at the end.
         checkpoint_steps: also save every so many steps; 0 for the ends of epochs alone.

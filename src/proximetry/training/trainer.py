@@ -55,7 +55,9 @@ class Trainer:
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True
             self.embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.captures = recipe.training.capture and world.device.type == "cuda" and world.size == 1
+        # Parts of a batch would share one graph, and with it one place for their embeddings.
+        alone = world.device.type == "cuda" and world.size == recipe.training.accumulate == 1
+        self.captures = recipe.training.capture and alone
         if self.captures:
             fuse(self.embedder)
         self.material = Material(recipe, self.embedder.preprocessing, world, display)
@@ -98,9 +100,11 @@ class Trainer:
                     self.step_number += 1
                     seen += len(labels) * self.world.size if self.warm else 0
                     self.settle()
-                    speed = seen / (time.monotonic() - self.started)
+                    speed = seen / max(time.monotonic() - self.started, 1e-9)
                     self.display.step(self.epoch, self.batch, self._shown(loss), speed)
                     if self.agree_to_stop(stop):
+                        self.check_finite()  # which waits for the device
+                        self.seconds += time.monotonic() - self.started
                         self.save(self.folder.last)
                         raise Stopped(self.step_number, self.folder.path)
                     every = self.recipe.training.checkpoint_steps
@@ -225,7 +229,7 @@ class Trainer:
     def end_epoch(self, seen: int) -> None:
         """Evaluate, choose, write down, save."""
         self.check_finite()  # which waits for the device
-        elapsed = time.monotonic() - self.started
+        elapsed = max(time.monotonic() - self.started, 1e-9)
         self.seconds += elapsed
         self.epoch += 1
         self.batch = 0
