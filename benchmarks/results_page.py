@@ -6,8 +6,9 @@ python -m benchmarks.results_page
 from pathlib import Path
 
 from proximetry.reproduce import Table, shipped_tables
-from proximetry.reproduce.markdown import Results, overview
+from proximetry.reproduce.markdown import overview
 from proximetry.reproduce.records import read_records
+from proximetry.reproduce.results import Results
 
 HOME = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"

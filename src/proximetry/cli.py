@@ -247,25 +247,23 @@ def reproduce(
         data: folder of the table's dataset, or one that holds it as cub/ or cars/.
         out: where the folder of the table is made: JSON per run, README.md, pictures.
         seeds: one run per row and seed.
-        parallel: so many runs at once, in processes of their own.
+        parallel: so many runs at once, in processes of their own; seconds are then not compared.
         backbone: another network than the table's, such as bn_inception or resnet50.tv_in1k.
         weights: its weights: auto, package, hub, none, or a file.
-        epochs: another number of epochs; the schedule is scaled along.
+        epochs: another number of epochs; falls and evaluations move in proportion.
         selection: also choose the epoch on held-out classes; default: as the table says.
         device: cpu, cuda or cuda:1; default: cuda where there is one.
         render: only write README.md and the pictures anew from the results that are there.
         keep: keep checkpoints and embedders of the runs.
         list: list the tables and leave.
     """
-    from proximetry.reproduce import list_tables
+    from proximetry import reproduce as room
 
     if list:
-        return print(list_tables())
+        return print(room.list_tables())
     if table is None:
         raise ValueError("which table? `proximetry reproduce --list` lists them")
-    from proximetry.reproduce import reproduce as run
-
-    home = run(
+    home = room.reproduce(
         table,
         data,
         out,

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from proximetry import cli
-from proximetry.reproduce import ReproduceError, Table, reproduce, work
-from proximetry.reproduce.markdown import Results, page
+from proximetry.reproduce import Interrupted, ReproduceError, Table, reproduce, run, work
+from proximetry.reproduce.markdown import overview, page
 from proximetry.reproduce.records import read_records
+from proximetry.reproduce.results import Results
 from tests.reproduce.small import (
     make_table,
     numbers,
@@ -73,15 +74,23 @@ def test_the_page_shows_ours_beside_the_published(whole):
     mean, spread = sum(values) / 2, abs(values[0] - values[1]) / 2**0.5
     lines = text.splitlines()
     row = next(i for i, line in enumerate(lines) if line.startswith("| MPA, K = 2 | ours"))
-    assert lines[row].startswith(f"| MPA, K = 2 | ours, 2 seeds | {mean:.1f} ± {spread:.1f} |")
-    assert lines[row + 1] == "|  | published, a large network | 69.2 | — | 26.6 |"
+    ours = "| MPA, K = 2 | ours, last epoch, seeds 0, 1 |"
+    assert lines[row].startswith(f"{ours} {mean:.1f} ± {spread:.1f} |")
+    assert lines[row + 2] == "|  | published, a large network | 69.2 | — | 26.6 |"
     chosen = json.loads((home / "mpa-k-2-selection.json").read_text())["chosen_epoch"]
     there = [100 * run["curve"][chosen - 1]["test"]["recall@1"] for run in runs]
-    assert f"| MPA, K = 2 | {chosen} | {sum(there) / 2:.1f} ±" in text
-    assert "| MPA, K = 2 above Proxy-Anchor | recall@1 | +0.6 |" in text
+    line = f"|  | ours, epoch {chosen}, chosen on held-out classes | {sum(there) / 2:.1f} ±"
+    assert lines[row + 1].startswith(line)
+    claim = next(line for line in lines if line.startswith("| MPA, K = 2 above Proxy-Anchor |"))
+    assert claim.startswith("| MPA, K = 2 above Proxy-Anchor | recall@1 | +0.60 |")
+    assert claim.split(" | ")[4] == "2"
+    assert "1 claim tested: of differences that are none, one in twenty passes" in text
     for words in (
         "20 % of the training classes",
         "| seeds | 0, 1 |",
+        "| data | your own images: 60 training, 36 test images |",
+        "Training crops are cut from images scaled to a short side of 24.",
+        "centre crop 24.",
         "| card | CPU |",
         "torch",
         "`proximetry reproduce small.yaml --data FOLDER --seeds 0 1`",
@@ -92,6 +101,7 @@ def test_the_page_shows_ours_beside_the_published(whole):
     ):
         assert words in text
     assert "Not complete" not in text
+    assert "| runs at once | 1 |" in (home / "README.md").read_text()
 
 
 def test_what_is_done_is_skipped_and_the_same_bytes_come_out(
@@ -169,11 +179,20 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
         reproduce(table, data, tmp_path, epochs=1, device="cpu")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"table": "small"}', "{"])
-def test_a_damaged_json_is_named(whole, data, cache, tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is no result.*remove it"),
+        ("{", "is no result.*remove it"),
+        ('{"table": "small", "row": 1, "seed": 0, "kind": "full"}', "keys missing.*remove it"),
+        ("[]", "is no run of a table.*move it elsewhere"),
+        ('{"name": "a package"}', "is no run of a table.*move it elsewhere"),
+    ],
+)
+def test_a_damaged_json_is_named(whole, data, cache, tmp_path, content, message):
     out = copy_of(whole, tmp_path)
     (out / "small" / "mpa-k-2-seed0.json").write_text(content)
-    with pytest.raises(ReproduceError, match=r"mpa-k-2-seed0\.json is no result.*remove it"):
+    with pytest.raises(ReproduceError, match=rf"mpa-k-2-seed0\.json {message}|{message}"):
         reproduce(make_table(cache), data, out, device="cpu")
 
 
@@ -201,7 +220,7 @@ def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path
     said = str(error.value)
     assert "2 runs failed" in said
     assert "MPA, K = 2, seed 0: this machine has too little memory" in said
-    assert "--parallel" in said
+    assert "--parallel" not in said
     assert "RuntimeError: a mistake of ours" in said
     assert "\n" not in said
     home = tmp_path / "small"
@@ -210,7 +229,8 @@ def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path
     assert sorted(p.stem for p in home.glob("*.json")) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
     text = (home / "README.md").read_text()
     assert "Still missing: mpa-k-2-seed0, proxy-anchor-seed1." in text
-    assert "ours, 1 seed |" in text
+    assert "ours, last epoch, seed 1 |" in text
+    assert "| — | 0 | no seed in common |" in text
     monkeypatch.setattr(work, "train", real)
     reproduce(table, data, tmp_path, seeds=(0, 1), device="cpu")
     assert len(list(home.glob("*.json"))) == 4
@@ -230,8 +250,102 @@ def test_notes_of_the_runs_stand_below_the_table(whole, tmp_path):
     path.write_text(json.dumps(record))
     table = make_table("anywhere")
     text = page(Results.of(table, read_records(out / "small")))
-    assert "- Cars196: 16170 of 16185 images, 15 missing" in text
-    assert text.index("## Last epoch") < text.index("15 missing") < text.index("## What holds")
+    assert "test images; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2 |" in text
+    captions = [line for line in text.splitlines() if "Data: Cars196: 16170 of" in line]
+    assert len(captions) == 3  # below the figures, the claims and the picture
+    record["notes"] = [f"left out {i}.png: no image" for i in range(9)]
+    path.write_text(json.dumps(record))
+    text = page(Results.of(table, read_records(out / "small")))
+    assert "left out 2.png: no image; and 6 more notes in the JSON files." in text
+
+
+def test_files_that_say_less_can_still_be_read(whole, tmp_path):
+    out = copy_of(whole, tmp_path)
+    for path in (out / "small").glob("*.json"):
+        record = json.loads(path.read_text())
+        del record["parallel"], record["images"]
+        record["environment"]["packages"]["proximetry"] = None
+        path.write_text(json.dumps(record))
+    text = page(Results.of(make_table("anywhere"), read_records(out / "small")))
+    assert "| data | your own images: numbers of images not recorded |" in text
+    assert "| runs at once | not recorded |" in text
+    assert "proximetry: version not recorded" in text
+
+
+def test_what_is_missing_goes_by_the_table(whole, tmp_path):
+    out = copy_of(whole, tmp_path)
+    for path in (out / "small").glob("*-selection.json"):
+        path.unlink()
+    path = write_table(tmp_path / "small.yaml", table_values("/elsewhere"))
+    asked = ["reproduce", str(path), "--out", str(out), "--render"]
+    assert cli.main(asked) == 0
+    text = (out / "small" / "README.md").read_text()
+    assert "Still missing: proxy-anchor-selection, mpa-k-2-selection." in text
+    assert "--seeds 0 1 --selection false`" in text
+    records = Results.of(make_table("anywhere"), read_records(out / "small"))
+    assert "Still missing: proxy-anchor-selection" in overview(records, "there")
+    assert cli.main([*asked, "--selection", "false"]) == 0
+    assert "Not complete" not in (out / "small" / "README.md").read_text()
+
+
+def test_only_rows_with_published_figures_have_a_line_of_them(whole, tmp_path):
+    rows = table_values("anywhere")["rows"]
+    del rows[0]["published"]
+    table = make_table("anywhere", rows=rows)
+    text = page(Results.of(table, read_records(whole[0])))
+    assert text.count("| published, a large network |") == 1
+
+
+@pytest.mark.parametrize("gone", ["recipe.yaml", "environment.json", "damaged"])
+def test_a_folder_that_was_being_removed_blocks_nothing(whole, data, cache, tmp_path, gone):
+    """Killed after the JSON was written, and killed before: parts of both folders are left."""
+    out = copy_of(whole, tmp_path)
+    (out / "small" / "mpa-k-2-seed1.json").unlink()
+    for name in ("proxy-anchor-seed0", "mpa-k-2-seed1"):
+        folder = out / "small" / "work" / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / "last.safetensors").write_bytes(b"old")
+        (folder / "environment.json").write_text("{}")
+        (folder / "recipe.yaml").write_text("{{{" if gone == "damaged" else "name: old")
+        if gone != "damaged":
+            (folder / gone).unlink()
+    home = reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu")
+    assert numbers(home) == numbers(whole[0])
+    assert not (home / "work").exists()
+
+
+def test_ctrl_c_while_the_page_is_written_is_one_sentence(
+    whole, data, cache, tmp_path, monkeypatch
+):
+    out = copy_of(whole, tmp_path)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "page", interrupted)
+    with pytest.raises(Interrupted, match=r"6 runs are done in .* the same command continues"):
+        reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu")
+
+
+def test_a_run_remembers_how_many_shared_the_device(data, cache, tmp_path, monkeypatch):
+    table = make_table(cache, selection=False)
+    real = work.train
+
+    def cut_off(recipe, out, **settings):
+        real(recipe, out, **settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "train", cut_off)
+    with pytest.raises(Interrupted):
+        reproduce(table, data, tmp_path, device="cpu")
+    shared = tmp_path / "small" / "work" / "proxy-anchor-seed0.parallel.txt"
+    assert shared.read_text() == "1\n"
+    shared.write_text("4\n")  # as if it had been begun beside three others
+    monkeypatch.setattr(work, "train", real)
+    home = reproduce(table, data, tmp_path, device="cpu")
+    found = {path.stem: json.loads(path.read_text())["parallel"] for path in home.glob("*.json")}
+    assert found == {"proxy-anchor-seed0": 4, "mpa-k-2-seed0": 1}
+    assert not (home / "work").exists()
 
 
 def test_fewer_epochs_are_said(data, cache, tmp_path):
@@ -239,7 +353,9 @@ def test_fewer_epochs_are_said(data, cache, tmp_path):
     table = make_table(cache, rows=rows, claims=[], selection=False)
     home = reproduce(table, data, tmp_path, epochs=1, device="cpu")
     text = (home / "README.md").read_text()
-    assert "| epochs | 1 of the published 2 epochs |" in text
+    assert "| epochs | 1 of the table's 2 epochs |" in text
+    assert "- 1 of the table's 2 epochs: falls of the learning rates and evaluations moved" in text
+    assert "the warm-up stayed" in text
     assert "--seeds 0 --epochs 1`" in text
 
 
@@ -270,6 +386,9 @@ def test_the_command_lists_tables(capsys):
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "different"),
         (["TABLE", "--data", "DATA/train"], "has no images of split"),
+        (["TABLE", "--data", "DATA", "--device", "gpu"], "did you mean 'cuda'?"),
+        (["TABLE", "--data", "DATA", "--device", "cuda:99"], "torch sees"),
+        (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message):
@@ -289,6 +408,25 @@ def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_results_need_a_folder(capsys, data, cache, tmp_path, monkeypatch):
+    table = write_table(tmp_path / "t.yaml", table_values(cache))
+    (tmp_path / "file").write_text("")
+    words = [table, "--data", data, "--device", "cpu", "--out"]
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, err = call(capsys, *words, out)
+        assert code == 1
+        assert "a file is there" in err
+
+    def refuse(**settings):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run.tempfile, "TemporaryFile", refuse)
+    code, _, err = call(capsys, *words, tmp_path / "closed")
+    assert code == 1
+    assert "nothing can be written to" in err
+    assert "Permission denied" in err
 
 
 def test_the_command_runs_a_table_of_ones_own(capsys, data, cache, tmp_path):

@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy import stats
 
 from proximetry.reproduce import Claim
 from proximetry.reproduce.records import Record
-from proximetry.reproduce.statistics import Sample, examine, judge, sample, standard_error
+from proximetry.reproduce.statistics import Sample, examine, judge, noise, sample
 from tests.reproduce.small import make_table
 
 percent = st.floats(0, 100)
@@ -34,7 +35,11 @@ def record(row, seed, value, **changes):
         "chosen_epoch": None,
         "seconds": 1.0,
         "startup_seconds": 0.0,
-        "curve": [{"epoch": 1, "seconds": 0.5, "loss": 1.0, "test": {"recall@1": value / 2}}],
+        "curve": [
+            {"epoch": 1, "seconds": 0.5, "loss": 1.0, "test": {"recall@1": value / 2}},
+            {"epoch": 2, "seconds": 1.0, "loss": 0.5, "test": {"recall@1": value}},
+        ],
+        "parallel": 1,
     }
     return Record(**{**given_values, **changes})
 
@@ -51,47 +56,85 @@ def test_mean_and_deviation_are_numpys(values):
         assert "±" in str(found)
 
 
-@given(st.lists(percent, min_size=2, max_size=9), st.lists(percent, min_size=2, max_size=9))
-def test_standard_error_is_that_of_independent_means(a, b):
-    expected = np.sqrt(np.var(a, ddof=1) / len(a) + np.var(b, ddof=1) / len(b))
-    found = standard_error(Sample(tuple(a)), Sample(tuple(b)))
-    assert found == pytest.approx(expected, abs=1e-9)
-    assert standard_error(Sample((1.0,)), Sample(tuple(b))) is None
+hundredths = st.integers(0, 10000).map(lambda number: number / 100)
+pairs = st.lists(st.tuples(hundredths, hundredths), min_size=2, max_size=40)
+
+
+def welch(values):
+    """Difference, standard error and degrees of freedom as the textbook has them."""
+    x = np.array(values, np.float64)
+    parts = x.var(axis=0, ddof=1) / len(x)
+    assume(parts.sum() > 1e-12)
+    means = x.mean(axis=0)
+    freedom = parts.sum() ** 2 / (parts**2 / (len(x) - 1)).sum()
+    return means[0] - means[1], math.sqrt(parts.sum()), freedom
+
+
+@given(pairs)
+def test_noise_is_that_of_welchs_test(values):
+    _, error, freedom = welch(values)
+    a, b = (Sample(column) for column in zip(*values, strict=True))
+    quantiles = [stats.t.ppf(0.975, min(30, math.floor(freedom + e))) for e in (-1e-6, 1e-6)]
+    assert any(noise(a, b) == pytest.approx(q * error, rel=5e-4) for q in quantiles)
+
+
+@given(pairs)
+def test_what_leaves_the_noise_is_significant(values):
+    """Rounding the degrees of freedom down is cautious: never a verdict that Welch denies."""
+    difference, error, freedom = welch(values)
+    a, b = (Sample(column) for column in zip(*values, strict=True))
+    verdict = judge(a.mean - b.mean, noise(a, b))
+    if verdict != "within the noise":
+        assert 2 * stats.t.sf(abs(difference) / error, freedom) < 0.0501
+        assert (verdict == "holds") == (difference > 0)
+
+
+def test_noise_of_single_values_and_without_spread():
+    assert noise(Sample((1.0,)), Sample((2.0,))) is None
+    assert noise(Sample((1.0, 1.0)), Sample((2.0, 2.0))) is None
+    assert noise(Sample((1.0, 1.0)), Sample((2.0, 4.0))) == pytest.approx(12.706, abs=1e-3)
+    assert noise(Sample((0.0, 2.0)), Sample((5.0, 7.0))) == pytest.approx(4.303 * 2**0.5)
+    with pytest.raises(ValueError, match="2 and 3"):
+        noise(Sample((1.0, 2.0)), Sample((1.0, 2.0, 3.0)))
 
 
 @pytest.mark.parametrize(
-    ("difference", "error", "verdict"),
+    ("difference", "limit", "verdict"),
     [
-        (2.1, 1.0, "holds"),
-        (-2.1, 1.0, "does not hold"),
-        (1.9, 1.0, "within the noise"),
-        (-1.9, 1.0, "within the noise"),
-        (0.6, None, "holds"),
-        (-0.6, None, "does not hold"),
-        (0.4, None, "within the noise"),
+        (2.1, 2.0, "holds"),
+        (-2.1, 2.0, "does not hold"),
+        (1.9, 2.0, "within the noise"),
+        (-1.9, 2.0, "within the noise"),
         (0.0, 0.0, "within the noise"),
-        (0.1, 0.0, "holds"),
+        (9.0, None, "within the noise"),
     ],
 )
-def test_verdicts(difference, error, verdict):
-    assert judge(difference, error) == verdict
+def test_verdicts(difference, limit, verdict):
+    assert judge(difference, limit) == verdict
 
 
 def test_a_claim_beside_the_runs(tmp_path):
     table = make_table(tmp_path)
     claim = Claim("MPA, K = 2", "Proxy-Anchor")
     ours = {
-        "MPA, K = 2": [record("MPA", 0, 0.70), record("MPA", 1, 0.72)],
-        "Proxy-Anchor": [record("PA", 0, 0.60), record("PA", 1, 0.64)],
+        "MPA, K = 2": [record("MPA", seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))],
+        "Proxy-Anchor": [record("PA", seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))],
     }
     found = examine(claim, table, ours)
     assert found.published == pytest.approx(0.6)
-    assert found.difference == pytest.approx(9.0)
-    assert found.error == pytest.approx(math.sqrt((2 + 8) / 2))
-    assert found.verdict == "holds"
+    assert found.seeds == (0, 1)  # the others have no counterpart
+    assert found.difference == pytest.approx(30.0)
+    assert found.noise == pytest.approx(4.303 * 2**0.5)
+    assert (found.verdict, found.judged) == ("holds", True)
     assert examine(claim, table, {**ours, "Proxy-Anchor": []}).verdict == "not run"
-    single = {name: runs[:1] for name, runs in ours.items()}
-    assert examine(claim, table, single).error is None
+    apart = {"MPA, K = 2": ours["MPA, K = 2"][2:], "Proxy-Anchor": ours["Proxy-Anchor"]}
+    assert examine(claim, table, apart).verdict == "no seed in common"
+    single = {name: runs[:2] for name, runs in ours.items()}
+    single["Proxy-Anchor"] = single["Proxy-Anchor"][:1]
+    found = examine(claim, table, single)
+    assert (found.verdict, found.judged) == ("one seed, not judged", False)
+    assert found.difference == pytest.approx(32.0)
+    assert found.noise is None
     unpublished = Claim("MPA, K = 2", "Proxy-Anchor", "map@r")
     assert examine(unpublished, table, ours).published is None
 

@@ -1,6 +1,7 @@
 """Pictures of a table as SVG, the same bytes from the same numbers."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,37 +36,48 @@ def need_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "the pictures of this table need matplotlib: pip install 'proximetry[glyphs]'"
+            "the pictures of this table need matplotlib: pip install 'proximetry[train]'"
         ) from error
 
 
-def picture_names(figure: Figure | None) -> dict[str, str]:
+def picture_names(figure: Figure | None, runs: dict[str, Sequence[Record]]) -> dict[str, str]:
     """File names of a table's pictures, each with what it shows."""
-    if figure is None:
+    if figure is None or not any(runs.values()):
         return {}
     if figure.kind == "sweep":
         return {"sweep.svg": f"recall@1 against {figure.label}"}
-    return {
-        "epochs.svg": "recall@1 against epochs",
-        "seconds.svg": "recall@1 against seconds of training",
-    }
+    names = {"epochs.svg": "recall@1 against epochs"}
+    if not why_no_seconds(runs):
+        names["seconds.svg"] = "recall@1 against seconds of training"
+    return names
+
+
+def why_no_seconds(runs: dict[str, Sequence[Record]]) -> str:
+    """Why seconds of the runs cannot be compared; empty if they can."""
+    records = [record for row in runs.values() for record in row]
+    at_once = {record.parallel for record in records}
+    if None in at_once:
+        return "how many runs shared the device was not recorded"
+    if at_once - {1}:
+        return f"up to {max(n for n in at_once if n is not None)} runs shared the device"
+    cards = sorted({record.card for record in records})
+    return f"the runs were made on several devices ({', '.join(cards)})" if cards[1:] else ""
 
 
 def draw(table: Table, runs: dict[str, Sequence[Record]], folder: Path) -> list[str]:
     """Draw what the runs so far allow, and return the names of the files."""
-    if table.figure is None or not any(runs.values()):
-        return []
-    if table.figure.kind == "sweep":
-        pictures = {"sweep.svg": _drawn(lambda axes: _sweep(axes, table, runs))}
-    else:
-        seconds = f"seconds of training ({_shared(runs, lambda record: record.card)})"
-        pictures = {
-            "epochs.svg": _drawn(lambda axes: _curves(axes, table, runs, "epoch", "epochs")),
-            "seconds.svg": _drawn(lambda axes: _curves(axes, table, runs, "seconds", seconds)),
-        }
-    for name, content in pictures.items():
-        write_atomically(folder / name, content)
-    return list(pictures)
+    seconds = f"seconds of training ({_shared(runs, lambda record: record.card)})"
+    paint: dict[str, Callable[[Axes], None]] = {
+        "sweep.svg": lambda axes: _sweep(axes, table, runs),
+        "epochs.svg": lambda axes: _curves(axes, table, runs, "epoch", "epochs"),
+        "seconds.svg": lambda axes: _curves(axes, table, runs, "seconds", seconds),
+    }
+    names = list(picture_names(table.figure, runs))
+    for name in names:
+        write_atomically(folder / name, _drawn(paint[name]))
+    for name in paint.keys() - set(names):  # drawn from other runs, it would be believed
+        (folder / name).unlink(missing_ok=True)
+    return names
 
 
 def _drawn(paint: "Callable[[Axes], None]") -> bytes:
@@ -84,29 +96,29 @@ def _drawn(paint: "Callable[[Axes], None]") -> bytes:
 def _sweep(axes: "Axes", table: Table, runs: dict[str, Sequence[Record]]) -> None:
     figure = table.figure
     assert figure is not None
-    ours = [(row.x, sample(runs.get(row.name, ()), "recall@1")) for row in table.rows]
-    theirs = [(row.x, row.published.get("recall@1")) for row in table.rows]
-    found: list[tuple[float, Sample]] = [(x, s) for x, s in ours if x is not None and s is not None]
-    axes.errorbar(
-        [x for x, _ in found],
-        [s.mean for _, s in found],
-        [s.std or 0.0 for _, s in found] if any(s.std is not None for _, s in found) else None,
+    ticks = [row.x for row in table.rows if row.x is not None]
+    ours = [sample(runs.get(row.name, ()), "recall@1") for row in table.rows]
+    theirs = [row.published.get("recall@1", math.nan) for row in table.rows]
+    axes.errorbar(  # what is missing is not a number, and the line breaks there
+        ticks,
+        [math.nan if s is None else s.mean for s in ours],
+        [0.0 if s is None else s.std or 0.0 for s in ours]
+        if any(s and s.std for s in ours)
+        else None,
         marker="o",
         color=_COLOURS[0],
         capsize=3,
         label=f"ours ({_shared(runs, lambda record: record.recipe['model']['backbone'])})",
     )
-    known = [(x, y) for x, y in theirs if x is not None and y is not None]
-    if known:
+    if not all(map(math.isnan, theirs)):
         axes.plot(
-            [x for x, _ in known],
-            [y for _, y in known],
+            ticks,
+            theirs,
             marker="s",
             linestyle="--",
             color=_COLOURS[1],
             label=f"published ({table.published.backbone})",
         )
-    ticks = [row.x for row in table.rows if row.x is not None]
     if figure.log:
         axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -141,6 +153,10 @@ def _curves(
                 label=row.name,
             )
     axes.set_xlim(left=0)
+    if key == "epoch":
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(label)
     axes.set_ylabel("recall@1 on the test set (%)")
     if axes.lines:
@@ -157,6 +173,11 @@ def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
                 at.setdefault(line["epoch"], []).append(point)
     whole = [points for _, points in sorted(at.items()) if len(points) == len(records)]
     return [(_mean([x for x, _ in p]), _mean([y for _, y in p])) for p in whole]
+
+
+def time_to(runs: Sequence[Record], target: float, key: str) -> float | None:
+    """Where (epoch or seconds) the mean curve first reaches a recall@1; None if it never does."""
+    return next((x for x, recall in curve(runs, key) if recall >= target), None)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ long as any of them lives, another command waits a little and then says so.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,17 +14,23 @@ from proximetry.reproduce.trouble import ReproduceError
 
 
 @contextmanager
-def alone(folder: Path, patience: float = 20.0) -> Iterator[None]:
+def alone(
+    folder: Path, patience: float = 20.0, report: Callable[[str], None] = lambda line: None
+) -> Iterator[None]:
     """Be the only command at work in a folder, after waiting for ``patience`` seconds at most."""
     with _opened(folder) as handle:
-        until = time.monotonic() + patience
-        while not _lock(handle, shared=False):
-            if time.monotonic() > until:
+        begun = time.monotonic()
+        told = False
+        # Another command may slip in between the two: sharing it is not one step from having it.
+        while not (_lock(handle, shared=False) and _lock(handle, shared=True)):
+            if not told:
+                report(f"waiting up to {patience:g} s for another command at work in {folder}")
+                told = True
+            if time.monotonic() > begun + patience:
                 raise ReproduceError(
                     f"another command is at work in {folder}; wait for it, or use another --out"
                 )
             time.sleep(0.1)
-        _lock(handle, shared=True)
         yield
 
 

@@ -48,6 +48,11 @@ def _check_classes(name: str, root: Path, catalog: Catalog) -> None:
         )
 
 
+def count_images(catalog: Catalog) -> dict[str, int]:
+    """Images for training and for test."""
+    return {split: len(catalog.filter(split=split)) for split in ("train", "test")}
+
+
 def decode(catalog: Catalog, recipes: list[Recipe], report: Callable[[str], None]) -> None:
     """Fill the pixel caches that the runs will use, so that they do not wait for each other."""
     wanted = {(r.data.short_side, r.data.cache_dir, r.data.bad_images) for r in recipes}

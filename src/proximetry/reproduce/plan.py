@@ -73,8 +73,10 @@ class Job:
         recipe: the run's, with the place of the data.
         command: that makes it again, without paths.
         out: folder of the table's results.
+        images: how many images of which split the dataset has.
         device: to train on; None for a card where there is one.
         keep: whether checkpoints and embedder are kept.
+        parallel: how many runs share the device.
     """
 
     table: str
@@ -82,17 +84,29 @@ class Job:
     recipe: Recipe
     command: str
     out: Path
+    images: dict[str, int]
     device: str | None = None
     keep: bool = False
+    parallel: int = 1
 
     @property
     def work(self) -> Path:
         """Where it trains."""
         return self.out / "work" / self.run.id
 
+    @property
+    def shared(self) -> Path:
+        """Where a run that was cut off keeps how many runs shared the device."""
+        return self.out / "work" / f"{self.run.id}.parallel.txt"
+
 
 def command_for(
-    table: Table, seeds: Sequence[int], backbone: str, weights: str, epochs: int | None
+    table: Table,
+    seeds: Sequence[int],
+    backbone: str,
+    weights: str,
+    epochs: int | None,
+    selection: bool,
 ) -> str:
     """The command that makes runs again; what is as in the table is left out."""
     model = table.base.get("model", {})
@@ -105,6 +119,8 @@ def command_for(
         words += ["--weights", Path(weights).name]
     if epochs is not None:
         words += ["--epochs", str(epochs)]
+    if selection != table.selection:
+        words += ["--selection", str(selection).lower()]
     return " ".join(words)
 
 
@@ -163,7 +179,10 @@ def _check_protocol(recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """The recipe with another number of epochs; falls and evaluations move in proportion."""
+    """The recipe with another number of epochs; falls and evaluations move in proportion.
+
+    A step that would not be a whole number of epochs becomes milestones.
+    """
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
     schedule, published = recipe.schedule, recipe.training.epochs
@@ -176,13 +195,22 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     def moved(epoch: int) -> int:
         return max(1, round(epoch * epochs / published))
 
+    if schedule.name == "step" and schedule.every * epochs % published == 0:
+        schedule = replace(schedule, every=schedule.every * epochs // published)
+    elif schedule.name in ("step", "milestones"):
+        at = tuple(sorted({moved(epoch) for epoch in falls(recipe)}))
+        schedule = replace(schedule, name="milestones", at=at)
     return replace(
         recipe,
-        schedule=replace(
-            schedule,
-            every=moved(schedule.every),
-            at=tuple(sorted({moved(epoch) for epoch in schedule.at})),
-        ),
+        schedule=schedule,
         training=replace(recipe.training, epochs=epochs),
         evaluation=replace(recipe.evaluation, every=moved(recipe.evaluation.every)),
     )
+
+
+def falls(recipe: Recipe) -> tuple[int, ...]:
+    """The epochs (counted from 0) at whose start the learning rates fall."""
+    schedule, epochs = recipe.schedule, recipe.training.epochs
+    if schedule.name == "step":
+        return tuple(range(schedule.every, epochs, schedule.every))
+    return tuple(at for at in schedule.at if at < epochs) if schedule.name == "milestones" else ()

@@ -1,7 +1,7 @@
 """One JSON file per run: everything a figure needs to be believed, and no path of a machine."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Record:
         last: epoch and metrics at the end.
         chosen_epoch: what a selection run chose.
         seconds: of training alone.
+        parallel: how many runs shared the device; None in files that do not say.
+        images: how many images of which split the dataset has; None in files that do not say.
     """
 
     table: str
@@ -44,6 +46,8 @@ class Record:
     seconds: float | None
     startup_seconds: float | None
     curve: list[dict[str, Any]]
+    parallel: int | None = None
+    images: dict[str, int] | None = None
 
     @property
     def id(self) -> str:
@@ -63,8 +67,10 @@ class Record:
         write_atomically(folder / f"{self.id}.json", text.encode())
 
 
-# What a recipe may differ in without other results: words, pace and safety.
-_OF_NO_CONSEQUENCE = (
+# What is of next to no consequence for the results: words, pace and safety. Where pixels lie and
+# how many images are embedded at once changes rounding alone: who cuts and who multiplies then
+# adds up in another order.
+_OF_NEXT_TO_NO_CONSEQUENCE = (
     "name",
     "about",
     "data.cache",
@@ -85,7 +91,7 @@ def without_places(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def make_record(job: Job, folder: RunFolder, card: str) -> Record:
+def make_record(job: Job, folder: RunFolder, card: str, parallel: int) -> Record:
     """Gather what a finished run left in its folder."""
     run, recipe = job.run, job.recipe
     results = folder.read_results()
@@ -113,33 +119,46 @@ def make_record(job: Job, folder: RunFolder, card: str) -> Record:
         seconds=results.get("seconds"),
         startup_seconds=results.get("startup_seconds"),
         curve=[_point(line) for line in folder.history()],
+        parallel=parallel,
+        images=job.images,
     )
 
 
 def _point(line: dict[str, Any]) -> dict[str, Any]:
-    wanted = ("epoch", "seconds", "loss", "test", "held_out")
+    wanted = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
     return {key: line[key] for key in wanted if key in line}
 
 
 def read_record(path: Path) -> Record:
-    """Read a file back; one that is damaged is named."""
+    """Read a file back; one that is damaged or no run at all is named."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("it holds no keys and values")
-        missing = [f.name for f in fields(Record) if f.name not in values]
+    except (ValueError, OSError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(values, dict) or not {"table", "row", "seed", "kind"} <= values.keys():
+        raise ReproduceError(
+            f"{path} is no run of a table, and this folder is for those alone; move it elsewhere, "
+            "or use another --out"
+        )
+    try:
+        needed = [f.name for f in fields(Record) if f.default is MISSING]
+        missing = [name for name in needed if name not in values]
         unknown = sorted(set(values) - {f.name for f in fields(Record)})
         if missing or unknown:
             raise ValueError(f"keys missing: {missing}, unknown: {unknown}")
         record = Record(**values)
         if record.id != path.stem or "epoch" not in record.last:
             raise ValueError(f"it says that it is {record.id}")
-    except (ValueError, OSError, TypeError, AttributeError) as error:
-        raise ReproduceError(
-            f"{path} is no result of a run that can be read ({error}); remove it, and the same "
-            "command runs it again"
-        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
     return record
+
+
+def _damaged(path: Path, error: Exception) -> ReproduceError:
+    return ReproduceError(
+        f"{path} is no result of a run that can be read ({error}); remove it, and the same "
+        "command runs it again"
+    )
 
 
 def read_records(folder: Path) -> dict[str, Record]:
@@ -169,7 +188,7 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
             "--out, or remove it"
         ) from error
     now = without_places(run.recipe)
-    for key in _OF_NO_CONSEQUENCE:
+    for key in _OF_NEXT_TO_NO_CONSEQUENCE:
         section, _, name = key.rpartition(".")
         for values in (there, now):
             (values[section] if section else values).pop(name)

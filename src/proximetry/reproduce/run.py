@@ -1,25 +1,37 @@
 """`reproduce`: a published table in, results beside it out."""
 
+import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw, need_matplotlib
 from proximetry.reproduce.lock import alone
-from proximetry.reproduce.markdown import Results, page
-from proximetry.reproduce.material import decode, find_data
+from proximetry.reproduce.markdown import page
+from proximetry.reproduce.material import count_images, decode, find_data
 from proximetry.reproduce.plan import Job, Kind, Options, Run, command_for, make_run, plan
 from proximetry.reproduce.records import Record, check_same, read_records
+from proximetry.reproduce.results import Results
 from proximetry.reproduce.tables import Table
 from proximetry.reproduce.trouble import Interrupted, ReproduceError
-from proximetry.reproduce.work import Outcome, on_cuda, perform, terminate_like_interrupt
+from proximetry.reproduce.work import (
+    Outcome,
+    check_device,
+    on_cuda,
+    perform,
+    terminate_like_interrupt,
+)
 from proximetry.reproduce.workers import Crew
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display, make_display
 from proximetry.training.folder import RunFolder
+from proximetry.training.recipe import Recipe
 from proximetry.training.recipe_values import RecipeError
 
 Report = Callable[[str], None]
@@ -73,44 +85,76 @@ def reproduce(
     if chosen.figure is not None:
         need_matplotlib()
     if render:
-        return _render(chosen, home)
+        return _render(chosen, home, selection)
     if parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {parallel}")
+    check_device(device)
     options = Options(backbone, weights, epochs, on_cuda(device))
     select = chosen.selection if selection is None else selection
     runs = plan(chosen, seeds, options, select)
+    for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
+        check_name(name)
     root, catalog = find_data(chosen, data)
-    home.mkdir(parents=True, exist_ok=True)
-    with alone(home), terminate_like_interrupt():
+    _make_folder(home)
+    with alone(home, report=report), terminate_like_interrupt():
         there = _check_existing(chosen, home, options)
-        jobs = _jobs(chosen, runs, home, options, root, device, keep)
-        left = [job for job in jobs if job.run.id not in there]
-        report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
+        todo = [run for run in runs if run.id not in there]
+        images, at_once = count_images(catalog), min(parallel, len(todo))
+        left = []
+        for run in todo:
+            recipe, command = _placed(run, root), _command(chosen, run, options, select)
+            job = Job(chosen.name, run, recipe, command, home, images, device, keep, at_once)
+            _check_begun(job)
+            left.append(job)
+        _announce(chosen, len(runs), len(left), parallel, report)
         progress = _Progress({run.id: str(run) for run in runs}, len(left), report)
         try:
-            if left:
-                decode(catalog, [job.recipe for job in left], report)
-            _perform(left, parallel, progress, watch)
-        except KeyboardInterrupt:
+            try:
+                if left:
+                    decode(catalog, [job.recipe for job in left], report)
+                _perform(left, parallel, progress, watch)
+            finally:
+                _write(chosen, home, seeds, select)
+                _tidy(home, [] if keep else runs)
+        except KeyboardInterrupt:  # also one that comes while the page is written
             raise _interrupted(home) from None
-        finally:
-            _write(chosen, home, seeds, select)
-            _tidy(home, [] if keep else runs)
     progress.raise_failures(home)
     return home
 
 
-def _render(table: Table, home: Path) -> Path:
+def _announce(table: Table, runs: int, left: int, parallel: int, report: Report) -> None:
+    report(f"{table.name}: {runs} runs, {runs - left} of them done already")
+    if parallel > 1 and table.figure is not None and table.figure.kind == "curves":
+        report(
+            "runs that share a device slow each other down: with --parallel above 1 seconds are "
+            "neither drawn nor compared"
+        )
+
+
+def _make_folder(home: Path) -> None:
+    """Make the folder of results, and see that files can be written there."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home).close()
+    except (FileExistsError, NotADirectoryError):
+        raise ReproduceError(f"--out: {home} cannot be a folder, a file is there") from None
+    except OSError as error:
+        raise ReproduceError(
+            f"--out: nothing can be written to {home} ({error.strerror}); choose another folder"
+        ) from error
+
+
+def _render(table: Table, home: Path, selection: bool | None) -> Path:
     if not any(home.glob("*.json")):
         raise ReproduceError(
             f"{home} holds no results to render; run the table first, or say with --out where "
             "they are"
         )
-    _write(table, home, (), selection=False)
+    _write(table, home, (), selection)
     return home
 
 
-def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool) -> None:
+def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool | None) -> None:
     results = Results.of(table, read_records(home))
     draw(table, results.full, home)
     write_atomically(home / "README.md", page(results, seeds, selection).encode())
@@ -130,34 +174,36 @@ def _check_existing(table: Table, home: Path, options: Options) -> dict[str, Rec
     return records
 
 
-def _jobs(
-    table: Table,
-    runs: Sequence[Run],
-    home: Path,
-    options: Options,
-    root: Path | None,
-    device: str | None,
-    keep: bool,
-) -> list[Job]:
-    jobs = []
-    for run in runs:
-        place = None if root is None else str(root)
-        recipe = replace(run.recipe, data=replace(run.recipe.data, root=place))
-        model = recipe.model
-        command = command_for(table, [run.seed], model.backbone, model.weights, options.epochs)
-        job = Job(table.name, run, recipe, command, home, device, keep)
-        _check_begun(job)
-        jobs.append(job)
-    return jobs
+def _placed(run: Run, root: Path | None) -> Recipe:
+    place = None if root is None else str(root)
+    return replace(run.recipe, data=replace(run.recipe.data, root=place))
+
+
+def _command(table: Table, run: Run, options: Options, selection: bool) -> str:
+    model = run.recipe.model
+    seeds = [run.seed]
+    return command_for(table, seeds, model.backbone, model.weights, options.epochs, selection)
 
 
 def _check_begun(job: Job) -> None:
-    """A run that was cut off must have been the same; one without a checkpoint begins anew."""
+    """A run that was cut off must have been the same; one that cannot go on begins anew."""
     folder = RunFolder(job.work)
-    if folder.last.exists() or folder.results.exists():
-        check_same(job.work, yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), job.run)
-    else:  # killed while its folder was being made, it may be of any shape
+    recipe = _recipe_of(folder)
+    if recipe is not None and (folder.last.exists() or folder.results.exists()):
+        check_same(job.work, recipe, job.run)
+    else:  # killed while its folder was being made or removed, it may be of any shape
         shutil.rmtree(job.work, ignore_errors=True)
+        job.shared.unlink(missing_ok=True)
+
+
+def _recipe_of(folder: RunFolder) -> dict[str, Any] | None:
+    """The recipe in the folder of a run; None if it is damaged or parts of the folder are gone."""
+    try:
+        json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
+        values = yaml.safe_load(folder.recipe.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 class _Progress:
@@ -191,11 +237,13 @@ def _perform(jobs: Sequence[Job], parallel: int, done: _Progress, watch: bool) -
     if parallel > 1:
         Crew(min(parallel, len(jobs) or 1), done).perform(jobs)
         return
-    for job in jobs:
+    for number, job in enumerate(jobs, 1):
         outcome = perform(job, make_display() if watch else Display())
         if outcome.stopped:
             raise KeyboardInterrupt
         done(outcome)
+        if outcome.broken and on_cuda(job.device):  # this process cannot use the card any more
+            return Crew(1, done).perform(jobs[number:])
 
 
 def _interrupted(home: Path) -> Interrupted:
@@ -211,6 +259,7 @@ def _tidy(home: Path, runs: Sequence[Run]) -> None:
     for run in runs:
         if (home / f"{run.id}.json").exists():
             shutil.rmtree(work / run.id, ignore_errors=True)
-            (work / f"{run.id}.error.txt").unlink(missing_ok=True)
+            for left in ("error", "parallel"):
+                (work / f"{run.id}.{left}.txt").unlink(missing_ok=True)
     if work.is_dir() and not any(work.iterdir()):
         work.rmdir()

@@ -8,11 +8,21 @@ from typing import Literal
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.tables import Claim, Table
 
-Verdict = Literal["holds", "does not hold", "within the noise", "not run"]
+Verdict = Literal[
+    "holds",
+    "does not hold",
+    "within the noise",
+    "one seed, not judged",
+    "no seed in common",
+    "not run",
+]
 
-# With a single run per row nothing tells the noise. Seeds scatter by about half a point of
-# recall@1, so two single runs differ by up to 1.4 (two standard errors) without a reason.
-ONE_SEED_NOISE = 1.4
+# Student's t, two-sided at 5 %, for 1, 2, 3 … degrees of freedom; the last serves for more.
+_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 
 
 @dataclass(frozen=True)
@@ -45,38 +55,72 @@ def sample(records: Iterable[Record], metric: str, epoch: int | None = None) -> 
     return Sample(values) if values else None
 
 
-def standard_error(a: Sample, b: Sample) -> float | None:
-    """Of the difference of two means, from the spread of both; None if either has none."""
+def noise(a: Sample, b: Sample) -> float | None:
+    """How far two means of as many seeds differ by chance in 19 of 20 cases (Welch's t).
+
+    None where it cannot be told: of single values, and of values without any spread.
+    """
+    n = len(a.values)
     if a.std is None or b.std is None:
         return None
-    return math.sqrt(a.std**2 / len(a.values) + b.std**2 / len(b.values))
+    if n != len(b.values):
+        raise ValueError(f"samples of as many seeds are compared, got {n} and {len(b.values)}")
+    spread = a.std**2 + b.std**2
+    if spread == 0:
+        return None
+    share = a.std**2 / spread
+    freedom = (n - 1) / (share**2 + (1 - share) ** 2)
+    # A hair more, so that rounding does not turn 4 into 3.
+    quantile = _T[min(max(1, math.floor(freedom + 1e-9)), len(_T)) - 1]
+    return quantile * math.sqrt(spread / n)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim beside what came out here, in points of percent."""
+    """A claim beside what came out here, in points of percent.
+
+    Attributes:
+        published: the published difference, if both figures were published.
+        difference: of our means over the seeds that both rows have.
+        noise: what such a difference reaches by chance; None where that cannot be told.
+        seeds: that both rows have.
+    """
 
     claim: Claim
     published: float | None
     difference: float | None
-    error: float | None
+    noise: float | None
+    seeds: tuple[int, ...]
     verdict: Verdict
+
+    @property
+    def judged(self) -> bool:
+        """Whether it was put to a test."""
+        return len(self.seeds) > 1
 
 
 def examine(claim: Claim, table: Table, runs: dict[str, Sequence[Record]]) -> Finding:
-    """Compare a claim with the last epochs of the runs of both rows."""
+    """Compare a claim with the last epochs of the runs of both rows, over the seeds of both."""
     numbers = [table.row(name).published.get(claim.metric) for name in (claim.better, claim.worse)]
     published = None if None in numbers else (numbers[0] or 0.0) - (numbers[1] or 0.0)
-    a, b = (sample(runs.get(name, ()), claim.metric) for name in (claim.better, claim.worse))
-    if a is None or b is None:
-        return Finding(claim, published, None, None, "not run")
-    difference, error = a.mean - b.mean, standard_error(a, b)
-    return Finding(claim, published, difference, error, judge(difference, error))
+    better, worse = (_by_seed(runs.get(n, ()), claim.metric) for n in (claim.better, claim.worse))
+    seeds = tuple(sorted(better.keys() & worse.keys()))
+    if not seeds:
+        verdict: Verdict = "no seed in common" if better and worse else "not run"
+        return Finding(claim, published, None, None, (), verdict)
+    a, b = (Sample(tuple(values[seed] for seed in seeds)) for values in (better, worse))
+    difference, limit = a.mean - b.mean, noise(a, b)
+    verdict = "one seed, not judged" if len(seeds) == 1 else judge(difference, limit)
+    return Finding(claim, published, difference, limit, seeds, verdict)
 
 
-def judge(difference: float, error: float | None) -> Verdict:
-    """Within two standard errors (with one seed: 1.4 points) nothing can be said."""
-    noise = ONE_SEED_NOISE if error is None else 2 * error
-    if difference == 0 or abs(difference) < noise:
+def _by_seed(records: Iterable[Record], metric: str) -> dict[int, float]:
+    found = ((record.seed, sample([record], metric)) for record in records)
+    return {seed: values.mean for seed, values in found if values is not None}
+
+
+def judge(difference: float, limit: float | None) -> Verdict:
+    """Within what chance reaches nothing can be said; nor where seeds do not scatter at all."""
+    if limit is None or abs(difference) <= limit:
         return "within the noise"
     return "holds" if difference > 0 else "does not hold"

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from proximetry.losses.suggest import closest
 from proximetry.reproduce.trouble import ReproduceError
+from proximetry.training.recipe import Training
 from proximetry.training.recipe_values import RecipeError, build, require
 
 FOLDER = Path(__file__).parent / "tables"
@@ -27,11 +28,13 @@ class Published:
         backbone: the network they were measured with.
         protocol: how the epoch was chosen and how many runs stand behind a figure.
         note: what else a reader must know.
+        epochs: the number of epochs, where it was published; else that of the table is ours.
     """
 
     backbone: str = ""
     protocol: str = ""
     note: str = ""
+    epochs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,10 @@ class Table:
                 return row
         names = [row.name for row in self.rows]
         raise RecipeError(f"there is no row {name!r}{closest(name, names)}")
+
+    def epochs(self, row: Row) -> int:
+        """The epochs of a row."""
+        return int(self.recipe_values(row).get("training", {}).get("epochs", Training().epochs))
 
     def recipe_values(self, row: Row) -> dict[str, Any]:
         """The plain recipe of a row: the base with the row's changes."""

@@ -6,20 +6,24 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 import torch
 
+from proximetry.losses.suggest import closest
 from proximetry.reproduce.plan import Job
 from proximetry.reproduce.records import Record, make_record
+from proximetry.reproduce.trouble import ReproduceError
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display
 from proximetry.training.folder import RunFolder
 from proximetry.training.run import train
 from proximetry.training.stopping import Stopped
+
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,15 @@ class Outcome:
         summary: for the line that reports it; empty if it did not end well.
         error: one sentence, if it failed.
         stopped: whether it was asked to stop, and saved itself.
+        broken: whether its process is no longer to be trusted: after an error of CUDA every other
+            call to the device fails too.
     """
 
     run: str
     summary: str = ""
     error: str = ""
     stopped: bool = False
+    broken: bool = False
 
 
 def perform(job: Job, display: Display | None = None) -> Outcome:
@@ -47,21 +54,35 @@ def perform(job: Job, display: Display | None = None) -> Outcome:
     except (Stopped, KeyboardInterrupt):
         return Outcome(name, stopped=True)
     except Exception as error:  # one run must not take the others with it
-        return Outcome(name, error=_sentence(job, error))
+        return Outcome(name, error=_sentence(job, error), broken=not _expected(error))
     finally:
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # on a device that is broken this fails like all else
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
     return Outcome(name, summary=_summary(record))
 
 
 def _train(job: Job, display: Display | None) -> Record:
+    parallel = _most_at_once(job)
     train(job.recipe, job.work, device=job.device, display=display)
-    record = make_record(job, RunFolder(job.work), _card(job.device))
+    record = make_record(job, RunFolder(job.work), _card(job.device), parallel)
     record.write(job.out)
+    job.shared.unlink(missing_ok=True)
     if not job.keep:
         shutil.rmtree(job.work, ignore_errors=True)
     return record
+
+
+def _most_at_once(job: Job) -> int:
+    """How many runs shared the device, now or before the run was cut off."""
+    before = 1
+    with suppress(OSError, ValueError):
+        before = int(job.shared.read_text(encoding="utf-8"))
+    most = max(before, job.parallel)
+    job.shared.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.shared, f"{most}\n".encode())
+    return most
 
 
 def _summary(record: Record) -> str:
@@ -80,6 +101,22 @@ def on_cuda(device: str | None) -> bool:
     return device.startswith("cuda")
 
 
+def check_device(device: str | None) -> None:
+    """Refuse a device that is none or not there, before anything is decoded."""
+    if device is None:
+        return
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        near = ", did you mean 'cuda'?" if device.lower() == "gpu" else closest(device, _DEVICES)
+        raise ReproduceError(f"unknown device {device!r}{near} Known: cpu, cuda, cuda:1") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ReproduceError(
+            f"device {device!r} was asked for, but torch sees "
+            f"{torch.cuda.device_count() or 'no'} CUDA devices here, counted from 0"
+        )
+
+
 def _card(device: str | None) -> str:
     if not on_cuda(device):
         return "CPU"
@@ -87,17 +124,28 @@ def _card(device: str | None) -> str:
 
 
 def _sentence(job: Job, error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+    if _out_of_memory(error):
+        lower = "lower --parallel, or " if job.parallel > 1 else ""
         return (
-            f"{_memory(job.device)} has too little memory for it and what else runs there; lower "
-            "--parallel, or give a table file of your own with a smaller data.batch_size, a larger "
+            f"{_memory(job.device)} has too little memory for it and what else runs there; {lower}"
+            "give a table file of your own with a smaller data.batch_size, a larger "
             "training.accumulate or data.cache: disk"
         )
-    if isinstance(error, (ValueError, OSError, ImportError)):
+    if _expected(error):
         return " ".join(str(error).split())
     trace = job.out / "work" / f"{job.run.id}.error.txt"
     write_atomically(trace, "".join(traceback.format_exception(error)).encode())
     return f"{type(error).__name__}: {' '.join(str(error).split())} (the whole of it is in {trace})"
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def _expected(error: Exception) -> bool:
+    """Whether an error is one that is told in a sentence, and leaves the process in order."""
+    known = (ValueError, OSError, ImportError, torch.OutOfMemoryError)
+    return isinstance(error, known)
 
 
 def _memory(device: str | None) -> str:

@@ -9,8 +9,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -62,6 +64,8 @@ class Crew:
                 if outcome.stopped:  # it was told to by someone else, and leaves
                     self.leave(worker)
                     outcome = Outcome(outcome.run, error="it was stopped from outside, and saved")
+                elif outcome.broken:  # it leaves, and a new one takes the next job
+                    self.leave(worker)
                 else:
                     self.next(worker)
             self.done(outcome)
@@ -107,14 +111,33 @@ def _start(job: Job) -> _Worker:
     # As many threads as here, so that the numbers do not depend on how many run at once.
     arguments = (theirs, job, torch.get_num_threads())
     process = context.Process(target=_serve, args=arguments, daemon=False)
-    process.start()
+    with _no_interrupts():
+        process.start()
     theirs.close()
     return _Worker(process, ours, job)
 
 
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Let processes that are started here never see Ctrl-C, not even while they import.
+
+    It reaches everyone at once, and the parent decides. It is held back here and not thrown away,
+    so that the parent sees it afterwards.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # not a POSIX system
+        yield
+        return
+    resource_tracker.ensure_running()  # else it is started in between, and lifts the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(pipe: Connection, first: Job, threads: int) -> None:
     """Work off jobs until there are no more; what a worker process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everyone; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     threading.Thread(target=_follow_parent, daemon=True).start()
     job = first
@@ -123,7 +146,7 @@ def _serve(pipe: Connection, first: Job, threads: int) -> None:
             while True:
                 outcome = perform(job)
                 pipe.send(outcome)
-                if outcome.stopped:
+                if outcome.stopped or outcome.broken:
                     return
                 job = pipe.recv()
     except (EOFError, OSError, KeyboardInterrupt):  # no more jobs, or nobody there to give them
