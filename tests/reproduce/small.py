@@ -115,6 +115,8 @@ def numbers(home):
     found = {}
     for path in sorted(home.glob("*.json")):
         record = json.loads(path.read_text())
-        curve = [{k: v for k, v in line.items() if k != "seconds"} for line in record["curve"]]
+        curve = [
+            {k: v for k, v in line.items() if not k.endswith("seconds")} for line in record["curve"]
+        ]
         found[path.name] = (record["last"], record["chosen_epoch"], curve)
     return found
