@@ -15,16 +15,15 @@ from typing import Any
 
 import yaml
 
+from proximetry.reproduce import Row, Table
 from proximetry.training import Recipe, RunFolder, train
 from proximetry.training.checkpoint import write_atomically
 
 
 def candidate_recipe(search: dict[str, Any], changes: dict[str, Any], seed: int) -> Recipe:
     """The base with the changes of one candidate, judged on held-out classes."""
-    values: dict[str, Any] = json.loads(json.dumps(search["base"]))
-    for key, value in {**changes, "training.seed": seed}.items():
-        section, name = key.split(".", 1)
-        values.setdefault(section, {})[name] = value
+    row = Row("candidate", {**changes, "training.seed": seed})
+    values = Table("record", base=search["base"], rows=(row,)).recipe_values(row)
     evaluation = {"every": values["training"]["epochs"], **values.get("evaluation", {})}
     values["evaluation"] = {**evaluation, "protocol": "held_out", "watch_test": False}
     return Recipe.from_dict(values)

@@ -209,22 +209,27 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path)
     assert any(not torch.equal(a[key], c[key]) for key in a)
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 9, 11])
-def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, monkeypatch, stop_at):
-    """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
-    recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
-    train(recipe, tmp_path / "whole")
+def killed_at(number, recipe, folder, monkeypatch):
+    """Train until a step, and no further."""
     real = trainer_module.Trainer.step
 
     def deadly(self, pixels, labels):
-        if self.step_number == stop_at:
+        if self.step_number == number:
             raise SystemError("killed")
         return real(self, pixels, labels)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "step", deadly)
         with pytest.raises(SystemError):
-            train(recipe, tmp_path / "cut")
+            train(recipe, folder)
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 9, 11])
+def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, monkeypatch, stop_at):
+    """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
+    recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
+    train(recipe, tmp_path / "whole")
+    killed_at(stop_at, recipe, tmp_path / "cut", monkeypatch)
     train(recipe, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
@@ -555,17 +560,7 @@ def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path)
 
 def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path, monkeypatch):
     train(recipe, tmp_path / "whole")
-    real = trainer_module.Trainer.step
-
-    def deadly(self, pixels, labels):
-        if self.step_number == 6:
-            raise SystemError("killed")
-        return real(self, pixels, labels)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "step", deadly)
-        with pytest.raises(SystemError):
-            train(recipe, tmp_path / "cut")
+    killed_at(6, recipe, tmp_path / "cut", monkeypatch)
     shutil.copytree(images, tmp_path / "elsewhere")
     moved = with_(recipe, "data", root=str(tmp_path / "elsewhere"), cache_dir=str(tmp_path / "c"))
     train(moved, tmp_path / "cut")

@@ -4,9 +4,6 @@ A program makes a tile of one image's result. Where the filter lies is computed 
 it is exact; its weights are float32, and rounding to bytes happens once, at the end.
 """
 
-# What Triton compiles has no Python types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
-
 import torch
 import triton
 import triton.language as tl

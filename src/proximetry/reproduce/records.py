@@ -10,7 +10,7 @@ from proximetry.reproduce.trouble import ReproduceError
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.folder import RunFolder
 from proximetry.training.recipe import Recipe
-from proximetry.training.recipe_values import RecipeError
+from proximetry.training.recipe_values import RecipeError, differences
 
 _ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
 _WEIGHTS = ("auto", "package", "hub", "none")
@@ -166,18 +166,6 @@ def read_records(folder: Path) -> dict[str, Record]:
     return {path.stem: read_record(path) for path in sorted(folder.glob("*.json"))}
 
 
-def differing_keys(before: dict[str, Any], now: dict[str, Any], where: str = "") -> list[str]:
-    """The dotted keys in which two recipes differ, each with both values."""
-    found = []
-    for key in [*now, *(key for key in before if key not in now)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict) and key != "settings":
-            found += differing_keys(old, new, f"{where}{key}.")
-        elif old != new:
-            found.append(f"{where}{key} is {old!r} there and {new!r} now")
-    return found
-
-
 def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
     """Refuse what was made with another recipe than the one asked for."""
     try:
@@ -192,9 +180,10 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
         section, _, name = key.rpartition(".")
         for values in (there, now):
             (values[section] if section else values).pop(name)
-    changed = differing_keys(there, now)
-    if changed:
+    found = differences(there, now)
+    if found:
+        changed = "; ".join(f"{k} is {old!r} there and {new!r} now" for k, old, new in found[:3])
         raise ReproduceError(
-            f"{path} was made with another recipe: {'; '.join(changed[:3])}. Use another --out, or "
+            f"{path} was made with another recipe: {changed}. Use another --out, or "
             "remove it to run it anew"
         )

@@ -15,6 +15,7 @@ import torch
 from proximetry import __version__
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.recipe import Recipe
+from proximetry.training.recipe_values import differences
 
 
 class RunError(ValueError):
@@ -69,8 +70,9 @@ class RunFolder:
                     f"{self.path} already holds a run; continue it with resume, or choose another "
                     "folder"
                 )
-            changed = _difference(_told(Recipe.load(self.recipe)), _told(recipe))
-            if changed:
+            found = differences(_told(Recipe.load(self.recipe)), _told(recipe))
+            if found:
+                changed = ", ".join(f"{key} {old!r} → {new!r}" for key, old, new in found)
                 raise RunError(
                     f"the run in {self.path} was started with another recipe: {changed}; "
                     "continue it with the same recipe or choose another folder"
@@ -172,16 +174,3 @@ def _told(recipe: Recipe) -> dict[str, Any]:
     values = recipe.to_dict()
     values["data"] |= {"root": None, "cache_dir": None}
     return values | {"name": "", "about": ""}
-
-
-def _difference(before: dict[str, Any], now: dict[str, Any], where: str = "") -> str:
-    """The first few keys in which two recipes differ."""
-    found = []
-    for key in now:
-        path = f"{where}{key}"
-        if isinstance(now[key], dict) and isinstance(before.get(key), dict) and key != "settings":
-            inner = _difference(before[key], now[key], f"{path}.")
-            found += [inner] if inner else []
-        elif before.get(key) != now[key]:
-            found.append(f"{path} {before.get(key)!r} → {now[key]!r}")
-    return ", ".join(found)

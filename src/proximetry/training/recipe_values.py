@@ -25,6 +25,20 @@ def plain(value: Any) -> Any:
     return value
 
 
+def differences(
+    before: dict[str, Any], now: dict[str, Any], where: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """The dotted keys in which two plain recipes differ, each with the old and the new value."""
+    found = []
+    for key in [*now, *(key for key in before if key not in now)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and key != "settings":
+            found += differences(old, new, f"{where}{key}.")
+        elif old != new:
+            found.append((f"{where}{key}", old, new))
+    return found
+
+
 def build(cls: Any, values: Any, where: str) -> Any:
     """Make a dataclass of nested dictionaries; ``where`` names the place for messages."""
     if not isinstance(values, dict):

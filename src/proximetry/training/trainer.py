@@ -80,9 +80,11 @@ class Trainer:
         if continues:
             self.restore()
         precision = recipe.training.precision
-        self.network: nn.Module = PixelNetwork(self.embedder, precision, world.device)
+        self.plain = PixelNetwork(self.embedder, precision, world.device)
+        self.network: nn.Module = self.plain
         judged = PixelNetwork(self.evaluated(), precision, world.device)
         self.inference = CapturedInference(judged) if self.captures else judged
+        self.found: dict[str, dict[str, float]] = {}  # by evaluation, with the present weights
         self.warm = False
         self.thawed: bool | None = None  # whether the backbone is trained; None before the start
 
@@ -117,6 +119,7 @@ class Trainer:
         """Set the learning rates; freeze or thaw the backbone where that changes."""
         if self.warm:
             self.started = time.monotonic()
+        self.found = {}
         self.rates.apply(self.optimizer, self.epoch)
         self.embedder.train()
         self.objective.train()
@@ -129,10 +132,7 @@ class Trainer:
         """Compile and distribute the network anew: both note which parameters are trained."""
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(bool(self.thawed))
-        plain = PixelNetwork(self.embedder, self.recipe.training.precision, self.world.device)
-        network: nn.Module = plain
-        if self.captures:
-            network = CapturedNetwork(plain)
+        network: nn.Module = CapturedNetwork(self.plain) if self.captures else self.plain
         if self.recipe.training.compile:
             network = torch.compile(network)  # type: ignore[assignment]
         if self.world.size > 1:
@@ -262,11 +262,12 @@ class Trainer:
         started = time.monotonic()
         if e.protocol != "last":
             name = "test" if e.protocol == "paper" else "held_out"
-            line[name] = self.evaluate(name)
-            self.choose(line[name][e.metric])
-        if e.watch_test and "test" not in line and len(self.material.rows["test"]):
-            line["test"] = self.evaluate("test")
-        if "test" in line or "held_out" in line:
+            self.found[name] = self.evaluate(name)
+            self.choose(self.found[name][e.metric])
+        if e.watch_test and "test" not in self.found and len(self.material.rows["test"]):
+            self.found["test"] = self.evaluate("test")
+        if self.found:
+            line |= self.found
             line["evaluation_seconds"] = round(time.monotonic() - started, 3)
 
     def choose(self, value: float) -> None:
@@ -301,6 +302,7 @@ class Trainer:
         if self.selected["epoch"] not in (None, self.epoch):
             self.world.wait()
             load_checkpoint(self.folder.best, self.modules())
+            self.found = {}
             results["chosen"] = {"epoch": self.selected["epoch"], **self.judge()}
         if self.world.leads:
             self.evaluated().save(
@@ -318,7 +320,7 @@ class Trainer:
     def judge(self) -> dict[str, Any]:
         """All there is to evaluate on, with the present weights."""
         names = [name for name in ("held_out", "test") if len(self.material.rows[name])]
-        return {name: self.evaluate(name) for name in names}
+        return {name: self.found.get(name) or self.evaluate(name) for name in names}
 
     def evaluated(self) -> Embedder:
         """The weights that are judged and kept: the moving average, where there is one."""
