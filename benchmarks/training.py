@@ -2,10 +2,11 @@
 
 python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [--rounds 5]
 python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
-    --crop 224 --cache gpu --precision bfloat16 --network capture   (on a GPU)
+    --crop 224 --cache gpu --precision bfloat16 --network capture --evaluate 5924   (on a GPU)
 
 The bare network runs forward, backward and the optimiser's step on pixels that are already there;
-the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping.
+the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping. With
+--evaluate so many test images are embedded and judged by every metric there is.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 from benchmarks.measure import versions
+from proximetry import metrics
 from proximetry.training.display import Display
 from proximetry.training.folder import RunFolder
 from proximetry.training.recipe import Recipe
@@ -62,7 +64,7 @@ def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recip
                 "capture": arguments.network == "capture",
                 "compile": arguments.network == "compile",
             },
-            "evaluation": {"protocol": "last", "batch_size": 512},
+            "evaluation": {"protocol": "last", "batch_size": arguments.batch},
         }
     )
 
@@ -93,6 +95,28 @@ def trainer_epoch(trainer: Trainer, epoch: int) -> float:
     return seen / (time.perf_counter() - started)
 
 
+def evaluation_times(trainer: Trainer, count: int) -> tuple[float, float]:
+    """Seconds to embed so many images, and to judge them by every metric."""
+    rows = np.arange(count) % len(trainer.material.catalog)
+    labels = np.asarray(trainer.material.catalog.labels)[rows]
+    _wait(trainer.world.device)
+    started = time.perf_counter()
+    embeddings = trainer.embeddings(rows)
+    _wait(trainer.world.device)
+    embedded = time.perf_counter()
+    at = (1, 2, 4, 8)
+    metrics.evaluate(
+        embeddings,
+        labels,
+        recall_at=at,
+        precision_at=at,
+        ndcg_at=at,
+        map_at=at,
+        clustering=True,
+    )
+    return embedded - started, time.perf_counter() - embedded
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -109,6 +133,7 @@ def main() -> None:
     parser.add_argument("--crop", type=int)
     parser.add_argument("--cache", default="disk")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--network", default="plain", choices=["plain", "capture", "compile"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
@@ -141,6 +166,12 @@ def main() -> None:
         print(f"first two steps {warm:.1f} s")
         print(f"bare network {bare:.1f} images/s, trainer {whole:.1f} images/s")
         print(f"ratio, median over {arguments.rounds} rounds: {statistics.median(ratios):.3f}")
+        for time_of in ("first", "second") if arguments.evaluate else ():
+            embedding, judging = evaluation_times(trainer, arguments.evaluate)
+            print(
+                f"{time_of} evaluation of {arguments.evaluate} images: embedded in "
+                f"{embedding:.2f} s, every metric in {judging:.2f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import nn
 from proximetry.models import freeze_batchnorm
 from proximetry.models import fused as module
 from proximetry.models.fused import fuse, fused_depthwise, fused_norm
+from proximetry.models.kernels import norm as kernels
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -27,13 +28,14 @@ def images(*shape, dtype=torch.float32):
     return values.to(memory_format=torch.channels_last).requires_grad_()
 
 
-def norm(channels, act):
-    layer = BatchNormAct2d(channels, act_layer=act).to(DEVICE)
+def moving(channels, act=nn.Identity, **options):
+    layer = BatchNormAct2d(channels, act_layer=act, **options).to(DEVICE)
     layer.running_mean.normal_()
     layer.running_var.uniform_(0.1, 3)
-    nn.init.normal_(layer.weight, std=3)
-    nn.init.normal_(layer.bias, mean=1)
-    return freeze_batchnorm(layer)
+    if layer.affine:
+        nn.init.normal_(layer.weight, std=3)
+        nn.init.normal_(layer.bias, mean=1)
+    return layer
 
 
 def agree(one, two, dtype=torch.float32):
@@ -60,7 +62,7 @@ def compare(fast, plain, layer, x):
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.SiLU])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (1, 1, 1, 1)])
 def test_frozen_norm_is_torchs(shape, act, dtype):
-    layer = norm(shape[1], act)
+    layer = freeze_batchnorm(moving(shape[1], act))
     compare(fused_norm, layer, layer, images(*shape, dtype=dtype))
 
 
@@ -68,6 +70,175 @@ def test_frozen_norm_without_scale_and_shift():
     layer = freeze_batchnorm(nn.BatchNorm2d(8, affine=False).to(DEVICE))
     layer.running_mean.normal_()
     compare(fused_norm, layer, layer, images(2, 8, 3, 3))
+
+
+def compare_moving(layer, x, tolerance):
+    """Value, gradients and running statistics over two batches; the twin computes in float64."""
+    twin = copy.deepcopy(layer).double()
+    for batch in (x, (x * 2 + 1).detach().requires_grad_()):
+        wide = batch.detach().double().requires_grad_()
+        y = twin(wide)
+        slope = torch.randn_like(y).to(x.dtype)
+        expected = [y, *torch.autograd.grad(y, [wide, *twin.parameters()], slope.double())]
+        y = fused_norm(layer, batch)
+        found = [y, *torch.autograd.grad(y, [batch, *layer.parameters()], slope)]
+        assert y.dtype == found[1].dtype == x.dtype
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        for one, two in zip(found, expected, strict=True):
+            assert one.shape == two.shape
+            assert distance(one, two) < tolerance
+    for name, buffer in twin.named_buffers():
+        assert distance(layer.get_buffer(name), buffer) < 1e-5
+    assert layer.num_batches_tracked.item() == 2
+
+
+def distance(one, two):
+    return ((one.double() - two.double()).norm() / (two.double().norm() + 1e-30)).item()
+
+
+# The second makes a program take several turns, and the parts be joined in several.
+FEW_PROGRAMS = pytest.mark.parametrize(("programs", "parts"), [(528, 128), (3, 2)])
+
+
+def share_among(monkeypatch, programs, parts):
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "_JOIN_PARTS", parts)
+
+
+# Two rows alone would have no gradient but for eps.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
+@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (2, 1, 1, 1), (2, 33, 1, 1)])
+def test_moving_norm_is_torchs(shape, act, dtype):
+    layer = moving(shape[1], act, eps=0.1, momentum=0.3)
+    compare_moving(layer, images(*shape, dtype=dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moving_norm_with_an_activation_of_its_own(dtype):
+    compare_moving(moving(24, nn.SiLU), images(3, 24, 5, 7, dtype=dtype), TOLERANCE[dtype])
+
+
+@FEW_PROGRAMS
+@pytest.mark.parametrize("batch", [1, 2, 6, 9])
+def test_moving_norm_of_many_rows(batch, programs, parts, monkeypatch):
+    share_among(monkeypatch, programs, parts)
+    compare_moving(moving(24, nn.ReLU6), images(batch, 24, 8, 9), 1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_momentum_at_its_ends(momentum):
+    compare_moving(moving(8, momentum=momentum), images(2, 8, 3, 3), 1e-5)
+
+
+def test_moving_norm_without_scale_and_shift():
+    compare_moving(moving(8, nn.ReLU, affine=False), images(2, 8, 3, 3), 1e-5)
+
+
+def test_moving_norm_whose_scale_and_shift_do_not_learn():
+    layer, x = moving(8, nn.ReLU), images(2, 8, 3, 3)
+    twin = copy.deepcopy(layer)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    expected = torch.autograd.grad(twin(x).square().sum(), x)
+    agree(*torch.autograd.grad(fused_norm(layer, x).square().sum(), x), *expected)
+
+
+def test_moving_norm_of_an_input_that_does_not_learn():
+    layer, x = moving(8, nn.ReLU), images(2, 8, 3, 3).detach()
+    twin = copy.deepcopy(layer)
+    fused_norm(layer, x).square().sum().backward()
+    twin(x).square().sum().backward()
+    agree(layer.weight.grad, twin.weight.grad)
+    agree(layer.bias.grad, twin.bias.grad)
+
+
+# An outlier where a part's sums are taken from costs them some digits, no more.
+@FEW_PROGRAMS
+@pytest.mark.parametrize(("outlier", "tolerance"), [(0, 1e-6), (100, 1e-4)])
+@pytest.mark.parametrize(("middle", "spread"), [(0, 1), (100, 0.1), (-3e4, 0.5), (7, 0)])
+def test_statistics_wherever_the_mean_lies(
+    middle, spread, outlier, tolerance, programs, parts, monkeypatch
+):
+    share_among(monkeypatch, programs, parts)
+    x = images(3, 24, 11, 13).detach() * spread + middle
+    x[0, :, 0, 0] += outlier * spread
+    layer = moving(24)
+    layer.running_mean.zero_()  # far from the batch's
+    running = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    mean, variance = kernels.statistics(x, *running, 1.0)
+    if spread:  # the mean's last digit, seen from the spread
+        tolerance += torch.finfo(x.dtype).eps * abs(middle) / spread
+    rows = x.double().movedim(1, -1).flatten(0, 2)
+    assert distance(mean + spread, rows.mean(dim=0) + spread) < tolerance
+    assert distance(variance, rows.var(dim=0, correction=0)) < tolerance
+    assert torch.equal(layer.running_mean, mean)
+    assert distance(layer.running_var, rows.var(dim=0)) < tolerance
+
+
+def test_moving_norm_of_a_large_mean_with_little_spread():
+    x = (images(3, 24, 5, 7).detach() * 0.1 + 100).requires_grad_()
+    compare_moving(moving(24, nn.ReLU6, momentum=0.5), x, 1e-3)
+
+
+def test_running_statistics_do_not_disturb_a_batch():
+    layer, x = moving(8), images(2, 8, 3, 3)
+    layer.running_mean.fill_(torch.nan)
+    assert fused_norm(layer, x).isfinite().all()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
+def test_what_is_not_a_number_stays_so(act, frozen):
+    layer, x = moving(8, act), images(2, 8, 3, 3).detach()
+    if frozen:
+        freeze_batchnorm(layer)
+    x[1, 2, 0, 1] = torch.nan
+    assert torch.equal(fused_norm(layer, x).isnan(), copy.deepcopy(layer)(x).isnan())
+
+
+def test_the_same_batch_gives_the_same_bits():
+    layer, x = moving(24, nn.ReLU6), images(9, 24, 8, 9)
+    results = []
+    for twin in (copy.deepcopy(layer), layer):
+        y = fused_norm(twin, x)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *twin.parameters()])])
+        results[-1] += twin.buffers()
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_statistics_that_moved_before_the_gradient_are_noticed(monkeypatch):
+    monkeypatch.setattr(module, "_suits", lambda x: True)
+    layer, x = fuse(moving(8)), images(2, 8, 3, 3)
+    y = layer.eval()(x)
+    layer.train()(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused():
+    layer, x = moving(8), images(2, 8, 3, 3)
+    (slope,) = torch.autograd.grad(fused_norm(layer, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are for cards")
+def test_a_recorded_norm_moves_its_statistics():
+    layer, x = fuse(moving(24, nn.ReLU6)), images(3, 24, 5, 7)
+    twin = copy.deepcopy(layer)
+    recorded = torch.cuda.make_graphed_callables(layer, (x,))
+    layer.load_state_dict(twin.state_dict())  # recording ran it some times
+    for _ in range(3):
+        batch, slopes = images(3, 24, 5, 7), []
+        for network in (recorded, twin):
+            loss = network(batch).square().sum()
+            slopes.append(torch.autograd.grad(loss, [batch, *network.parameters()]))
+        for one, two in zip(*slopes, strict=True):
+            agree(one, two)
+    for one, two in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(one, two)
+    assert layer.num_batches_tracked.item() == 3
 
 
 @pytest.mark.parametrize("size", [(7, 9), (8, 8), (1, 1)])
@@ -94,7 +265,8 @@ def test_depthwise_in_bfloat16():
     agree(y, layer(x.float()), torch.bfloat16)
 
 
-def test_a_network_learns_the_same(monkeypatch):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_network_learns_the_same(frozen, monkeypatch):
     monkeypatch.setattr(module, "_suits", lambda x: True)
     plain = nn.Sequential(
         nn.Conv2d(3, 8, 1, bias=False),
@@ -104,10 +276,17 @@ def test_a_network_learns_the_same(monkeypatch):
         nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False),
         nn.BatchNorm2d(8),
     ).to(DEVICE)
-    freeze_batchnorm(plain)
+    for layer in (plain[1], plain[3]):  # the norm after it would undo a scale alone
+        nn.init.normal_(layer.bias)
+    if frozen:
+        freeze_batchnorm(plain)
     fast = fuse(copy.deepcopy(plain))
     x = images(2, 3, 10, 10)
+    slope = torch.randn(2, 8, 5, 5, device=DEVICE)
     for network in (plain, fast):
-        network(x).square().sum().backward()
+        (network(x) * slope).sum().backward()
     for one, two in zip(fast.parameters(), plain.parameters(), strict=True):
         agree(one.grad, two.grad)
+    for one, two in zip(fast.buffers(), plain.buffers(), strict=True):
+        agree(one, two)
+    agree(fast.eval()(x), plain.eval()(x))

@@ -55,7 +55,7 @@ def test_a_step_that_is_no_whole_number_becomes_milestones():
     table = Table.load("proxy-anchor-alpha")
     third = make_run(table, table.rows[0], 0, "full", Options(epochs=20)).recipe
     assert (third.schedule.name, third.schedule.at) == ("milestones", (3, 7, 10, 13, 17))
-    assert third.evaluation.every == 2
+    assert third.evaluation.every == 3
     half = make_run(table, table.rows[0], 0, "full", Options(epochs=30)).recipe
     assert (half.schedule.name, half.schedule.every) == ("step", 5)
     assert half.schedule.at == ()

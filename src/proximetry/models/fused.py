@@ -1,4 +1,4 @@
-"""Faster layers for CUDA: frozen batch norm with its activation, and depthwise convolutions.
+"""Faster layers for CUDA: batch norm with its activation, and depthwise convolutions.
 
 `fuse` swaps the class of the layers it knows in a network. Parameters, buffers and their names
 stay, so checkpoints and saved embedders are the same with or without. The layers fall back to
@@ -12,18 +12,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-
-from proximetry.models.batchnorm import is_frozen
 
 Module = TypeVar("Module", bound=nn.Module)
 
 # The kernels' ACT.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
+# Where the batch norms come from whose forward is known. A subclass may do something else there.
+_NORMS = ("torch.nn.modules.batchnorm", "timm.layers.norm_act")
 
 
 class _Norm(torch.autograd.Function):
-    """A batch norm with fixed statistics, and its activation; saves x alone."""
+    """A batch norm and its activation; saves x alone.
+
+    With `moving`, mean and variance are those of x, and x has its gradient through them too.
+    """
 
     @staticmethod
     def forward(
@@ -35,23 +39,25 @@ class _Norm(torch.autograd.Function):
         variance: Tensor,
         eps: float,
         act: int,
+        moving: bool,
     ) -> Tensor:
         from proximetry.models.kernels import norm
 
         ctx.save_for_backward(x, weight, bias, mean, variance)
-        ctx.settings = eps, act
+        ctx.settings = eps, act, moving
         return norm.norm(x, norm.Norm(weight, bias, mean, variance, eps), act)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from proximetry.models.kernels import norm
 
         x, weight, bias, mean, variance = ctx.saved_tensors
-        eps, act = ctx.settings
+        eps, act, moving = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
         layer = norm.Norm(weight, bias, mean, variance, eps)
-        gradients = norm.norm_backward(x, dy, layer, act)
-        return *gradients, None, None, None, None
+        gradients = norm.norm_backward(x, dy, layer, act, moving)
+        return *gradients, None, None, None, None, None
 
 
 class _Depthwise(torch.autograd.Function):
@@ -77,6 +83,7 @@ class _Depthwise(torch.autograd.Function):
         return depthwise.depthwise(x, weight, kernel, stride, before, size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from proximetry.models.kernels import depthwise
 
@@ -121,23 +128,48 @@ def _suits(x: Tensor) -> bool:
 
 
 class _FusedNorm(nn.BatchNorm2d):
-    """A frozen batch norm, with the activation that timm puts into its batch norms."""
+    """A batch norm, with the activation that timm puts into its batch norms."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _suits(x) or self.training:
+        if not _suits(x) or not _suits_norm(self, x):
             return super().forward(x)
         return fused_norm(self, x)
 
 
+def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
+    """Whether the kernels do what the layer would do with this x, errors included."""
+    if layer.running_mean is None or x.shape[1] != layer.num_features:
+        return False
+    return not layer.training or (
+        layer.track_running_stats
+        and layer.momentum is not None
+        and layer.num_batches_tracked is not None
+        and layer.running_mean.dtype == torch.float32
+        and x.numel() > x.shape[1]
+    )
+
+
 def fused_norm(layer: Any, x: Tensor) -> Tensor:
-    """Return what the frozen batch norm `layer` makes of x, activation included."""
-    mean, variance = layer.running_mean.float(), layer.running_var.float()
+    """Return what the batch norm `layer` makes of x, activation included."""
+    mean, variance = _statistics(layer, x)
     weight = torch.ones_like(mean) if layer.weight is None else layer.weight.float()
     bias = torch.zeros_like(mean) if layer.bias is None else layer.bias.float()
     after = getattr(layer, "act", nn.Identity())
     act = _ACTIVATIONS.get(type(after))
-    y: Tensor = _Norm.apply(x, weight, bias, mean, variance, layer.eps, act or 0)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, mean, variance, layer.eps, act or 0, layer.training
+    )
     return y if act is not None else after(y)
+
+
+def _statistics(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance to norm with; in training mode, move the running ones."""
+    if not layer.training:
+        return layer.running_mean.float(), layer.running_var.float()
+    from proximetry.models.kernels import norm
+
+    running = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    return norm.statistics(x, *running, float(layer.momentum))
 
 
 class _FusedDepthwise(nn.Conv2d):
@@ -176,11 +208,11 @@ def _is_same(layer: Any) -> bool:
     return isinstance(layer, Conv2dSame)
 
 
-def _is_fixed_norm(layer: nn.Module) -> bool:
+def _is_norm(layer: nn.Module) -> bool:
     drops = getattr(layer, "drop", None)  # timm's may drop units between norm and activation
     return (
         isinstance(layer, nn.BatchNorm2d)
-        and is_frozen(layer)
+        and type(layer).forward.__module__ in _NORMS
         and (drops is None or isinstance(drops, nn.Identity))
     )
 
@@ -205,14 +237,14 @@ def _fused(front: Any, kind: Any) -> Any:
 
 
 def fuse(module: Module) -> Module:
-    """Let frozen batch norms and depthwise convolutions of `module` use our kernels on CUDA."""
+    """Let batch norms and depthwise convolutions of `module` use our kernels on CUDA."""
     if find_spec("triton") is None:
         return module
     for layer in module.modules():
         kind: Any = type(layer)
         if issubclass(kind, (_FusedNorm, _FusedDepthwise)):
             continue
-        if _is_fixed_norm(layer):
+        if _is_norm(layer):
             layer.__class__ = _fused(_FusedNorm, kind)
         elif _is_depthwise(layer):
             layer.__class__ = _fused(_FusedDepthwise, kind)

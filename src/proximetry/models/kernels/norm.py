@@ -1,6 +1,8 @@
-"""Batch norm with fixed statistics and the activation after it, one pass forward and one back.
+"""Batch norm and the activation after it.
 
-ACT says which: 0 none, 1 ReLU, 2 ReLU6.
+With fixed statistics it is one pass forward and one back. Statistics of the batch cost one more
+each: to take them, and to know what they pass on to every row. ACT says which activation: 0 none,
+1 ReLU, 2 ReLU6; like torch's, they let NaN through.
 """
 
 from typing import NamedTuple
@@ -16,19 +18,117 @@ _ANY = ["rows", "programs"]
 
 # Channels and rows of one program; 32 channels in bfloat16 are two sectors of memory.
 _CHANNELS = 32
-_ROWS = 64
-# Programs that share the rows of one block of channels when sums over rows are wanted.
-_PROGRAMS = 2048
+_ROWS = 128
+# Programs that share the rows when sums over them are wanted: a few for each of a card's
+# multiprocessors (four on an H200), since the sums of every one have to be joined.
+_PROGRAMS = 528
+# Channels and parts at once when the parts of these programs are joined: few channels, so that
+# many programs share the work.
+_JOIN_CHANNELS = 8
+_JOIN_PARTS = 128
 
 
 @triton.jit
 def _load_affine(weight, bias, mean, variance, eps, C, c):
-    """What a batch norm with these statistics does to its channels: x · scale + shift."""
+    """What a batch norm with these statistics does to its channels: (x − mean) · scale + bias."""
     average = tl.load(mean + c, mask=c < C, other=0.0)
     inverse = tl.rsqrt(tl.load(variance + c, mask=c < C, other=1.0) + eps)
     scale = tl.load(weight + c, mask=c < C, other=0.0) * inverse
-    shift = tl.load(bias + c, mask=c < C, other=0.0) - average * scale
-    return scale[None, :], shift[None, :], average[None, :], inverse[None, :]
+    offset = tl.load(bias + c, mask=c < C, other=0.0)
+    return scale[None, :], offset[None, :], average[None, :], inverse[None, :]
+
+
+@triton.jit
+def _load_slope(x, dy, place, inside, scale, offset, average, ACT: tl.constexpr):
+    """x − mean, and the gradient with respect to what the activation saw."""
+    away = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - average
+    dz = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+    z = away * scale + offset
+    if ACT != 0:
+        dz = tl.where(z <= 0.0, 0.0, dz)
+    if ACT == 2:
+        dz = tl.where(z >= 6.0, 0.0, dz)
+    return away, dz
+
+
+@triton.jit
+def _count(part, rows, programs, BM: tl.constexpr):
+    """How many rows a part has when the parts take turns at BM rows."""
+    turn = programs * BM
+    rest = rows % turn - part * BM
+    return (rows // turn * BM + tl.minimum(tl.maximum(rest, 0), BM)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr):
+    """Mean and sum of squared deviations of every part of the rows."""
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    part = pid // blocks
+    # Squares cancel when the mean is far from zero, but not around a value of the part itself.
+    origin = tl.load(x + (part * BM).to(tl.int64) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    total = tl.zeros((BM, BC), tl.float32)
+    squares = tl.zeros((BM, BC), tl.float32)
+    for first in range(part * BM, rows, programs * BM):
+        r = first + tl.arange(0, BM)
+        inside = (r < rows)[:, None] & (c < C)[None, :]
+        place = r.to(tl.int64)[:, None] * C + c[None, :]
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        away = tl.where(inside, value - origin[None, :], 0.0)
+        total += away
+        squares += away * away
+    whole = tl.sum(total, axis=0)
+    shift = whole / _count(part, rows, programs, BM)
+    out = parts + part * 2 * C + c
+    tl.store(out, origin + shift, mask=c < C)
+    tl.store(out + C, tl.sum(squares, axis=0) - whole * shift, mask=c < C)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def _join_statistics(
+    parts,
+    mean,
+    variance,
+    running_mean,
+    running_variance,
+    batches,
+    momentum,
+    rows,
+    C,
+    programs,
+    BM: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Statistics of all rows from those of the parts; moves the running ones."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    origin = tl.load(parts + c, mask=c < C, other=0.0)
+    total = tl.zeros((BP, BC), tl.float32)
+    squares = tl.zeros((BP, BC), tl.float32)
+    for first in range(0, programs, BP):
+        part = first + tl.arange(0, BP)
+        inside = (part < programs)[:, None] & (c < C)[None, :]
+        place = part[:, None] * 2 * C + c[None, :]
+        away = tl.load(parts + place, mask=inside, other=0.0) - origin[None, :]
+        away = tl.where(inside, away, 0.0)
+        weighted = away * _count(part, rows, programs, BM)[:, None]
+        total += weighted
+        squares += weighted * away + tl.load(parts + C + place, mask=inside, other=0.0)
+    whole = tl.sum(total, axis=0)
+    n = rows.to(tl.float32)
+    average = origin + whole / n
+    spread = tl.sum(squares, axis=0) - whole * (whole / n)
+    spread = tl.where(spread < 0.0, 0.0, spread)  # rounding; NaN stays
+    tl.store(mean + c, average, mask=c < C)
+    tl.store(variance + c, spread / n, mask=c < C)
+    old = tl.load(running_mean + c, mask=c < C, other=0.0)
+    tl.store(running_mean + c, (1 - momentum) * old + momentum * average, mask=c < C)
+    old = tl.load(running_variance + c, mask=c < C, other=0.0)
+    new = (1 - momentum) * old + momentum * (spread / (n - 1))
+    tl.store(running_variance + c, new, mask=c < C)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -52,12 +152,13 @@ def _forward_norm(
     r = (pid // blocks) * BM + tl.arange(0, BM)
     inside = (r < rows)[:, None] & (c < C)[None, :]
     place = r.to(tl.int64)[:, None] * C + c[None, :]
-    scale, shift, _, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
-    z = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    scale, offset, average, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    z = (value - average) * scale + offset
     if ACT != 0:
-        z = tl.maximum(z, 0.0)
+        z = tl.where(z < 0.0, 0.0, z)
     if ACT == 2:
-        z = tl.minimum(z, 6.0)
+        z = tl.where(z > 6.0, 6.0, z)
     tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
 
 
@@ -71,10 +172,11 @@ def _backward_norm(
     mean,
     variance,
     eps,
-    sums,
+    parts,
     rows,
     C,
     programs,
+    MOVING: tl.constexpr,
     ACT: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -83,30 +185,70 @@ def _backward_norm(
     pid = tl.program_id(0)
     c = (pid % blocks) * BC + tl.arange(0, BC)
     part = pid // blocks
-    scale, shift, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
+    scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)
     dweight = tl.zeros((BM, BC), tl.float32)
     for first in range(part * BM, rows, programs * BM):
         r = first + tl.arange(0, BM)
         inside = (r < rows)[:, None] & (c < C)[None, :]
         place = r.to(tl.int64)[:, None] * C + c[None, :]
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-        z = value * scale + shift
-        if ACT != 0:
-            dz = tl.where(z > 0.0, dz, 0.0)
-        if ACT == 2:
-            dz = tl.where(z < 6.0, dz, 0.0)
-        tl.store(dx + place, (dz * scale).to(dx.dtype.element_ty), mask=inside)
+        away, dz = _load_slope(x, dy, place, inside, scale, offset, average, ACT)
+        if not MOVING:
+            tl.store(dx + place, (dz * scale).to(dx.dtype.element_ty), mask=inside)
         dbias += dz
-        dweight += dz * (value - average)
-    out = sums + part * 2 * C + c
+        dweight += dz * away
+    out = parts + part * 2 * C + c
     tl.store(out, tl.sum(dweight * inverse, axis=0), mask=c < C)
     tl.store(out + C, tl.sum(dbias, axis=0), mask=c < C)
 
 
+@triton.jit(do_not_specialize=_ANY)
+def _backward_moving(
+    x,
+    dy,
+    dx,
+    weight,
+    bias,
+    mean,
+    variance,
+    eps,
+    sums,
+    rows,
+    C,
+    ACT: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The gradient of x when every row moves the statistics; `sums` are the whole ones, [2, C]."""
+    blocks = tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    r = (pid // blocks) * BM + tl.arange(0, BM)
+    inside = (r < rows)[:, None] & (c < C)[None, :]
+    place = r.to(tl.int64)[:, None] * C + c[None, :]
+    scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
+    n = rows.to(tl.float32)
+    along = inverse * (tl.load(sums + c, mask=c < C, other=0.0)[None, :] / n)
+    level = tl.load(sums + C + c, mask=c < C, other=0.0)[None, :] / n
+    away, dz = _load_slope(x, dy, place, inside, scale, offset, average, ACT)
+    slope = scale * (dz - level - away * along)
+    tl.store(dx + place, slope.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def _join_sums(parts, sums, C, programs, BP: tl.constexpr, BC: tl.constexpr):
+    """Sums of all parts, [programs, C] to [C]; torch's own takes several times as long."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros((BP, BC), tl.float32)
+    for first in range(0, programs, BP):
+        part = first + tl.arange(0, BP)
+        inside = (part < programs)[:, None] & (c < C)[None, :]
+        total += tl.load(parts + part[:, None] * C + c[None, :], mask=inside, other=0.0)
+    tl.store(sums + c, tl.sum(total, axis=0), mask=c < C)
+
+
 class Norm(NamedTuple):
-    """A batch norm whose statistics stand still; all tensors are [C] in float32."""
+    """A batch norm with its statistics, given or the batch's; all tensors are [C] in float32."""
 
     weight: Tensor
     bias: Tensor
@@ -115,24 +257,64 @@ class Norm(NamedTuple):
     eps: float
 
 
+def _shape(x: Tensor) -> tuple[int, int, int, int]:
+    """Return rows, channels, blocks of channels, and the programs that share the rows of one."""
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    blocks = triton.cdiv(channels, _CHANNELS)
+    programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
+    return rows, channels, blocks, programs
+
+
+def statistics(
+    x: Tensor, mean: Tensor, variance: Tensor, batches: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of x, and move a layer's running ones in place.
+
+    `batches` counts the batches seen. Needs at least two rows.
+    """
+    rows, channels, blocks, programs = _shape(x)
+    parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
+    _statistics[(blocks * programs,)](x, parts, rows, channels, programs, BM=_ROWS, BC=_CHANNELS)
+    found = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+    _join_statistics[(triton.cdiv(channels, _JOIN_CHANNELS),)](
+        parts, found[0], found[1], mean, variance, batches, momentum, rows, channels, programs,
+        BM=_ROWS, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS,
+    )  # fmt: skip
+    for moved in (mean, variance, batches):  # autograd did not see it
+        torch.autograd.graph.increment_version(moved)
+    return found[0], found[1]
+
+
 def norm(x: Tensor, layer: Norm, act: int) -> Tensor:
     """Return act(the batch norm of x)."""
     y = torch.empty_like(x)
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    grid = (triton.cdiv(channels, _CHANNELS) * triton.cdiv(rows, _ROWS),)
+    rows, channels, blocks, _ = _shape(x)
+    grid = (blocks * triton.cdiv(rows, _ROWS),)
     _forward_norm[grid](x, y, *layer, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS)
     return y
 
 
-def norm_backward(x: Tensor, dy: Tensor, layer: Norm, act: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to x, weight and bias, in one pass over x and dy."""
+def norm_backward(
+    x: Tensor, dy: Tensor, layer: Norm, act: int, moving: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with respect to x, weight and bias.
+
+    With `moving`, mean and variance are those of x. Else they are constants.
+    """
     dx = torch.empty_like(x)
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    blocks = triton.cdiv(channels, _CHANNELS)
-    programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
-    sums = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
+    rows, channels, blocks, programs = _shape(x)
+    parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
     _backward_norm[(blocks * programs,)](
-        x, dy, dx, *layer, sums, rows, channels, programs, ACT=act, BM=_ROWS, BC=_CHANNELS
+        x, dy, dx, *layer, parts, rows, channels, programs,
+        MOVING=moving, ACT=act, BM=_ROWS, BC=_CHANNELS,
+    )  # fmt: skip
+    sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+    _join_sums[(triton.cdiv(2 * channels, _JOIN_CHANNELS),)](
+        parts, sums, 2 * channels, programs, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS
     )
-    dweight, dbias = sums.sum(dim=0)
-    return dx, dweight, dbias
+    if moving:
+        grid = (blocks * triton.cdiv(rows, _ROWS),)
+        _backward_moving[grid](
+            x, dy, dx, *layer, sums, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS
+        )
+    return dx, sums[0], sums[1]
