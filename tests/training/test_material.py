@@ -1,6 +1,8 @@
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +49,16 @@ def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, maker
         assert torch.equal(labels, same)
 
 
+def stand_in_for_streams(monkeypatch):
+    """Let what is done on a stream be done at once."""
+    nothing = SimpleNamespace(record=lambda: None, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: nothing)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: nothing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
 def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch):
     material = make_material(recipe)
     expected = list(material.batches(0, 0))
@@ -65,8 +77,14 @@ def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch)
         TrainTransform, "apply", lambda self, _, rows, windows: apply(self, near, rows, windows)
     )
     material.cache = far
-    got = list(material.batches(0, 0))
+    stand_in_for_streams(monkeypatch)
+    got, begun = [], []
+    for batch in material.batches(0, 0):
+        got.append(batch)
+        begun.append(len(makers))
     assert set(makers) == {threading.main_thread()}
+    # The next one is begun before this one is handed out.
+    assert begun == [*range(2, len(got) + 1), len(got)]
     for (pixels, labels), (again, same) in zip(expected, got, strict=True):
         assert torch.equal(pixels, again)
         assert torch.equal(labels, same)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from proximetry.losses import checks
 from proximetry.losses.similarity import unit
+from proximetry.losses.sums import add_rows_
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
 
@@ -246,7 +247,7 @@ def _directions(
         centres = torch.cat([centres, x[farthest : farthest + 1]])
     for _ in range(10):
         nearest = (x @ centres.T).argmax(1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, x)
+        sums = add_rows_(torch.zeros_like(centres), nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
         centres = torch.where(used, unit(sums)[0], centres)
     # Equal proxies of a class would receive equal gradients and stay equal for ever.

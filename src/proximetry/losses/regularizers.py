@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from proximetry.losses import checks
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import inverse_length, unit
+from proximetry.losses.sums import add_rows_
 
 #: Entries of a block that a regulariser holds at once.
 BLOCK_ENTRIES = 2**20
@@ -177,7 +178,7 @@ class _PairCosines(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, rival, inverse, cosines = ctx.saved_tensors
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
-        radial = cosines.clone().index_add_(0, rival, cosines).mul_(inverse.square())
+        radial = add_rows_(cosines.clone(), rival, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
         step = max(1, BLOCK_ENTRIES // weight.shape[1])
         for start in range(0, weight.shape[0], step):
@@ -185,7 +186,7 @@ class _PairCosines(torch.autograd.Function):
             other = rival[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
-            gradient.index_add_(0, other, weight[rows] * factor)
+            add_rows_(gradient, other, weight[rows] * factor)
         return gradient.mul_(grad), None
 
 
@@ -224,7 +225,7 @@ class CenterLoss(nn.Module):
 
     @torch.no_grad()
     def _move(self, away: Tensor, labels: Tensor) -> None:
-        sums = torch.zeros_like(self.centers, dtype=away.dtype).index_add_(0, labels, away)
+        sums = add_rows_(torch.zeros_like(self.centers, dtype=away.dtype), labels, away)
         members = torch.bincount(labels, minlength=self.centers.shape[0]).unsqueeze(1)
         self.centers.add_((self.rate * sums / (1 + members)).to(self.centers.dtype))
 

@@ -25,6 +25,7 @@ from proximetry.losses.similarity import (
     reduce_proxies,
     spread_gradient,
 )
+from proximetry.losses.sums import add_rows_
 from proximetry.losses.table import Row, log1p_sum_exp
 
 #: Entries of a batch × tile × K block. On the CPU a block should stay in the cache, on a GPU it
@@ -162,7 +163,7 @@ class _Problem:
         if into.weight is not None:
             pull = g.T.unsqueeze(2) * self.x.unsqueeze(1)
             pull -= (g * s * inverse).T.unsqueeze(2) * w
-            into.weight.index_add_(0, self.labels, pull)
+            add_rows_(into.weight, self.labels, pull)
 
     def _own(self) -> tuple[Tensor, Tensor, Tensor]:
         w = self.weight[self.labels]  # [B, K, D]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from proximetry.losses import checks
+from proximetry.losses.sums import add_rows_
 
 Similarity = Literal["single", "soft", "max", "mean"]
 Group = Literal["class", "sample"]
@@ -81,6 +82,6 @@ def _mean_over_present_classes(logit: Tensor, labels: Tensor, num_classes: int) 
     """Mean over the classes in the batch of log(1 + Σ over their samples of e^logit)."""
     zero = logit.new_zeros(num_classes)
     shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
-    total = zero.index_add(0, labels, torch.exp(logit - shift[labels]))
+    total = add_rows_(torch.zeros_like(zero), labels, torch.exp(logit - shift[labels]))
     present = zero.scatter(0, labels, 1.0).sum()
     return log1p_sum_exp(total, shift).sum() / present

@@ -160,7 +160,7 @@ def _recipe(table: Table, row: Row, seed: int, options: Options) -> Recipe:
     if options.cuda:
         for section, keys in _ON_CUDA.items():
             values[section] = {**keys, **values.get(section, {})}
-        # One size of batch for both, so that cuDNN has to look for its algorithms once.
+        # One size of batch for training and evaluation: kernels are chosen for it once.
         size = {"batch_size": values["data"].get("batch_size", Data().batch_size)}
         values["evaluation"] = {**size, **values.get("evaluation", {})}
     chosen = {"backbone": options.backbone, "weights": options.weights}

@@ -45,6 +45,21 @@ class _Order(NamedTuple):
     labels: Tensor
 
 
+class _Cut(NamedTuple):
+    """A batch that a GPU is making, and when it is made."""
+
+    pixels: Tensor
+    labels: Tensor
+    done: torch.cuda.Event
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The batch, for the present stream, which waits where it must; the processor does not."""
+        stream = torch.cuda.current_stream(self.pixels.device)
+        stream.wait_event(self.done)
+        self.pixels.record_stream(stream)  # its memory is free again when that stream is done
+        return self.pixels, self.labels
+
+
 class Material:
     """The images of a run.
 
@@ -96,26 +111,51 @@ class Material:
         self._view = EvalTransform(
             preprocessing.resize, preprocessing.crop, preprocessing.interpolation
         )
+        self._stream: torch.cuda.Stream | None = None
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
 
-        The next batch is made in a thread while the present one is trained on; of pixels on a GPU
-        only the windows are drawn there, and the GPU cuts them when their turn comes. What a batch
-        holds depends on the seed, the epoch and its number alone.
+        The next batch is made while the present one is trained on: in a thread or, of pixels on a
+        GPU, there, beside the network. What a batch holds depends on the seed, the epoch and its
+        number alone.
         """
+        prepared = self._prepared(epoch, start)
+        if self.cache.flat.device.type == "cpu":
+            for order, pixels in prepared:
+                assert pixels is not None
+                yield pixels.to(self.world.device), self._send(order.labels)
+            return
+        coming: _Cut | None = None
+        for order, _ in prepared:
+            ready, coming = coming, self._cut(order)
+            if ready is not None:
+                yield ready.take()
+        if coming is not None:
+            yield coming.take()
+
+    def _prepared(self, epoch: int, start: int) -> Iterator[tuple[_Order, Tensor | None]]:
+        """What a thread prepares, one batch ahead."""
         threads = torch.get_num_threads()
         # One thread is enough for crops; more would take turns with those of the network.
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             coming = pool.submit(self._prepare, epoch, start)
             for number in range(start, len(self.sampler)):
-                order, pixels = coming.result()
+                found = coming.result()
                 torch.set_num_threads(threads)
                 if number + 1 < len(self.sampler):
                     coming = pool.submit(self._prepare, epoch, number + 1)
-                if pixels is None:
-                    pixels = self._train.apply(self.cache, order.rows, order.windows)
-                yield pixels.to(self.world.device), self._send(order.labels)
+                yield found
+
+    def _cut(self, order: _Order) -> "_Cut":
+        """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.cache.flat.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            pixels = self._train.apply(self.cache, order.rows, order.windows)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return _Cut(pixels, self._send(order.labels), done)
 
     def _prepare(self, epoch: int, number: int) -> tuple[_Order, Tensor | None]:
         """What the thread does: the order, and its pixels unless a GPU is to cut them.
@@ -147,8 +187,8 @@ class Material:
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Pixels of rows as evaluation sees them.
 
-        On a GPU the last batch is filled up with its last image: cuDNN looks for its fastest
-        algorithms anew for every size of a batch.
+        On a GPU the last batch is filled up with its last image: a recorded network knows one
+        size of a batch.
         """
         missing = -len(rows) % batch_size
         if self.world.device.type == "cuda" and missing:
