@@ -101,6 +101,7 @@ def recipe_for(images, cache, **training):
         images,
         cache,
         model={"freeze_batchnorm": True},
+        loss={"companions": [12], "distill": 5.0},
         optimizer={"name": "sgd", "lr": 1e-3},
         data={"sampler": "balanced", "images_per_class": 2},
         training={"epochs": 2, **training},

@@ -47,6 +47,7 @@ class Embedder(nn.Module):
         architecture: names and settings the network is made of.
         preprocessing: the pixels it wants.
         weights: what the backbone started from.
+        width: of the pooled features.
         dim: width of the vectors.
         class_names, metrics, recipe: what was saved with it, for people and for other rooms.
     """
@@ -68,6 +69,7 @@ class Embedder(nn.Module):
         self.architecture = architecture
         self.preprocessing = preprocessing
         self.weights = weights
+        self.width = width
         self.dim = architecture.dim or width
         self.class_names: list[str] | None = None
         self.metrics: dict[str, Any] | None = None
@@ -132,10 +134,13 @@ class Embedder(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Embed preprocessed pixels [B, 3, H, W] (see `Preprocessing.normalise`) as [B, dim]."""
-        vectors = self.features(pixels)
+        return self.project(self.features(pixels))
+
+    def project(self, features: Tensor) -> Tensor:
+        """Return the vectors [B, dim] of pooled features [B, width]."""
         if self.architecture.layer_norm:
-            vectors = F.layer_norm(vectors, vectors.shape[-1:])
-        vectors = self.head(vectors)
+            features = F.layer_norm(features, features.shape[-1:])
+        vectors: Tensor = self.head(features)
         # Half precision may do the network; lengths and losses need float32.
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return F.normalize(vectors, dim=-1) if self.architecture.normalize else vectors

@@ -20,17 +20,23 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class PixelNetwork(nn.Module):
-    """Pixels 0…255 to embeddings."""
+    """Pixels 0…255 to embeddings; with `features`, followed by the features they come from."""
 
-    def __init__(self, embedder: Embedder, precision: str, device: torch.device) -> None:
+    def __init__(
+        self, embedder: Embedder, precision: str, device: torch.device, features: bool = False
+    ) -> None:
         super().__init__()
         self.embedder, self.precision, self.device = embedder, precision, device
+        self.features = features
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalise and embed, in the precision of the recipe."""
         with autocast(self.precision, self.device):
-            embeddings: Tensor = self.embedder(self.embedder.preprocessing.normalise(pixels))
-        return embeddings
+            features = self.embedder.features(self.embedder.preprocessing.normalise(pixels))
+            embeddings = self.embedder.project(features)
+        if not self.features:
+            return embeddings
+        return torch.cat([embeddings, features.to(embeddings.dtype)], dim=1)
 
 
 class CapturedInference:
@@ -94,7 +100,8 @@ class CapturedNetwork(nn.Module):
     def _record(self, pixels: Tensor) -> Callable[..., Any]:
         # Recording runs the network some times; moving statistics must not notice.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
-        once = PixelNetwork(self.network.embedder, self.network.precision, self.network.device)
+        n = self.network
+        once = PixelNetwork(n.embedder, n.precision, n.device, n.features)
         # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
         graphs: Any = torch.autograd.graph
         if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns

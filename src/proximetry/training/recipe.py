@@ -134,6 +134,9 @@ class Loss:
         exclusive: weight of RegularFace's term over the proxies.
         center: weight of the centre loss.
         project: put the proxies back on the sphere after each step (RegularFace).
+        companions: widths of further heads, which learn beside the embedding and are left behind.
+        distill: weight of the term that draws the similarities within a batch to the companions'.
+        distill_temperature: what these similarities are divided by; a low one looks at the nearest.
     """
 
     name: str = "proxy_anchor"
@@ -141,13 +144,25 @@ class Loss:
     exclusive: float = 0.0
     center: float = 0.0
     project: bool = False
+    companions: tuple[int, ...] = ()
+    distill: float = 0.0
+    distill_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.name.startswith("pairs/") and self.name not in LOSSES:
             raise RecipeError(
                 f"loss.name is {self.name!r}{closest(self.name, LOSSES)} Known: {', '.join(LOSSES)}"
             )
-        _not_negative("loss", self, "exclusive", "center")
+        _not_negative("loss", self, "exclusive", "center", "distill")
+        _positive("loss", self, "distill_temperature")
+        require(
+            all(width > 0 for width in self.companions),
+            f"loss.companions are widths of at least 1, got {list(self.companions)}",
+        )
+        require(
+            not self.distill or bool(self.companions),
+            "loss.distill needs companions to learn from, such as loss.companions [1024, 2048]",
+        )
 
 
 OptimizerName = Literal["adamw", "adam", "sgd"]

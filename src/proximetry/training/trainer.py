@@ -63,7 +63,8 @@ class Trainer:
             fuse(self.embedder)
         self.material = Material(recipe, self.embedder.preprocessing, world, display)
         names = self.material.class_names
-        self.objective = Objective(recipe.loss, names, self.embedder.dim).to(world.device)
+        widths = self.embedder.dim, self.embedder.width
+        self.objective = Objective(recipe.loss, names, *widths).to(world.device)
         self.average = copy.deepcopy(self.embedder) if recipe.training.ema else None
         self.optimizer = make_optimizer(recipe, self.embedder, self.objective)
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -81,7 +82,8 @@ class Trainer:
         if continues:
             self.restore()
         precision = recipe.training.precision
-        self.plain = PixelNetwork(self.embedder, precision, world.device)
+        features = bool(recipe.loss.companions)
+        self.plain = PixelNetwork(self.embedder, precision, world.device, features)
         self.network: nn.Module = self.plain
         judged = PixelNetwork(self.evaluated(), precision, world.device)
         self.inference = CapturedInference(judged) if self.captures else judged
@@ -423,13 +425,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimiser with a learning rate for each part."""
     o = recipe.optimizer
-    parts = embedder.parameter_parts()
-    proxies, others = objective.parameter_parts()
+    parts, others = embedder.parameter_parts(), objective.parameter_parts()
+    heads = [*parts["head"], *others["head"]]
     groups: list[dict[str, Any]] = [
         {"name": "backbone", "params": parts["backbone"], "lr": o.lr},
-        {"name": "head", "params": parts["head"], "lr": o.lr * o.head_multiplier},
-        {"name": "proxies", "params": proxies, "lr": o.lr * o.proxy_multiplier},
-        {"name": "loss", "params": others, "lr": o.lr},
+        {"name": "head", "params": heads, "lr": o.lr * o.head_multiplier},
+        {"name": "proxies", "params": others["proxies"], "lr": o.lr * o.proxy_multiplier},
+        {"name": "loss", "params": others["loss"], "lr": o.lr},
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
