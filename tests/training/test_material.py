@@ -141,3 +141,23 @@ def test_batches_on_the_card(recipe):
         assert (there.cpu().int() - here.int()).abs().max() <= 1
     del material, batches, views, pixels, labels, there
     assert torch.cuda.memory_allocated() == before
+
+
+def test_colours_change_the_pixels_and_nothing_else(recipe):
+    plain = make_material(recipe)
+    coloured = make_material(with_(recipe, "data", jitter=0.4, hue=0.2, grey=0.3))
+    for (pixels, labels), (changed, same) in zip(
+        plain.batches(0, 0), coloured.batches(0, 0), strict=True
+    ):
+        assert torch.equal(labels, same)
+        assert not torch.equal(pixels, changed)
+        # Windows and flips are the same, so light is still light.
+        light, still = (p.double().mean(1).flatten(1) for p in (pixels, changed))
+        light, still = light - light.mean(1, keepdim=True), still - still.mean(1, keepdim=True)
+        cosine = (light * still).sum(1) / (light.norm(dim=1) * still.norm(dim=1))
+        assert cosine.median() > 0.9
+    rows = plain.rows["held_out"]
+    for view, other in zip(plain.views(rows, 5), coloured.views(rows, 5), strict=True):
+        assert torch.equal(view, other)
+    again = make_material(with_(recipe, "data", jitter=0.4, hue=0.2, grey=0.3))
+    assert torch.equal(next(coloured.batches(1, 2))[0], next(again.batches(1, 2))[0])

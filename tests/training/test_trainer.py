@@ -565,3 +565,27 @@ def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path, monk
     moved = with_(recipe, "data", root=str(tmp_path / "elsewhere"), cache_dir=str(tmp_path / "c"))
     train(moved, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_dropout_drops_while_training_alone(recipe, tmp_path):
+    for name, share in (("none", 0.0), ("some", 0.5), ("again", 0.5)):
+        train(with_(recipe, "model", dropout=share), tmp_path / name)
+    assert_same_run(tmp_path / "some", tmp_path / "again")
+    none, some = (RunFolder(tmp_path / name).history()[0]["loss"] for name in ("none", "some"))
+    assert none != some
+    embedder = Embedder.load(tmp_path / "some" / "embedder")
+    pixels = torch.randn(2, 3, 24, 24)
+    assert torch.equal(embedder(pixels), embedder(pixels))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"dropout": 1.0}, r"model\.dropout must be at least 0 and below 1"),
+        ("data", {"jitter": 2.0}, r"data\.jitter must be between 0 and 1"),
+        ("data", {"hue": 0.7}, r"data\.hue must be between 0 and 0\.5"),
+    ],
+)
+def test_mistakes_about_what_varies_are_named(section, values, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_dict({section: values})

@@ -19,6 +19,7 @@ from proximetry.data import (
     Windows,
     open_dataset,
 )
+from proximetry.data.colours import Colours, recolour
 from proximetry.models import Preprocessing
 from proximetry.training.display import Display
 from proximetry.training.folder import RunError
@@ -38,10 +39,11 @@ def open_catalog(data: Data) -> Catalog:
 
 
 class _Order(NamedTuple):
-    """A batch before it is made: which window of which rows, and the labels."""
+    """A batch before it is made: which window of which rows, in which colours, and the labels."""
 
     rows: Rows
     windows: Windows
+    colours: Colours | None
     labels: Tensor
 
 
@@ -108,6 +110,7 @@ class Material:
             flip=d.flip,
             interpolation=preprocessing.interpolation,
         )
+        self._colours = d.colours()
         self._view = EvalTransform(
             preprocessing.resize, preprocessing.crop, preprocessing.interpolation
         )
@@ -152,7 +155,7 @@ class Material:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.cache.flat.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            pixels = self._train.apply(self.cache, order.rows, order.windows)
+            pixels = self._make(order)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return _Cut(pixels, self._send(order.labels), done)
@@ -166,7 +169,11 @@ class Material:
         order = self._order(epoch, number)
         if self.cache.flat.device.type != "cpu":
             return order, None
-        return order, self._train.apply(self.cache, order.rows, order.windows)
+        return order, self._make(order)
+
+    def _make(self, order: _Order) -> Tensor:
+        pixels = self._train.apply(self.cache, order.rows, order.windows)
+        return pixels if order.colours is None else recolour(pixels, order.colours)
 
     def _order(self, epoch: int, number: int) -> _Order:
         chosen = self.sampler.batch(epoch, number)
@@ -174,9 +181,11 @@ class Material:
         rank, size = self.world.rank, self.world.size
         mine = slice(len(chosen) * rank // size, len(chosen) * (rank + 1) // size)
         rows = self.rows["fit"][chosen]
-        # Windows are drawn for the whole batch, so that they do not depend on who does what.
+        # Drawn for the whole batch, so that nothing depends on who does what.
         windows = self._train.draw(self.cache, rows, generator)[mine]
-        return _Order(rows[mine], windows, torch.from_numpy(self._fit_codes[chosen[mine]]))
+        colours = self._colours.draw(len(rows), generator)[mine] if self._colours else None
+        labels = torch.from_numpy(self._fit_codes[chosen[mine]])
+        return _Order(rows[mine], windows, colours, labels)
 
     def _send(self, labels: Tensor) -> Tensor:
         """Labels on the device of the run, without waiting for what that is doing."""

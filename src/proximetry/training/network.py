@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from proximetry.models import Embedder
 
@@ -20,19 +21,34 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class PixelNetwork(nn.Module):
-    """Pixels 0…255 to embeddings; with `features`, followed by the features they come from."""
+    """Pixels 0…255 to embeddings.
+
+    Args:
+        embedder: the network itself.
+        precision: of the recipe.
+        device: where it runs.
+        dropout: part of the features that are left out while training.
+        features: whether the features follow the embeddings that come from them.
+    """
 
     def __init__(
-        self, embedder: Embedder, precision: str, device: torch.device, features: bool = False
+        self,
+        embedder: Embedder,
+        precision: str,
+        device: torch.device,
+        dropout: float = 0.0,
+        features: bool = False,
     ) -> None:
         super().__init__()
         self.embedder, self.precision, self.device = embedder, precision, device
-        self.features = features
+        self.dropout, self.features = dropout, features
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalise and embed, in the precision of the recipe."""
         with autocast(self.precision, self.device):
             features = self.embedder.features(self.embedder.preprocessing.normalise(pixels))
+            if self.dropout and self.embedder.training:
+                features = F.dropout(features, self.dropout)
             embeddings = self.embedder.project(features)
         if not self.features:
             return embeddings
@@ -101,7 +117,7 @@ class CapturedNetwork(nn.Module):
         # Recording runs the network some times; moving statistics must not notice.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         n = self.network
-        once = PixelNetwork(n.embedder, n.precision, n.device, n.features)
+        once = PixelNetwork(n.embedder, n.precision, n.device, n.dropout, n.features)
         # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
         graphs: Any = torch.autograd.graph
         if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from proximetry.data.colours import ColourTransform
 from proximetry.losses import LOSSES
 from proximetry.losses.suggest import closest
 from proximetry.training.checkpoint import write_atomically
@@ -55,6 +56,9 @@ class Data:
             in evaluation make up for objects looking larger in random crops.
         crop_scale: area of the random crop as a fraction of the image, least and most.
         flip: mirror half of the training images.
+        jitter: brightness, contrast and saturation vary by up to this part.
+        hue: it turns by up to this part of a whole turn.
+        grey: part of the images that lose their colour.
         batch_size: images per step, over all processes together.
         sampler: shuffled, or balanced with images_per_class of each class in a batch.
         images_per_class: of the balanced sampler.
@@ -69,6 +73,9 @@ class Data:
     crop_size: int | None = None
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: bool = True
+    jitter: float = 0.0
+    hue: float = 0.0
+    grey: float = 0.0
     batch_size: int = 180
     sampler: Sampler = "shuffled"
     images_per_class: int = 4
@@ -81,6 +88,10 @@ class Data:
         _choice("data", self, "sampler", Sampler)
         _choice("data", self, "cache", CachePlace)
         _choice("data", self, "bad_images", BadImages)
+        try:
+            self.colours()
+        except ValueError as error:
+            raise RecipeError(f"data.{error}") from error
         low, high = self.crop_scale
         require(
             0 < low <= high <= 1,
@@ -93,6 +104,10 @@ class Data:
                 f"data.images_per_class {self.images_per_class}",
             )
 
+    def colours(self) -> ColourTransform:
+        """What happens to the colours of training images."""
+        return ColourTransform(self.jitter, self.hue, self.grey)
+
 
 @dataclass
 class Model:
@@ -102,6 +117,7 @@ class Model:
         backbone: any timm name, bn_inception, sphereface20 or small_convnet.
         dim: width of the embedding.
         pooling: avg, max, avg+max, gem, gem-learned, or token for transformers.
+        dropout: part of the pooled features that are left out, at random, while training.
         layer_norm: normalise the pooled features, without learned scale (ProxyNCA++).
         normalize: L2-normalise the embedding (ProxyNCA++ does so in the loss alone).
         weights: auto, package, hub, none, or a file.
@@ -113,6 +129,7 @@ class Model:
     backbone: str = "tf_efficientnet_lite0"
     dim: int = 512
     pooling: str = "avg"
+    dropout: float = 0.0
     layer_norm: bool = False
     normalize: bool = True
     weights: str = "auto"
@@ -122,6 +139,10 @@ class Model:
 
     def __post_init__(self) -> None:
         _positive("model", self, "dim", "image_size", "resize")
+        require(
+            0 <= self.dropout < 1,
+            f"model.dropout must be at least 0 and below 1, got {self.dropout!r}",
+        )
 
 
 @dataclass

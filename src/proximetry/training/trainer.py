@@ -82,8 +82,8 @@ class Trainer:
         if continues:
             self.restore()
         precision = recipe.training.precision
-        features = bool(recipe.loss.companions)
-        self.plain = PixelNetwork(self.embedder, precision, world.device, features)
+        extras = m.dropout, bool(recipe.loss.companions)
+        self.plain = PixelNetwork(self.embedder, precision, world.device, *extras)
         self.network: nn.Module = self.plain
         judged = PixelNetwork(self.evaluated(), precision, world.device)
         self.inference = CapturedInference(judged) if self.captures else judged
