@@ -9,7 +9,7 @@ from proximetry.losses import create
 from proximetry.losses.pairs import PAIR_LOSSES
 from proximetry.reproduce import ReproduceError, Row, Table, list_tables, shipped_tables
 from proximetry.reproduce.plan import Options, make_run, plan
-from proximetry.training import RecipeError
+from proximetry.training import Recipe, RecipeError
 from tests.reproduce.small import make_table, table_values, write_table
 
 NAMES = [
@@ -202,3 +202,26 @@ def test_changes_do_not_leak_between_rows(tmp_path):
     values["loss"]["settings"]["proxies_per_class"] = 99
     assert table.recipe_values(table.rows[1])["loss"]["settings"] == {"proxies_per_class": 2}
     assert yaml.safe_dump(table.base) == before
+
+
+def test_a_table_over_a_shipped_recipe():
+    values = {
+        "name": "over",
+        "recipe": "cub-proxy-anchor",
+        "base": {"training": {"epochs": 7}, "evaluation": {"protocol": "last"}},
+        "rows": [{"name": "plain"}, {"name": "narrow", "changes": {"model.dim": 64}}],
+    }
+    table = Table.from_dict(values)
+    shipped = Recipe.load("cub-proxy-anchor")
+    plain, narrow = (Recipe.from_dict(table.recipe_values(row)) for row in table.rows)
+    assert plain.training.epochs == 7
+    assert plain.evaluation.protocol == "last"
+    assert (plain.loss, plain.optimizer, plain.model) == (
+        shipped.loss,
+        shipped.optimizer,
+        shipped.model,
+    )
+    assert narrow.model.dim == 64
+    assert table.dataset == "cub"
+    with pytest.raises(RecipeError, match="no recipe 'cub-proxy-anker', did you mean"):
+        Table.from_dict({**values, "recipe": "cub-proxy-anker"})

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from proximetry.losses.suggest import closest
 from proximetry.reproduce.trouble import ReproduceError
-from proximetry.training.recipe import Training
+from proximetry.training.recipe import Recipe, Training, find_recipe
 from proximetry.training.recipe_values import RecipeError, build, require
 
 FOLDER = Path(__file__).parent / "tables"
@@ -102,6 +102,7 @@ class Table:
         title: one line for people.
         source: paper, and which of its tables or figures.
         published: how the published figures came about.
+        recipe: a shipped recipe that the base is laid over, if any.
         base: a recipe as plain values, shared by the rows.
         rows: in the order of the table.
         metrics: the columns.
@@ -115,6 +116,7 @@ class Table:
     title: str = ""
     source: str = ""
     published: Published = field(default_factory=Published)
+    recipe: str = ""
     base: dict[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     metrics: tuple[str, ...] = ("recall@1",)
@@ -184,7 +186,9 @@ class Table:
             parts["figure"] = build(Figure, values["figure"], "figure")
             _known_kind(parts["figure"].kind)
         heading = build(_Heading, plain, "")
-        return cls(**{key: getattr(heading, key) for key in plain}, **parts)
+        if heading.recipe:
+            parts["base"] = _lay_over(heading.recipe, heading.base)
+        return cls(**{**{key: getattr(heading, key) for key in plain}, **parts})
 
     @classmethod
     def load(cls, source: "str | Path | Table") -> "Table":
@@ -208,10 +212,26 @@ class _Heading:
     title: str = ""
     source: str = ""
     published: Published = field(default_factory=Published)
+    recipe: str = ""
     base: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ("recall@1",)
     selection: bool = False
     differences: tuple[str, ...] = ()
+
+
+def _lay_over(recipe: str, base: dict[str, Any]) -> dict[str, Any]:
+    """A shipped recipe as plain values, with those of the base instead of its own."""
+    import yaml
+
+    Recipe.load(recipe)  # which says what is wrong with it
+    # What the file says and no more: the rest is for a card to choose.
+    values: dict[str, Any] = yaml.safe_load(find_recipe(recipe).read_text(encoding="utf-8"))
+    for section, keys in base.items():
+        old = values.get(section)
+        if isinstance(old, dict) and isinstance(keys, dict):
+            keys = {**old, **keys}
+        values[section] = keys
+    return values
 
 
 def _many(kind: type[Row] | type[Claim], values: Any, where: str) -> list[Any]:
