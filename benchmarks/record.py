@@ -4,11 +4,15 @@ python -m benchmarks.record benchmarks/record/cub.yaml --data ~/cub --out result
 
 A file names a base recipe and candidates: changes to it by dotted keys. Each candidate is trained
 on the training classes that are not held out, and judged at its last epoch on those that are, for
-every seed. What is done is skipped. The table at the end is sorted by recall@1.
+every seed. What is done is skipped, and so is what another process does at the moment: two of them
+share the work. The table at the end is sorted by recall@1.
 """
 
 import argparse
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,12 +33,21 @@ def candidate_recipe(search: dict[str, Any], changes: dict[str, Any], seed: int)
     return Recipe.from_dict(values)
 
 
-def run_candidate(recipe: Recipe, out: Path, name: str, data: Path) -> dict[str, Any]:
-    """Train one candidate, or read what is there."""
-    file = out / f"{name}.json"
-    if file.exists():
-        known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return known
+@contextmanager
+def taken(file: Path) -> Iterator[bool]:
+    """Whether this process may work on it; another one that does so lets go when it ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def run_candidate(recipe: Recipe, out: Path, name: str, data: Path) -> None:
+    """Train one candidate and write down what came out."""
     told = recipe.to_dict()
     recipe.data.root = str(data)
     work = out / "work" / name
@@ -50,8 +63,18 @@ def run_candidate(recipe: Recipe, out: Path, name: str, data: Path) -> dict[str,
         "device": environment["device"],
         "packages": environment["packages"],
     }
-    write_atomically(file, json.dumps(found, indent=1).encode())
-    return found
+    write_atomically(out / f"{name}.json", json.dumps(found, indent=1).encode())
+
+
+def read(out: Path, search: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The runs that are done, by candidate."""
+    return {
+        name: [
+            json.loads(file.read_text(encoding="utf-8"))
+            for file in sorted(out.glob(f"{name}-seed*.json"))
+        ]
+        for name in search["candidates"]
+    }
 
 
 def summary(search: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
@@ -87,16 +110,19 @@ def main() -> None:
     arguments = parser.parse_args()
     search = yaml.safe_load(arguments.search.read_text(encoding="utf-8"))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in search["candidates"]}
     for seed in arguments.seeds:
         for name in arguments.only or search["candidates"]:
+            one = f"{name}-seed{seed}"
             recipe = candidate_recipe(search, search["candidates"][name], seed)
-            run = run_candidate(recipe, arguments.out, f"{name}-seed{seed}", arguments.data)
-            found[name].append(run)
-            recall = 100 * run["held_out"]["recall@1"]
-            print(f"{name} seed {seed}: held-out recall@1 {recall:.2f}", flush=True)
+            with taken(arguments.out / "work" / f"{one}.lock") as mine:
+                if not mine or (arguments.out / f"{one}.json").exists():
+                    continue
+                run_candidate(recipe, arguments.out, one, arguments.data)
+            found = read(arguments.out, search)
+            run = next(run for run in found[name] if run["candidate"] == one)
+            print(f"{one}: held-out recall@1 {100 * run['held_out']['recall@1']:.2f}", flush=True)
             write_atomically(arguments.out / "README.md", summary(search, found).encode())
-    print(summary(search, found))
+    print(summary(search, read(arguments.out, search)))
 
 
 if __name__ == "__main__":
