@@ -6,6 +6,9 @@ A file names a base recipe and candidates: changes to it by dotted keys. Each ca
 on the training classes that are not held out, and judged at its last epoch on those that are, for
 every seed. What is done is skipped, and so is what another process does at the moment: two of them
 share the work. The table at the end is sorted by recall@1.
+
+Each trained candidate is also judged at other sizes of the images, which costs no training: `sizes`
+in the file are pairs of a crop and of the short side before it.
 """
 
 import argparse
@@ -17,11 +20,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 import yaml
 
+from proximetry import metrics
+from proximetry.data import EvalTransform
 from proximetry.reproduce import Row, Table
-from proximetry.training import Recipe, RunFolder, train
+from proximetry.training import Recipe, RunFolder
 from proximetry.training.checkpoint import write_atomically
+from proximetry.training.display import Display
+from proximetry.training.material import questions
+from proximetry.training.network import PixelNetwork
+from proximetry.training.trainer import Trainer
+from proximetry.training.world import enter_world
+
+Sizes = list[tuple[int, int]]
 
 
 def candidate_recipe(search: dict[str, Any], changes: dict[str, Any], seed: int) -> Recipe:
@@ -46,17 +59,34 @@ def taken(file: Path) -> Iterator[bool]:
             yield True
 
 
-def run_candidate(recipe: Recipe, out: Path, name: str, data: Path) -> None:
+@torch.no_grad()
+def at_size(trainer: Trainer, crop: int, side: int) -> dict[str, float]:
+    """Metrics on the held-out classes with test images of another size."""
+    material, model = trainer.material, trainer.evaluated().eval()
+    recipe, rows = trainer.recipe, material.rows["held_out"]
+    network = PixelNetwork(model, recipe.training.precision, trainer.world.device)
+    view = EvalTransform(side, crop, model.preprocessing.interpolation)
+    step = recipe.evaluation.batch_size
+    found = [
+        network(view(material.cache, rows[i : i + step]).to(trainer.world.device))
+        for i in range(0, len(rows), step)
+    ]
+    return metrics.evaluate(**questions(material.catalog.subset(rows), torch.cat(found)))
+
+
+def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes) -> None:
     """Train one candidate and write down what came out."""
     told = recipe.to_dict()
     recipe.data.root = str(data)
     work = out / "work" / name
-    results = train(recipe, work)
+    trainer = Trainer(recipe, RunFolder(work), enter_world(), True, Display())
+    results = trainer.run()
     environment = json.loads((work / "environment.json").read_text(encoding="utf-8"))
     found = {
         "candidate": name,
         "recipe": told,
         "held_out": results["last"]["held_out"],
+        "sizes": {f"{crop} of {side}": at_size(trainer, crop, side) for crop, side in sizes},
         "curve": RunFolder(work).history(),
         "seconds": results["seconds"],
         "startup_seconds": results["startup_seconds"],
@@ -79,22 +109,24 @@ def read(out: Path, search: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 def summary(search: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
     """A Markdown table of the candidates that are done, best first."""
-    rows = []
-    for name, runs in found.items():
-        if runs:
-            recall = 100 * fmean(run["held_out"]["recall@1"] for run in runs)
-            precise = 100 * fmean(run["held_out"]["map@r"] for run in runs)
-            seconds = fmean(run["seconds"] for run in runs)
-            changes = ", ".join(f"{k} {v}" for k, v in search["candidates"][name].items())
-            rows.append((recall, precise, len(runs), seconds, name, changes or "the base"))
-    lines = [
-        "| candidate | held-out R@1 | MAP@R | seeds | s | changes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for recall, precise, count, seconds, name, changes in sorted(rows, reverse=True):
-        lines.append(
-            f"| {name} | {recall:.2f} | {precise:.2f} | {count} | {seconds:.0f} | {changes} |"
-        )
+
+    def mean(name: str, place: str, size: str | None = None) -> float:
+        judged = (run["held_out"] if size is None else run["sizes"][size] for run in found[name])
+        return 100 * fmean(one[place] for one in judged)
+
+    sizes = [f"{crop} of {side}" for crop, side in search.get("sizes", [])]
+    columns = ["candidate", "recall@1", "map@r", *(f"recall@1, {size}" for size in sizes)]
+    columns += ["seeds", "s", "changes"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    done = [name for name, runs in found.items() if runs]
+    for name in sorted(done, key=lambda name: mean(name, "recall@1"), reverse=True):
+        figures = [mean(name, "recall@1"), mean(name, "map@r")]
+        figures += [mean(name, "recall@1", size) for size in sizes]
+        seconds = fmean(run["seconds"] for run in found[name])
+        changes = ", ".join(f"{k} {v}" for k, v in search["candidates"][name].items())
+        cells = [name, *(f"{figure:.2f}" for figure in figures), str(len(found[name]))]
+        cells += [f"{seconds:.0f}", changes or "the base"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +149,8 @@ def main() -> None:
             with taken(arguments.out / "work" / f"{one}.lock") as mine:
                 if not mine or (arguments.out / f"{one}.json").exists():
                     continue
-                run_candidate(recipe, arguments.out, one, arguments.data)
+                sizes = search.get("sizes", [])
+                run_candidate(recipe, arguments.out, one, arguments.data, sizes)
             found = read(arguments.out, search)
             run = next(run for run in found[name] if run["candidate"] == one)
             print(f"{one}: held-out recall@1 {100 * run['held_out']['recall@1']:.2f}", flush=True)

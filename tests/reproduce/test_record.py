@@ -1,0 +1,87 @@
+"""The search for a better recipe: held-out classes alone, every candidate once."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import record
+from tests.training.tiny import make_images
+
+
+@pytest.fixture
+def search(tmp_path):
+    for split in ("train", "test"):  # a test set that is there, and not to be looked at
+        make_images(tmp_path / "images" / split)
+    file = tmp_path / "search.yaml"
+    values = {
+        "base": {
+            "data": {
+                "dataset": "folder",
+                "batch_size": 8,
+                "short_side": 24,
+                "cache_dir": str(tmp_path / "cache"),
+            },
+            "model": {
+                "backbone": "small_convnet",
+                "dim": 8,
+                "weights": "none",
+                "image_size": 24,
+                "resize": 24,
+            },
+            "training": {"epochs": 1, "ema": 0.9},
+            "evaluation": {"held_out": 0.3},
+        },
+        "sizes": [[24, 24], [16, 24]],
+        "candidates": {"base": {}, "narrow": {"model.dim": 2}},
+    }
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def run(monkeypatch, search, *words):
+    out = search.parent / "out"
+    given = [str(search), "--data", str(search.parent / "images"), "--out", str(out), *words]
+    monkeypatch.setattr(sys, "argv", ["record", *given])
+    record.main()
+    return out
+
+
+def test_candidates_are_judged_once_on_held_out_classes(search, monkeypatch, capsys):
+    out = run(monkeypatch, search, "--only", "narrow")
+    first = capsys.readouterr().out
+    assert "narrow-seed0: held-out recall@1" in first
+    assert "| base |" not in first
+    run(monkeypatch, search)
+    second = capsys.readouterr().out
+    assert "base-seed0: held-out recall@1" in second
+    assert "narrow-seed0:" not in second
+    assert "| narrow |" in second
+    found = json.loads((out / "base-seed0.json").read_text())
+    assert found["recipe"]["evaluation"]["protocol"] == "held_out"
+    assert not any("test" in line for line in found["curve"])
+    assert found["sizes"]["24 of 24"] == pytest.approx(found["held_out"])
+    assert found["sizes"].keys() == {"24 of 24", "16 of 24"}
+    assert (out / "README.md").read_text() in second
+
+
+def test_what_another_process_does_is_left_to_it(search, monkeypatch, capsys):
+    out = search.parent / "out"
+    with record.taken(out / "work" / "base-seed0.lock") as mine:
+        assert mine
+        run(monkeypatch, search)
+    assert not (out / "base-seed0.json").exists()
+    assert (out / "narrow-seed0.json").exists()
+
+
+@pytest.mark.parametrize("name", ["cub", "cars"])
+def test_the_searches_that_are_there_can_be_run(name):
+    file = Path(record.__file__).parent / "record" / f"{name}.yaml"
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for changes in values["candidates"].values():
+        recipe = record.candidate_recipe(values, changes, 0)
+        assert recipe.evaluation.protocol == "held_out"
+        assert not recipe.evaluation.watch_test
+        assert recipe.data.dataset == name
