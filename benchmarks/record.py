@@ -25,12 +25,14 @@ import yaml
 
 from proximetry import metrics
 from proximetry.data import EvalTransform
+from proximetry.losses.suggest import closest
 from proximetry.reproduce import Row, Table
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display
 from proximetry.training.material import questions
 from proximetry.training.network import PixelNetwork
+from proximetry.training.recipe_values import differences
 from proximetry.training.trainer import Trainer
 from proximetry.training.world import enter_world
 
@@ -41,9 +43,25 @@ def candidate_recipe(search: dict[str, Any], changes: dict[str, Any], seed: int)
     """The base with the changes of one candidate, judged on held-out classes."""
     row = Row("candidate", {**changes, "training.seed": seed})
     values = Table("record", base=search["base"], rows=(row,)).recipe_values(row)
-    evaluation = {"every": values["training"]["epochs"], **values.get("evaluation", {})}
-    values["evaluation"] = {**evaluation, "protocol": "held_out", "watch_test": False}
+    values["evaluation"] = {
+        **values.get("evaluation", {}),
+        "protocol": "held_out",
+        "watch_test": False,
+        "every": values["training"]["epochs"],  # so no epoch can be chosen but the last
+    }
     return Recipe.from_dict(values)
+
+
+def is_done(file: Path, recipe: Recipe) -> bool:
+    """Whether the candidate has been judged; as another recipe of the same name is an error."""
+    if not file.exists():
+        return False
+    before = json.loads(file.read_text(encoding="utf-8"))["recipe"]
+    found = differences(before, recipe.to_dict())
+    if found:
+        key, old, new = found[0]
+        raise SystemExit(f"{file} was made with {key} {old!r}, now it is {new!r}; remove it")
+    return True
 
 
 @contextmanager
@@ -71,7 +89,8 @@ def at_size(trainer: Trainer, crop: int, side: int) -> dict[str, float]:
         network(view(material.cache, rows[i : i + step]).to(trainer.world.device))
         for i in range(0, len(rows), step)
     ]
-    return metrics.evaluate(**questions(material.catalog.subset(rows), torch.cat(found)))
+    asked = questions(material.catalog.subset(rows), torch.cat(found))
+    return metrics.evaluate(**asked, metric=recipe.evaluation.similarity)
 
 
 def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes) -> None:
@@ -141,13 +160,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of candidates")
     arguments = parser.parse_args()
     search = yaml.safe_load(arguments.search.read_text(encoding="utf-8"))
+    for name in arguments.only or ():
+        if name not in search["candidates"]:
+            parser.error(f"no candidate {name!r}{closest(name, search['candidates'])}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for name in arguments.only or search["candidates"]:
             one = f"{name}-seed{seed}"
             recipe = candidate_recipe(search, search["candidates"][name], seed)
             with taken(arguments.out / "work" / f"{one}.lock") as mine:
-                if not mine or (arguments.out / f"{one}.json").exists():
+                if not mine or is_done(arguments.out / f"{one}.json", recipe):
                     continue
                 sizes = search.get("sizes", [])
                 run_candidate(recipe, arguments.out, one, arguments.data, sizes)

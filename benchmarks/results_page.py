@@ -65,6 +65,8 @@ def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Runs of one recipe and seed, which are there more than once where tables overlap."""
     groups: list[list[Record]] = []
     for record in records:
+        if record.kind != "full":
+            continue
         same = (group for group in groups if _what(group[0]) == _what(record))
         if (group := next(same, None)) is None:
             groups.append([record])
@@ -73,10 +75,10 @@ def repeats(records: Iterable[Record]) -> list[list[Record]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _what(record: Record) -> tuple[dict[str, Any], str, str]:
+def _what(record: Record) -> tuple[dict[str, Any], str]:
     words = ("name", "about")
     recipe = {key: value for key, value in record.recipe.items() if key not in words}
-    return recipe, record.kind, record.card
+    return recipe, record.card
 
 
 def spread(group: Sequence[Record]) -> tuple[float, float, float]:

@@ -56,6 +56,12 @@ def test_a_turn_of_hue_keeps_light_and_grey(hue, seed):
     assert (back.int() - pixels.int()).abs().max() <= 2
 
 
+@pytest.mark.parametrize(("hue", "largest"), [(1 / 3, 1), (-1 / 3, 2), (2 / 3, 2)])
+def test_hue_turns_from_red_over_green_to_blue(hue, largest):
+    red = torch.tensor([120, 60, 60], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert recolour(red, same(1, hue=hue)).flatten().argmax() == largest
+
+
 def test_nothing_to_do_changes_nothing():
     pixels = some_pixels(1)
     assert torch.equal(recolour(pixels, same(3)), pixels)

@@ -31,8 +31,8 @@ def search(tmp_path):
                 "image_size": 24,
                 "resize": 24,
             },
-            "training": {"epochs": 1, "ema": 0.9},
-            "evaluation": {"held_out": 0.3},
+            "training": {"epochs": 3, "ema": 0.9},
+            "evaluation": {"held_out": 0.3, "every": 1},
         },
         "sizes": [[24, 24], [16, 24]],
         "candidates": {"base": {}, "narrow": {"model.dim": 2}},
@@ -65,6 +65,19 @@ def test_candidates_are_judged_once_on_held_out_classes(search, monkeypatch, cap
     assert found["sizes"]["24 of 24"] == pytest.approx(found["held_out"])
     assert found["sizes"].keys() == {"24 of 24", "16 of 24"}
     assert (out / "README.md").read_text() in second
+
+
+def test_another_recipe_under_the_same_name_is_refused(search, monkeypatch):
+    run(monkeypatch, search, "--only", "base")
+    search.write_text(search.read_text().replace("ema: 0.9", "ema: 0.5"))
+    with pytest.raises(SystemExit, match=r"was made with training\.ema 0\.9, now it is 0\.5"):
+        run(monkeypatch, search, "--only", "base")
+
+
+def test_a_name_that_is_none_is_said_so(search, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, search, "--only", "bse")
+    assert "no candidate 'bse', did you mean 'base'?" in capsys.readouterr().err
 
 
 def test_what_another_process_does_is_left_to_it(search, monkeypatch, capsys):

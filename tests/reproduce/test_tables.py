@@ -223,5 +223,6 @@ def test_a_table_over_a_shipped_recipe():
     )
     assert narrow.model.dim == 64
     assert table.dataset == "cub"
+    assert Table("over", recipe="cub-proxy-anchor", rows=(Row("plain"),)).dataset == "cub"
     with pytest.raises(RecipeError, match="no recipe 'cub-proxy-anker', did you mean"):
         Table.from_dict({**values, "recipe": "cub-proxy-anker"})

@@ -51,12 +51,13 @@ def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, maker
 
 def stand_in_for_streams(monkeypatch):
     """Let what is done on a stream be done at once."""
-    nothing = SimpleNamespace(record=lambda: None, wait_event=lambda event: None)
+    nothing = SimpleNamespace(
+        record=lambda: None, wait_event=lambda event: None, wait_stream=lambda stream: None
+    )
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: nothing)
     monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: nothing)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
 
 def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch):

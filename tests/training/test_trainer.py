@@ -22,6 +22,7 @@ from proximetry.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
+from proximetry.training.network import CapturedNetwork, PixelNetwork
 from tests.training.tiny import make_recipe, with_
 
 
@@ -574,8 +575,11 @@ def test_dropout_drops_while_training_alone(recipe, tmp_path):
     none, some = (RunFolder(tmp_path / name).history()[0]["loss"] for name in ("none", "some"))
     assert none != some
     embedder = Embedder.load(tmp_path / "some" / "embedder")
-    pixels = torch.randn(2, 3, 24, 24)
-    assert torch.equal(embedder(pixels), embedder(pixels))
+    network = PixelNetwork(embedder, "float32", torch.device("cpu"), dropout=0.5)
+    pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    assert torch.equal(network(pixels), embedder(embedder.preprocessing.normalise(pixels)))
+    network.train()
+    assert not torch.equal(network(pixels), network(pixels))
 
 
 @pytest.mark.parametrize(
@@ -589,3 +593,29 @@ def test_dropout_drops_while_training_alone(recipe, tmp_path):
 def test_mistakes_about_what_varies_are_named(section, values, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict({section: values})
+
+
+def test_recording_a_network_draws_nothing(monkeypatch):
+    """A run that continues records later than the whole one did, and must drop the same units."""
+
+    def record(module, arguments, allow_unused_input):
+        for _ in range(3):  # as torch does, to warm up
+            module(*arguments)
+        return module
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=24).train()
+    network = PixelNetwork(embedder, "float32", torch.device("cpu"), dropout=0.5)
+    captured = CapturedNetwork(network)
+    pixels = torch.randint(0, 256, (4, 3, 24, 24), dtype=torch.uint8)
+    buffers = {name: value.clone() for name, value in network.named_buffers()}
+    found = []
+    for _ in range(2):  # recording, then not
+        torch.manual_seed(5)
+        found.append(captured(pixels))
+        network.load_state_dict({**network.state_dict(), **buffers})
+    torch.manual_seed(5)
+    assert torch.equal(found[0], network(pixels))
+    assert torch.equal(found[0], found[1])

@@ -25,7 +25,7 @@ class Colours:
     A factor of 1 and a hue of 0 leave an image as it is.
 
     Attributes:
-        hue: part of a whole turn.
+        hue: part of a whole turn, from red over green to blue, at the same light.
         saturation: 0 leaves grey.
         contrast: 0 leaves the mean brightness.
         brightness: 0 leaves black.
@@ -106,7 +106,7 @@ def _matrices(colours: Colours) -> tuple[Tensor, Tensor]:
     angle = 2 * math.pi * colours.hue
     turn = torch.eye(3, dtype=torch.float64).repeat(len(colours), 1, 1)
     turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
-    turn[:, 1, 2], turn[:, 2, 1] = -angle.sin(), angle.sin()
+    turn[:, 1, 2], turn[:, 2, 1] = angle.sin(), -angle.sin()
     matrix = torch.linalg.inv(axes) @ turn @ axes
     saturation = colours.saturation[:, None, None]
     matrix = saturation * matrix + (1 - saturation) * (light @ matrix)[:, None, :]

@@ -42,11 +42,6 @@ def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
     return module
 
 
-def is_frozen(layer: nn.Module) -> bool:
-    """Whether the statistics of this layer were frozen by `freeze_batchnorm`."""
-    return isinstance(layer, _Frozen)
-
-
 def set_batchnorm_momentum(module: Module, momentum: float) -> Module:
     """Set how much one batch moves the running statistics (PyTorch's sense; Proxy-Anchor 0.9)."""
     if not 0 <= momentum <= 1:

@@ -126,6 +126,8 @@ class Table:
     differences: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.recipe:
+            object.__setattr__(self, "base", _lay_over(self.recipe, self.base))
         require(
             bool(re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.name)),
             f"name {self.name!r} must be of small letters, digits, dots and hyphens",
@@ -186,9 +188,7 @@ class Table:
             parts["figure"] = build(Figure, values["figure"], "figure")
             _known_kind(parts["figure"].kind)
         heading = build(_Heading, plain, "")
-        if heading.recipe:
-            parts["base"] = _lay_over(heading.recipe, heading.base)
-        return cls(**{**{key: getattr(heading, key) for key in plain}, **parts})
+        return cls(**{key: getattr(heading, key) for key in plain}, **parts)
 
     @classmethod
     def load(cls, source: "str | Path | Table") -> "Table":

@@ -56,9 +56,7 @@ class _Cut(NamedTuple):
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The batch, for the present stream, which waits where it must; the processor does not."""
-        stream = torch.cuda.current_stream(self.pixels.device)
-        stream.wait_event(self.done)
-        self.pixels.record_stream(stream)  # its memory is free again when that stream is done
+        torch.cuda.current_stream(self.pixels.device).wait_event(self.done)
         return self.pixels, self.labels
 
 
@@ -151,9 +149,15 @@ class Material:
                 yield found
 
     def _cut(self, order: _Order) -> "_Cut":
-        """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own."""
+        """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own.
+
+        What has been asked of the GPU so far comes first, so memory that has become free is not
+        written to before its last reader is done. The coming step is not among it.
+        """
+        device = self.cache.flat.device
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.cache.flat.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             pixels = self._make(order)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -114,8 +114,9 @@ class CapturedNetwork(nn.Module):
         return embeddings
 
     def _record(self, pixels: Tensor) -> Callable[..., Any]:
-        # Recording runs the network some times; moving statistics must not notice.
+        # Recording runs the network some times; moving statistics and dropout must not notice.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
+        drawn = torch.cuda.get_rng_state(pixels.device)
         n = self.network
         once = PixelNetwork(n.embedder, n.precision, n.device, n.dropout, n.features)
         # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
@@ -125,4 +126,5 @@ class CapturedNetwork(nn.Module):
         graph = torch.cuda.make_graphed_callables(once, (pixels.clone(),), allow_unused_input=True)
         for buffer, value in zip(self.network.buffers(), buffers, strict=True):
             buffer.copy_(value)
+        torch.cuda.set_rng_state(drawn, pixels.device)
         return graph

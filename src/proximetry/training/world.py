@@ -55,14 +55,14 @@ class World:
 
 def enter_world(device: str | None = None) -> World:
     """Join the processes that torchrun started, or stand alone."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return World(device=_device(device, 0))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    place = _device(device, local)
+    alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
+    place = _device(device, 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # Triton launches on the current device
+    if alone:
+        return World(device=place)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
     return World(dist.get_rank(), dist.get_world_size(), place)
 
 
