@@ -25,10 +25,10 @@ import yaml
 
 from proximetry import metrics
 from proximetry.data import EvalTransform
+from proximetry.files import write_atomically
 from proximetry.losses.suggest import closest
 from proximetry.reproduce import Row, Table
 from proximetry.training import Recipe, RunFolder
-from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display
 from proximetry.training.material import questions
 from proximetry.training.network import PixelNetwork

@@ -121,7 +121,7 @@ def evaluate(
     for note in catalog.notes:
         print(f"note: {note}")
     if out is not None:
-        from proximetry.training.checkpoint import write_atomically
+        from proximetry.files import write_atomically
 
         write_atomically(out, json.dumps(result, indent=2).encode())
 
@@ -149,8 +149,8 @@ def embed(
     import numpy as np
 
     from proximetry.data.folders import is_image
+    from proximetry.files import write_atomically
     from proximetry.models import Embedder
-    from proximetry.training.checkpoint import write_atomically
 
     files: list[str] = []
     for path in map(Path, images):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from proximetry.models import Embedder, storage
+from proximetry.models import Embedder
 
 
 def make(seed=0, backbone="test_resnet", **settings):
@@ -99,7 +99,7 @@ def test_a_failing_save_leaves_the_old_one_whole(tmp_path, monkeypatch, function
             raise OSError("disk full")
         return real(*args)
 
-    monkeypatch.setattr(storage.os, function, fail)
+    monkeypatch.setattr(os, function, fail)
     with pytest.raises(OSError, match="disk full"):
         new.save(tmp_path / "e", metrics={"a": 2})
     monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_a_failing_save_leaves_the_old_one_whole(tmp_path, monkeypatch, function
 KILLED = """
 import os, signal, sys
 import torch
-from proximetry.models import Embedder, storage
+from proximetry.models import Embedder
 folder, at = sys.argv[1], int(sys.argv[2])
 embedder = Embedder.load(folder)
 with torch.no_grad():
@@ -127,13 +127,13 @@ def stop(name):
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
         return real[name](*args)
-    setattr(storage.os, name, call)
-stop("fsync"), stop("replace"), stop("chmod")
+    setattr(os, name, call)
+stop("fsync"), stop("replace")
 embedder.save(folder)
 """
 
 
-@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.parametrize("at", [1, 4])
 def test_killed_while_saving(tmp_path, at):
     old = make(1)
     old.save(tmp_path / "e")

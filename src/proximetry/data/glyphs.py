@@ -22,8 +22,9 @@ from PIL import Image, ImageFont, features
 
 from proximetry.data.catalog import Catalog
 from proximetry.data.extras import need
-from proximetry.data.places import cache_folder, written_whole
+from proximetry.data.places import cache_folder
 from proximetry.data.tar_members import SEPARATOR, shard_members
+from proximetry.files import written_whole
 
 FACES = (
     "DejaVuSans",
@@ -68,6 +69,7 @@ def glyphs(
     folder = cache_folder() / "glyphs" if cache is None else Path(cache)
     shard = folder / f"glyphs-{_key(side, seed)}.tar"
     if not _complete(shard):
+        folder.mkdir(parents=True, exist_ok=True)
         with written_whole(shard) as part:
             _draw_all(part, side, seed)
     labels = [chr(int(name[2:].split("/")[0], 16)) for name in shard_members(shard)]

@@ -28,8 +28,9 @@ from proximetry.data.pixel_store import (
     remove_leftovers,
     write_store,
 )
-from proximetry.data.places import cache_folder, written_whole
+from proximetry.data.places import cache_folder
 from proximetry.data.tar_members import is_shard_path, read_bytes, split_shard_path
+from proximetry.files import written_whole
 
 Array = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]
@@ -255,6 +256,7 @@ def _contents(catalog: Catalog, home: Path, workers: int) -> str:
         digest.update(one)
     # A file that cannot be read may become readable without a new time stamp.
     if _UNREADABLE not in contents:
+        known.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(known) as part:
             part.write_text(digest.hexdigest(), encoding="ascii")
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry.data.extras import closest, need
+from proximetry.files import written_whole
 
 Columns = dict[str, tuple[object, ...]]
 
@@ -152,15 +153,13 @@ def _to_columns(fields: Columns) -> dict[str, list[object]]:
 def write_csv(file: Path, fields: Columns) -> None:
     """Write the fields of Catalog as CSV, whole or not at all."""
     columns = _to_columns(fields)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(columns)
-            writer.writerows(zip(*(map(_csv_cell, c) for c in columns.values()), strict=True))
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    with (
+        written_whole(file) as part,
+        part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
+    ):
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerows(zip(*(map(_csv_cell, c) for c in columns.values()), strict=True))
 
 
 def _csv_cell(value: object) -> object:
@@ -180,9 +179,5 @@ def write_parquet(file: Path, fields: Columns) -> None:
         arrays = [arrow.array(v, types.get(n, arrow.string())) for n, v in columns.items()]
     except UnicodeEncodeError as error:
         raise ValueError(f"Parquet holds UTF-8 only, this is not: {error.object!r}") from error
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
+    with written_whole(file) as part:
         parquet.write_table(arrow.table(arrays, names=list(columns)), os.fspath(part))
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)

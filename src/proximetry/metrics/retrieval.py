@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from proximetry.files import written_whole
 from proximetry.metrics.arrays import Embeddings, IntArray, Labels, full_precision
 from proximetry.metrics.neighbours import Metric, Progress, Task, check_metric
 from proximetry.metrics.plan import answer, plan
@@ -168,22 +168,8 @@ class RetrievalResult:
         about = {"format": FORMAT, "metric": self.metric, "is_self_search": self.is_self_search}
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         arrays["about"] = np.array(json.dumps(about))
-        handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".part"
-        )
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            # mkstemp makes files for the owner alone; give what open() would have given.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with written_whole(target) as part, part.open("wb") as file:
+            np.savez_compressed(file, **arrays)
         return target
 
     @classmethod

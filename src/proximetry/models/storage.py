@@ -7,9 +7,7 @@ embedder is whole; after it, the new one is.
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +19,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from proximetry import __version__
+from proximetry.files import write_atomically
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.weights import WeightsRecord
@@ -34,7 +33,7 @@ FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
 _WEIGHTS_NAME = re.compile(r"embedder-[0-9a-f]{16}\.safetensors")
-_OURS = re.compile(r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder-\w+\.part")
+_OURS = re.compile(r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder[-.][\w.]+\.part")
 
 
 def save(
@@ -61,8 +60,8 @@ def save(
     file = f"embedder-{digest[:16]}.safetensors"
     text = _describe(embedder, extras, {"file": file, "sha256": digest, "bytes": len(weights)})
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / file, weights)
-    _write(folder / DESCRIPTION, text.encode())
+    write_atomically(folder / file, weights)
+    write_atomically(folder / DESCRIPTION, text.encode())
     for stale in folder.iterdir():
         if stale.name not in (file, DESCRIPTION) and _OURS.fullmatch(stale.name):
             stale.unlink(missing_ok=True)
@@ -152,29 +151,6 @@ def _is_embedder(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write beside, flush to the disk, then rename: the name holds all of it or the old."""
-    handle, name = tempfile.mkstemp(prefix=".embedder-", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes private files; an embedder is as readable as any new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _read_description(folder: Path) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from proximetry.files import write_atomically
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.statistics import Sample, sample
 from proximetry.reproduce.tables import Figure, Table
-from proximetry.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from proximetry.files import write_atomically
 from proximetry.reproduce.plan import Job, Run, run_id
 from proximetry.reproduce.trouble import ReproduceError
-from proximetry.training.checkpoint import write_atomically
 from proximetry.training.folder import RunFolder
 from proximetry.training.recipe import Recipe
 from proximetry.training.recipe_values import RecipeError, differences

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from proximetry.files import write_atomically
 from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw, need_matplotlib
 from proximetry.reproduce.lock import alone
@@ -28,7 +29,6 @@ from proximetry.reproduce.work import (
     terminate_like_interrupt,
 )
 from proximetry.reproduce.workers import Crew
-from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display, make_display
 from proximetry.training.folder import RunFolder
 from proximetry.training.recipe import Recipe

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import torch
 
+from proximetry.files import write_atomically
 from proximetry.losses.suggest import closest
 from proximetry.reproduce.plan import Job
 from proximetry.reproduce.records import Record, make_record
 from proximetry.reproduce.trouble import ReproduceError
-from proximetry.training.checkpoint import write_atomically
 from proximetry.training.display import Display
 from proximetry.training.folder import RunFolder
 from proximetry.training.run import train

@@ -5,7 +5,6 @@ JSON, so that it opens on any number of processes and can be read by people.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proximetry.files import write_atomically
+
 FORMAT = 1
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, and why."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old or the new one is there, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proximetry import __version__
-from proximetry.training.checkpoint import write_atomically
+from proximetry.files import write_atomically
 from proximetry.training.recipe import Recipe
 from proximetry.training.recipe_values import differences
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from proximetry.data.colours import ColourTransform
+from proximetry.files import write_atomically
 from proximetry.losses import LOSSES
 from proximetry.losses.suggest import closest
-from proximetry.training.checkpoint import write_atomically
 from proximetry.training.recipe_values import RecipeError, build, plain, require
 
 Setting = bool | int | float | str
