@@ -53,7 +53,7 @@ class Trainer:
         if m.freeze_batchnorm:
             freeze_batchnorm(self.embedder)
         if world.device.type == "cuda":
-            # cuDNN's first choice is as fast as its measured one here, and the same in every run.
+            # No slower here, and the same in every run.
             torch.backends.cudnn.deterministic = True
             self.embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         # Parts of a batch would share one graph, and with it one place for their embeddings.
