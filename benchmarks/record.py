@@ -12,7 +12,6 @@ in the file are pairs of a crop and of the short side before it.
 """
 
 import argparse
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,8 @@ from proximetry.data import EvalTransform
 from proximetry.files import write_atomically
 from proximetry.losses.suggest import closest
 from proximetry.reproduce import Row, Table
+from proximetry.reproduce.lock import try_lock
+from proximetry.reproduce.markdown import table_head, table_line
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.display import Display
 from proximetry.training.material import questions
@@ -69,12 +70,7 @@ def taken(file: Path) -> Iterator[bool]:
     """Whether this process may work on it; another one that does so lets go when it ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield try_lock(handle.fileno(), shared=False)
 
 
 @torch.no_grad()
@@ -136,16 +132,16 @@ def summary(search: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> s
     sizes = [f"{crop} of {side}" for crop, side in search.get("sizes", [])]
     columns = ["candidate", "recall@1", "map@r", *(f"recall@1, {size}" for size in sizes)]
     columns += ["seeds", "s", "changes"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = table_head(columns)
     done = [name for name, runs in found.items() if runs]
     for name in sorted(done, key=lambda name: mean(name, "recall@1"), reverse=True):
         figures = [mean(name, "recall@1"), mean(name, "map@r")]
         figures += [mean(name, "recall@1", size) for size in sizes]
         seconds = fmean(run["seconds"] for run in found[name])
         changes = ", ".join(f"{k} {v}" for k, v in search["candidates"][name].items())
-        cells = [name, *(f"{figure:.2f}" for figure in figures), str(len(found[name]))]
-        cells += [f"{seconds:.0f}", changes or "the base"]
-        lines.append(f"| {' | '.join(cells)} |")
+        shown = [f"{figure:.2f}" for figure in figures]
+        seeds = len(found[name])
+        lines.append(table_line([name, *shown, seeds, f"{seconds:.0f}", changes or "the base"]))
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from proximetry.reproduce import Table, shipped_tables
-from proximetry.reproduce.markdown import overview
+from proximetry.reproduce.markdown import overview, table_head, table_line
 from proximetry.reproduce.records import Record, read_records
 from proximetry.reproduce.results import Results
 from proximetry.reproduce.statistics import Verdict, examine
@@ -32,7 +32,8 @@ def make_page() -> str:
         for results in every
         if results.runs
     ]
-    again = [_tell(group) for group in repeats(_all_records())]
+    records = [record for results in every for record in results.runs]
+    again = [_tell(group) for group in repeats(records)]
     if again:
         parts.append("\n".join(["## The same recipe and seed again\n", *again]))
     return "\n".join(parts)
@@ -41,7 +42,7 @@ def make_page() -> str:
 def _in_short(every: Iterable[Results]) -> str:
     """How many published claims stand, table by table; and which tables were not run."""
     verdicts: tuple[Verdict, ...] = get_args(Verdict)[:4]
-    lines = [f"| claims | {' | '.join(verdicts)} |", "|---" * (1 + len(verdicts)) + "|"]
+    lines = table_head(["claims", *verdicts])
     absent = []
     for results in every:
         table = results.table
@@ -49,24 +50,17 @@ def _in_short(every: Iterable[Results]) -> str:
             absent.append(f"{table.title} (`{table.name}`)")
             continue
         found = [examine(claim, table, results.full).verdict for claim in table.claims]
-        counts = " | ".join(str(found.count(verdict) or "—") for verdict in verdicts)
-        lines.append(f"| {table.title} | {counts} |")
+        counts = [found.count(verdict) or None for verdict in verdicts]
+        lines.append(table_line([table.title, *counts]))
     if absent:
         lines += ["", f"Not run yet: {'; '.join(absent)}."]
     return "\n".join(lines) + "\n"
 
 
-def _all_records() -> list[Record]:
-    folders = sorted(path for path in HOME.iterdir() if path.is_dir())
-    return [record for folder in folders for record in read_records(folder).values()]
-
-
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
-    """Runs of one recipe and seed, which are there more than once where tables overlap."""
+    """Full runs of one recipe and seed, which are there more than once where tables overlap."""
     groups: list[list[Record]] = []
     for record in records:
-        if record.kind != "full":
-            continue
         same = (group for group in groups if _what(group[0]) == _what(record))
         if (group := next(same, None)) is None:
             groups.append([record])

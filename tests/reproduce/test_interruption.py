@@ -151,7 +151,7 @@ def test_a_command_that_slips_in_between_is_waited_for(tmp_path, monkeypatch):
         asked.append(shared)
         return next(answers)
 
-    monkeypatch.setattr(lock_module, "_lock", lock)
+    monkeypatch.setattr(lock_module, "try_lock", lock)
     with alone(tmp_path):
         assert asked == [False, True, False, False, True]
 

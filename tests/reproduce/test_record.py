@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from benchmarks import record
-from tests.training.tiny import make_images
+from tests.training.tiny import make_images, tiny_values
 
 
 @pytest.fixture
@@ -17,23 +17,12 @@ def search(tmp_path):
         make_images(tmp_path / "images" / split)
     file = tmp_path / "search.yaml"
     values = {
-        "base": {
-            "data": {
-                "dataset": "folder",
-                "batch_size": 8,
-                "short_side": 24,
-                "cache_dir": str(tmp_path / "cache"),
-            },
-            "model": {
-                "backbone": "small_convnet",
-                "dim": 8,
-                "weights": "none",
-                "image_size": 24,
-                "resize": 24,
-            },
-            "training": {"epochs": 3, "ema": 0.9},
-            "evaluation": {"held_out": 0.3, "every": 1},
-        },
+        "base": tiny_values(
+            tmp_path / "cache",
+            model={"resize": 24},
+            training={"ema": 0.9},
+            evaluation={"held_out": 0.3, "every": 1},
+        ),
         "sizes": [[24, 24], [16, 24]],
         "candidates": {"base": {}, "narrow": {"model.dim": 2}},
     }

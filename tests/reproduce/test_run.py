@@ -163,8 +163,8 @@ def test_another_recipe_is_refused(whole, data, cache, tmp_path, section, keys, 
         reproduce(make_table(cache), data, out, seeds=(2,), epochs=3, device="cpu")
 
 
-def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_path, monkeypatch):
-    table = make_table(cache, selection=False)
+def cut_off_after_training(monkeypatch):
+    """Let runs be interrupted before their files are written; return what trains."""
     real = work.train
 
     def cut_off(recipe, out, **settings):
@@ -172,6 +172,12 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(work, "train", cut_off)
+    return real
+
+
+def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_path, monkeypatch):
+    table = make_table(cache, selection=False)
+    cut_off_after_training(monkeypatch)
     with pytest.raises(ReproduceError, match="the same command continues"):
         reproduce(table, data, tmp_path, device="cpu")
     monkeypatch.setattr(work, "train", no_training)
@@ -329,13 +335,7 @@ def test_ctrl_c_while_the_page_is_written_is_one_sentence(
 
 def test_a_run_remembers_how_many_shared_the_device(data, cache, tmp_path, monkeypatch):
     table = make_table(cache, selection=False)
-    real = work.train
-
-    def cut_off(recipe, out, **settings):
-        real(recipe, out, **settings)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(work, "train", cut_off)
+    real = cut_off_after_training(monkeypatch)
     with pytest.raises(Interrupted):
         reproduce(table, data, tmp_path, device="cpu")
     shared = tmp_path / "small" / "work" / "proxy-anchor-seed0.parallel.txt"

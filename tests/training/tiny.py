@@ -23,13 +23,12 @@ def make_images(root, classes=8, each=6, side=24):
     return root
 
 
-def make_recipe(root, cache, **changes):
-    """A recipe for `make_images`; changes as section=dict(key=value)."""
+def tiny_values(cache, **changes):
+    """The plain values of a recipe for such images; changes as section=dict(key=value)."""
     values = {
         "name": "tiny",
         "data": {
             "dataset": "folder",
-            "root": str(root),
             "short_side": 24,
             "batch_size": 8,
             "crop_scale": [0.6, 1.0],
@@ -49,7 +48,13 @@ def make_recipe(root, cache, **changes):
     }
     for section, keys in changes.items():
         values[section] = {**values.get(section, {}), **keys}
-    return Recipe.from_dict(values)
+    return values
+
+
+def make_recipe(root, cache, **changes):
+    """A recipe for `make_images`."""
+    data = {"root": str(root), **changes.pop("data", {})}
+    return Recipe.from_dict(tiny_values(cache, data=data, **changes))
 
 
 def with_(recipe, section, **keys):

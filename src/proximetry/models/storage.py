@@ -33,7 +33,10 @@ FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
 _WEIGHTS_NAME = re.compile(r"embedder-[0-9a-f]{16}\.safetensors")
-_OURS = re.compile(r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder[-.][\w.]+\.part")
+_OURS = re.compile(
+    r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder-\w+\.part"
+    r"|\.embedder(\.json|-[0-9a-f]{16}\.safetensors)\.[0-9a-f]{32}\.part"
+)
 
 
 def save(

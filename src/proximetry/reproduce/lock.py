@@ -22,7 +22,7 @@ def alone(
         begun = time.monotonic()
         told = False
         # Another command may slip in between the two: sharing it is not one step from having it.
-        while not (_lock(handle, shared=False) and _lock(handle, shared=True)):
+        while not (try_lock(handle, shared=False) and try_lock(handle, shared=True)):
             if not told:
                 report(f"waiting up to {patience:g} s for another command at work in {folder}")
                 told = True
@@ -38,7 +38,7 @@ def alone(
 def at_work(folder: Path) -> Iterator[None]:
     """Share the folder with the command that one works for."""
     with _opened(folder) as handle:
-        _lock(handle, shared=True)
+        try_lock(handle, shared=True)
         yield
 
 
@@ -51,7 +51,7 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _lock(handle: int, shared: bool) -> bool:
+def try_lock(handle: int, shared: bool) -> bool:
     """Take the lock if it is free; file systems without locks count as free."""
     try:
         import fcntl

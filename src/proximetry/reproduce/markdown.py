@@ -56,19 +56,20 @@ def overview(results: Results, folder: str) -> str:
 def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> list[str]:
     """The table itself, what its lines mean, and what is missing."""
     table = results.table
-    lines = _head(["", ""], table.metrics)
+    lines = table_head(["", "", *table.metrics])
     for row in table.rows:
         runs = results.full[row.name]
         ours = [sample(runs, metric) for metric in table.metrics]
-        lines.append(_line([row.name, f"ours, {_seeds(runs)}"], ours))
+        lines.append(table_line([row.name, f"ours, {_seeds(runs)}", *ours]))
         found = results.selection.get(row.name)
         if found is not None and found.chosen_epoch is not None:
             epoch = found.chosen_epoch
             cells = [sample(runs, metric, epoch) for metric in table.metrics]
-            lines.append(_line(["", f"ours, epoch {epoch}, chosen on held-out classes"], cells))
+            chosen = f"ours, epoch {epoch}, chosen on held-out classes"
+            lines.append(table_line(["", chosen, *cells]))
         if row.published:
             theirs = [_number(row.published, metric) for metric in table.metrics]
-            lines.append(_line(["", f"published, {table.published.backbone}"], theirs))
+            lines.append(table_line(["", f"published, {table.published.backbone}", *theirs]))
     words = ["Percent; ours: mean ± sample standard deviation over the seeds."]
     words += [_how_chosen(results)] if results.selection else []
     parts = ["\n".join(lines), _below(results, *words)]
@@ -96,7 +97,7 @@ def _findings(results: Results) -> list[str]:
         judged += found.judged
         published = NOTHING if found.published is None else f"{found.published:+.2f}"
         cells = [claim.metric, published, _ours(found), len(found.seeds), found.verdict]
-        lines.append(_line([f"{claim.better} above {claim.worse}"], cells))
+        lines.append(table_line([f"{claim.better} above {claim.worse}", *cells]))
     words = ["Differences in points at the last epoch, over the seeds that both rows have."]
     if judged:
         words.append(
@@ -121,9 +122,10 @@ def _on_the_way(results: Results) -> list[str]:
     curves = {name: dict(curve(runs, "epoch")) for name, runs in results.full.items()}
     taken = sorted({int(epoch) for points in curves.values() for epoch in points})
     shown = [e for e in taken if e in (1, 2, 5, 10, 20, 40) or e == taken[-1]]
-    lines = _head([""], [f"epoch {epoch}" for epoch in shown])
+    lines = table_head(["", *(f"epoch {epoch}" for epoch in shown)])
     for name, points in curves.items():
-        lines.append(_line([name], [f"{points[e]:.1f}" if e in points else None for e in shown]))
+        cells = [f"{points[e]:.1f}" if e in points else None for e in shown]
+        lines.append(table_line([name, *cells]))
     return ["\n".join(lines), _below(results, "Recall@1 on the test set in percent.")]
 
 
@@ -132,12 +134,12 @@ def _convergence(results: Results) -> list[str]:
     final = {name: sample(runs, "recall@1") for name, runs in results.full.items()}
     target = _NEAR * max((s.mean for s in final.values() if s is not None), default=0.0)
     reason = why_no_seconds(results.full)
-    lines = _head([""], ["epochs", *([] if reason else ["seconds of training"])])
+    lines = table_head(["", "epochs", *([] if reason else ["seconds of training"])])
     for name, runs in results.full.items():
         keys = ["epoch", *([] if reason else ["seconds"])]
         reached = [time_to(runs, target, key) for key in keys]
         never = "not reached" if runs else NOTHING
-        lines.append(_line([name], [never if x is None else f"{x:.0f}" for x in reached]))
+        lines.append(table_line([name, *(never if x is None else f"{x:.0f}" for x in reached)]))
     words = [
         f"Until recall@1 on the test set is {target:.1f} %, which is {100 * _NEAR:.0f} % of the "
         "best row's at its last epoch; mean curve over the seeds, where it was evaluated."
@@ -169,13 +171,15 @@ def _seeds(runs: Sequence[Record]) -> str:
     return f"last epoch, seed{'s' * (len(runs) > 1)} " + ", ".join(str(r.seed) for r in runs)
 
 
-def _head(first: Sequence[str], columns: Iterable[str]) -> list[str]:
-    names = [*first, *columns]
+def table_head(columns: Iterable[str]) -> list[str]:
+    """The first two lines of a table in Markdown."""
+    names = list(columns)
     return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
 
 
-def _line(first: Sequence[str], cells: Iterable[object]) -> str:
-    return "| " + " | ".join([*first, *(NOTHING if c is None else str(c) for c in cells)]) + " |"
+def table_line(cells: Iterable[object]) -> str:
+    """A line of it; None is a dash."""
+    return "| " + " | ".join(NOTHING if c is None else str(c) for c in cells) + " |"
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -94,7 +94,22 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Table:
+class _Heading:
+    """The keys of a table that `build` can check by their types alone."""
+
+    name: str
+    title: str = ""
+    source: str = ""
+    published: Published = field(default_factory=Published)
+    recipe: str = ""
+    base: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ("recall@1",)
+    selection: bool = False
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table(_Heading):
     """A published table.
 
     Args:
@@ -112,18 +127,9 @@ class Table:
         differences: how our setting differs from the published one, a sentence each.
     """
 
-    name: str
-    title: str = ""
-    source: str = ""
-    published: Published = field(default_factory=Published)
-    recipe: str = ""
-    base: dict[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
-    metrics: tuple[str, ...] = ("recall@1",)
     claims: tuple[Claim, ...] = ()
-    selection: bool = False
     figure: Figure | None = None
-    differences: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recipe:
@@ -202,21 +208,6 @@ class Table:
             return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (yaml.YAMLError, RecipeError, TypeError) as error:
             raise ReproduceError(f"{path} holds no table that can be used: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Heading:
-    """The keys of a table that `build` can check by their types alone."""
-
-    name: str
-    title: str = ""
-    source: str = ""
-    published: Published = field(default_factory=Published)
-    recipe: str = ""
-    base: dict[str, Any] = field(default_factory=dict)
-    metrics: tuple[str, ...] = ("recall@1",)
-    selection: bool = False
-    differences: tuple[str, ...] = ()
 
 
 def _lay_over(recipe: str, base: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The network as the trainer runs it: from bytes to embeddings, plain or as a CUDA graph."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -117,8 +118,7 @@ class CapturedNetwork(nn.Module):
         # Recording runs the network some times; moving statistics and dropout must not notice.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         drawn = torch.cuda.get_rng_state(pixels.device)
-        n = self.network
-        once = PixelNetwork(n.embedder, n.precision, n.device, n.dropout, n.features)
+        once = copy.copy(self.network)  # torch puts its graph in the place of forward
         # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
         graphs: Any = torch.autograd.graph
         if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns

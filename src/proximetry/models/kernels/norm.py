@@ -29,6 +29,14 @@ _JOIN_PARTS = 128
 
 
 @triton.jit
+def _tile(first, rows, C, c, BM: tl.constexpr):
+    """Which entries of BM rows and some channels are there, and where."""
+    r = first + tl.arange(0, BM)
+    inside = (r < rows)[:, None] & (c < C)[None, :]
+    return inside, r.to(tl.int64)[:, None] * C + c[None, :]
+
+
+@triton.jit
 def _load_affine(weight, bias, mean, variance, eps, C, c):
     """What a batch norm with these statistics does to its channels: (x − mean) · scale + bias."""
     average = tl.load(mean + c, mask=c < C, other=0.0)
@@ -71,9 +79,7 @@ def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr)
     total = tl.zeros((BM, BC), tl.float32)
     squares = tl.zeros((BM, BC), tl.float32)
     for first in range(part * BM, rows, programs * BM):
-        r = first + tl.arange(0, BM)
-        inside = (r < rows)[:, None] & (c < C)[None, :]
-        place = r.to(tl.int64)[:, None] * C + c[None, :]
+        inside, place = _tile(first, rows, C, c, BM)
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         away = tl.where(inside, value - origin[None, :], 0.0)
         total += away
@@ -149,9 +155,7 @@ def _forward_norm(
     blocks = tl.cdiv(C, BC)
     pid = tl.program_id(0)
     c = (pid % blocks) * BC + tl.arange(0, BC)
-    r = (pid // blocks) * BM + tl.arange(0, BM)
-    inside = (r < rows)[:, None] & (c < C)[None, :]
-    place = r.to(tl.int64)[:, None] * C + c[None, :]
+    inside, place = _tile((pid // blocks) * BM, rows, C, c, BM)
     scale, offset, average, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     z = (value - average) * scale + offset
@@ -189,9 +193,7 @@ def _backward_norm(
     dbias = tl.zeros((BM, BC), tl.float32)
     dweight = tl.zeros((BM, BC), tl.float32)
     for first in range(part * BM, rows, programs * BM):
-        r = first + tl.arange(0, BM)
-        inside = (r < rows)[:, None] & (c < C)[None, :]
-        place = r.to(tl.int64)[:, None] * C + c[None, :]
+        inside, place = _tile(first, rows, C, c, BM)
         away, dz = _load_slope(x, dy, place, inside, scale, offset, average, ACT)
         if not MOVING:
             tl.store(dx + place, (dz * scale).to(dx.dtype.element_ty), mask=inside)
@@ -223,9 +225,7 @@ def _backward_moving(
     blocks = tl.cdiv(C, BC)
     pid = tl.program_id(0)
     c = (pid % blocks) * BC + tl.arange(0, BC)
-    r = (pid // blocks) * BM + tl.arange(0, BM)
-    inside = (r < rows)[:, None] & (c < C)[None, :]
-    place = r.to(tl.int64)[:, None] * C + c[None, :]
+    inside, place = _tile((pid // blocks) * BM, rows, C, c, BM)
     scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
     n = rows.to(tl.float32)
     along = inverse * (tl.load(sums + c, mask=c < C, other=0.0)[None, :] / n)
