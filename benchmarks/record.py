@@ -7,14 +7,15 @@ on the training classes that are not held out, and judged at its last epoch on t
 every seed. What is done is skipped, and so is what another process does at the moment: two of them
 share the work. The table at the end is sorted by recall@1.
 
-Each trained candidate is also judged at other sizes of the images, which costs no training: `sizes`
-in the file are pairs of a crop and of the short side before it.
+Each trained candidate is also judged at other sizes of the images, and with their mirror images,
+which costs no training: `sizes` in the file are pairs of a crop and of the short side before it.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ from proximetry import metrics
 from proximetry.data import EvalTransform
 from proximetry.files import write_atomically
 from proximetry.losses.suggest import closest
+from proximetry.models import Embedder
 from proximetry.reproduce import Row, Table
 from proximetry.reproduce.lock import try_lock
 from proximetry.reproduce.markdown import table_head, table_line
@@ -74,19 +76,27 @@ def taken(file: Path) -> Iterator[bool]:
 
 
 @torch.no_grad()
-def at_size(trainer: Trainer, crop: int, side: int) -> dict[str, float]:
+def judge(trainer: Trainer, embedder: Embedder, crop: int, side: int) -> dict[str, float]:
     """Metrics on the held-out classes with test images of another size."""
-    material, model = trainer.material, trainer.evaluated().eval()
-    recipe, rows = trainer.recipe, material.rows["held_out"]
-    network = PixelNetwork(model, recipe.training.precision, trainer.world.device)
-    view = EvalTransform(side, crop, model.preprocessing.interpolation)
-    step = recipe.evaluation.batch_size
+    material, recipe, device = trainer.material, trainer.recipe, trainer.world.device
+    rows, step = material.rows["held_out"], recipe.evaluation.batch_size
+    network = PixelNetwork(embedder.eval(), recipe.training.precision, device)
+    view = EvalTransform(side, crop, embedder.preprocessing.interpolation)
     found = [
-        network(view(material.cache, rows[i : i + step]).to(trainer.world.device))
+        network(view(material.cache, rows[i : i + step]).to(device))
         for i in range(0, len(rows), step)
     ]
     asked = questions(material.catalog.subset(rows), torch.cat(found))
     return metrics.evaluate(**asked, metric=recipe.evaluation.similarity)
+
+
+def judge_otherwise(trainer: Trainer, sizes: Sizes) -> dict[str, dict[str, float]]:
+    """Metrics at other sizes, and at the recipe's own with mirror images."""
+    embedder = trainer.kept()
+    found = {f"{c} of {side}": judge(trainer, embedder, c, side) for c, side in sizes}
+    embedder.architecture = replace(embedder.architecture, mirror=True)
+    pixels = embedder.preprocessing
+    return {**found, "mirror": judge(trainer, embedder, pixels.crop[0], pixels.resize)}
 
 
 def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes) -> None:
@@ -101,7 +111,7 @@ def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes
         "candidate": name,
         "recipe": told,
         "held_out": results["last"]["held_out"],
-        "sizes": {f"{crop} of {side}": at_size(trainer, crop, side) for crop, side in sizes},
+        "otherwise": judge_otherwise(trainer, sizes),
         "curve": RunFolder(work).history(),
         "seconds": results["seconds"],
         "startup_seconds": results["startup_seconds"],
@@ -125,18 +135,20 @@ def read(out: Path, search: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def summary(search: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> str:
     """A Markdown table of the candidates that are done, best first."""
 
-    def mean(name: str, place: str, size: str | None = None) -> float:
-        judged = (run["held_out"] if size is None else run["sizes"][size] for run in found[name])
-        return 100 * fmean(one[place] for one in judged)
+    def mean(name: str, metric: str, way: str | None = None) -> float:
+        judged = (run["held_out"] if way is None else run["otherwise"][way] for run in found[name])
+        return 100 * fmean(one[metric] for one in judged)
 
-    sizes = [f"{crop} of {side}" for crop, side in search.get("sizes", [])]
-    columns = ["candidate", "recall@1", "map@r", *(f"recall@1, {size}" for size in sizes)]
+    ways = [f"{crop} of {side}" for crop, side in search.get("sizes", [])] + ["mirror"]
+    cuts = search["base"].get("evaluation", {}).get("cuts", [])
+    own = ["recall@1", "map@r", *(f"recall@1[:{cut}]" for cut in cuts)]
+    columns = ["candidate", *own, *(f"recall@1, {way}" for way in ways)]
     columns += ["seeds", "s", "changes"]
     lines = table_head(columns)
     done = [name for name, runs in found.items() if runs]
     for name in sorted(done, key=lambda name: mean(name, "recall@1"), reverse=True):
-        figures = [mean(name, "recall@1"), mean(name, "map@r")]
-        figures += [mean(name, "recall@1", size) for size in sizes]
+        figures = [mean(name, metric) for metric in own]
+        figures += [mean(name, "recall@1", way) for way in ways]
         seconds = fmean(run["seconds"] for run in found[name])
         changes = ", ".join(f"{k} {v}" for k, v in search["candidates"][name].items())
         shown = [f"{figure:.2f}" for figure in figures]

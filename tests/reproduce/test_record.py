@@ -19,12 +19,12 @@ def search(tmp_path):
     values = {
         "base": tiny_values(
             tmp_path / "cache",
-            model={"resize": 24},
+            model={"resize": 24, "keep": 3},
             training={"ema": 0.9},
-            evaluation={"held_out": 0.3, "every": 1},
+            evaluation={"held_out": 0.3, "every": 1, "cuts": [2]},
         ),
         "sizes": [[24, 24], [16, 24]],
-        "candidates": {"base": {}, "narrow": {"model.dim": 2}},
+        "candidates": {"base": {}, "narrow": {"model.dim": 3}},
     }
     file.write_text(yaml.safe_dump(values))
     return file
@@ -51,8 +51,10 @@ def test_candidates_are_judged_once_on_held_out_classes(search, monkeypatch, cap
     found = json.loads((out / "base-seed0.json").read_text())
     assert found["recipe"]["evaluation"]["protocol"] == "held_out"
     assert not any("test" in line for line in found["curve"])
-    assert found["sizes"]["24 of 24"] == pytest.approx(found["held_out"])
-    assert found["sizes"].keys() == {"24 of 24", "16 of 24"}
+    own = {key: value for key, value in found["held_out"].items() if "[" not in key}
+    assert found["otherwise"]["24 of 24"] == pytest.approx(own)
+    assert found["otherwise"].keys() == {"24 of 24", "16 of 24", "mirror"}
+    assert "recall@1[:2]" in second
     assert (out / "README.md").read_text() in second
 
 

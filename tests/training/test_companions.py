@@ -14,9 +14,9 @@ from proximetry.models import Embedder
 from proximetry.training import Recipe, train
 from proximetry.training.companions import divergence
 from proximetry.training.objective import Objective
+from proximetry.training.parts import make_optimizer
 from proximetry.training.recipe import Loss
 from proximetry.training.recipe_values import RecipeError
-from proximetry.training.trainer import make_optimizer
 from tests.training.test_trainer import assert_same_run, killed_at
 from tests.training.tiny import with_
 

@@ -31,6 +31,7 @@ class Architecture:
     pooling: str
     layer_norm: bool
     normalize: bool
+    mirror: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary of plain values."""
@@ -89,6 +90,7 @@ class Embedder(nn.Module):
         pooling: str = "auto",
         layer_norm: bool = False,
         normalize: bool = True,
+        mirror: bool = False,
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
@@ -104,6 +106,7 @@ class Embedder(nn.Module):
                 for sphereface20.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: end on the unit sphere.
+            mirror: outside training, pool over an image and its mirror image; twice the work.
             weights: "auto" takes an installed package that carries them, else the hub, else
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.
@@ -119,11 +122,16 @@ class Embedder(nn.Module):
         crop = (image_size, image_size) if image_size else None
         choice = weights if isinstance(weights, str) else Path(weights)
         model, preprocessing, record = load_backbone(backbone, choice, crop, resize)
-        architecture = Architecture(backbone, dim or 0, pooling, layer_norm, normalize)
+        architecture = Architecture(backbone, dim or 0, pooling, layer_norm, normalize, mirror)
         return cls(model, architecture, preprocessing, record)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return the pooled features [B, channels], before LayerNorm and head."""
+        if self.architecture.mirror and not self.training:
+            return (self._pooled(pixels) + self._pooled(pixels.flip(3))) / 2
+        return self._pooled(pixels)
+
+    def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
             return self.backbone(pixels)  # type: ignore[no-any-return]
         model: Any = self.backbone

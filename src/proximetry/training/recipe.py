@@ -6,37 +6,23 @@ lie (``data.root``) and where the results go.
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from proximetry.data.colours import ColourTransform
 from proximetry.files import write_atomically
 from proximetry.losses import LOSSES
 from proximetry.losses.suggest import closest
-from proximetry.training.recipe_values import RecipeError, build, plain, require
+from proximetry.training.recipe_values import (
+    RecipeError,
+    build,
+    check_choice,
+    check_not_negative,
+    check_positive,
+    plain,
+    require,
+)
 
 Setting = bool | int | float | str
-
-
-def _positive(section: str, owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None:
-            require(value > 0, f"{section}.{name} must be positive, got {value!r}")
-
-
-def _not_negative(section: str, owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(value >= 0, f"{section}.{name} must not be negative, got {value!r}")
-
-
-def _choice(section: str, owner: object, name: str, choices: object) -> None:
-    value = getattr(owner, name)
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise RecipeError(
-            f"{section}.{name} is {value!r}{closest(value, allowed)} Known: {', '.join(allowed)}"
-        )
 
 
 Sampler = Literal["shuffled", "balanced"]
@@ -84,10 +70,10 @@ class Data:
     bad_images: BadImages = "error"
 
     def __post_init__(self) -> None:
-        _positive("data", self, "batch_size", "images_per_class", "short_side", "crop_size")
-        _choice("data", self, "sampler", Sampler)
-        _choice("data", self, "cache", CachePlace)
-        _choice("data", self, "bad_images", BadImages)
+        check_positive("data", self, "batch_size", "images_per_class", "short_side", "crop_size")
+        check_choice("data", self, "sampler", Sampler)
+        check_choice("data", self, "cache", CachePlace)
+        check_choice("data", self, "bad_images", BadImages)
         try:
             self.colours()
         except ValueError as error:
@@ -116,6 +102,7 @@ class Model:
     Args:
         backbone: any timm name, bn_inception, sphereface20 or small_convnet.
         dim: width of the embedding.
+        keep: numbers of it that are kept, along its principal axes on the training images.
         pooling: avg, max, avg+max, gem, gem-learned, or token for transformers.
         dropout: part of the pooled features that are left out, at random, while training.
         layer_norm: normalise the pooled features, without learned scale (ProxyNCA++).
@@ -124,10 +111,12 @@ class Model:
         image_size: side of the crop; default: the backbone's.
         resize: short side before the central crop in evaluation; default: the backbone's.
         freeze_batchnorm: keep the running statistics of batch normalisation as they are.
+        mirror: outside training, pool over an image and its mirror image; twice the work.
     """
 
     backbone: str = "tf_efficientnet_lite0"
     dim: int = 512
+    keep: int | None = None
     pooling: str = "avg"
     dropout: float = 0.0
     layer_norm: bool = False
@@ -136,9 +125,14 @@ class Model:
     image_size: int | None = None
     resize: int | None = None
     freeze_batchnorm: bool = False
+    mirror: bool = False
 
     def __post_init__(self) -> None:
-        _positive("model", self, "dim", "image_size", "resize")
+        check_positive("model", self, "dim", "keep", "image_size", "resize")
+        require(
+            (self.keep or self.dim) <= self.dim,
+            f"model.keep {self.keep} is more than model.dim {self.dim}",
+        )
         require(
             0 <= self.dropout < 1,
             f"model.dropout must be at least 0 and below 1, got {self.dropout!r}",
@@ -174,8 +168,8 @@ class Loss:
             raise RecipeError(
                 f"loss.name is {self.name!r}{closest(self.name, LOSSES)} Known: {', '.join(LOSSES)}"
             )
-        _not_negative("loss", self, "exclusive", "center", "distill")
-        _positive("loss", self, "distill_temperature")
+        check_not_negative("loss", self, "exclusive", "center", "distill")
+        check_positive("loss", self, "distill_temperature")
         require(
             all(width > 0 for width in self.companions),
             f"loss.companions are widths of at least 1, got {list(self.companions)}",
@@ -216,10 +210,10 @@ class Optimizer:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _choice("optimizer", self, "name", OptimizerName)
-        _positive("optimizer", self, "lr", "head_multiplier", "proxy_multiplier", "eps")
-        _positive("optimizer", self, "clip_value", "clip_norm")
-        _not_negative("optimizer", self, "weight_decay", "momentum")
+        check_choice("optimizer", self, "name", OptimizerName)
+        check_positive("optimizer", self, "lr", "head_multiplier", "proxy_multiplier", "eps")
+        check_positive("optimizer", self, "clip_value", "clip_norm")
+        check_not_negative("optimizer", self, "weight_decay", "momentum")
 
 
 ScheduleName = Literal["constant", "step", "milestones", "plateau", "cosine"]
@@ -246,9 +240,9 @@ class Schedule:
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
-        _choice("schedule", self, "name", ScheduleName)
-        _positive("schedule", self, "every", "patience")
-        _not_negative("schedule", self, "warmup_epochs")
+        check_choice("schedule", self, "name", ScheduleName)
+        check_positive("schedule", self, "every", "patience")
+        check_not_negative("schedule", self, "warmup_epochs")
         require(0 < self.factor <= 1, f"schedule.factor must be in (0, 1], got {self.factor!r}")
         require(
             list(self.at) == sorted(set(self.at)), f"schedule.at must rise, got {list(self.at)}"
@@ -295,9 +289,9 @@ class Training:
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        _positive("training", self, "epochs", "accumulate", "checkpoint_epochs")
-        _choice("training", self, "precision", Precision)
-        _not_negative("training", self, "stop_after", "checkpoint_steps", "keep_every", "seed")
+        check_positive("training", self, "epochs", "accumulate", "checkpoint_epochs")
+        check_choice("training", self, "precision", Precision)
+        check_not_negative("training", self, "stop_after", "checkpoint_steps", "keep_every", "seed")
         require(0 <= self.ema < 1, f"training.ema must be in [0, 1), got {self.ema!r}")
         require(
             not (self.compile and self.capture),
@@ -323,6 +317,7 @@ class Evaluation:
         recall_at: the k of recall@k.
         ndcg_at: the k of nDCG@k.
         similarity: cosine or euclidean.
+        cuts: also judge the first so many numbers of the embedding, as recall@1[:64] and so on.
         batch_size: images per forward pass.
     """
 
@@ -334,12 +329,13 @@ class Evaluation:
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     ndcg_at: tuple[int, ...] = (2, 4, 8)
     similarity: Literal["cosine", "euclidean"] = "cosine"
+    cuts: tuple[int, ...] = ()
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        _choice("evaluation", self, "protocol", Protocol)
-        _choice("evaluation", self, "similarity", Literal["cosine", "euclidean"])
-        _positive("evaluation", self, "every", "batch_size")
+        check_choice("evaluation", self, "protocol", Protocol)
+        check_choice("evaluation", self, "similarity", Literal["cosine", "euclidean"])
+        check_positive("evaluation", self, "every", "batch_size")
         require(
             0 < self.held_out < 1,
             f"evaluation.held_out must be between 0 and 1, got {self.held_out!r}",
@@ -372,6 +368,11 @@ class Recipe:
         require(
             e.metric in computed,
             f"evaluation.metric {e.metric!r} is not computed; choose one of {', '.join(computed)}",
+        )
+        width = self.model.keep or self.model.dim
+        require(
+            all(0 < cut < width for cut in e.cuts),
+            f"evaluation.cuts must lie between 0 and the embedding's {width}, got {list(e.cuts)}",
         )
         if e.protocol == "last":
             require(

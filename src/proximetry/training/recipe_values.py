@@ -92,3 +92,28 @@ def convert(value: Any, kind: Any, path: str) -> Any:
             return value
     names = " or ".join("null" if o is type(None) else o.__name__ for o in options)
     raise RecipeError(f"{path} must be {names}, got {value!r}")
+
+
+def check_positive(section: str, owner: object, *names: str) -> None:
+    """Refuse values of these names, where there are any, that are not above 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None:
+            require(value > 0, f"{section}.{name} must be positive, got {value!r}")
+
+
+def check_not_negative(section: str, owner: object, *names: str) -> None:
+    """Refuse values of these names below 0."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value >= 0, f"{section}.{name} must not be negative, got {value!r}")
+
+
+def check_choice(section: str, owner: object, name: str, choices: object) -> None:
+    """Refuse a value that is none of a Literal's."""
+    value = getattr(owner, name)
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise RecipeError(
+            f"{section}.{name} is {value!r}{closest(value, allowed)} Known: {', '.join(allowed)}"
+        )

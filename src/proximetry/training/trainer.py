@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from proximetry import metrics
-from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models import Embedder
 from proximetry.models.fused import fuse
+from proximetry.models.narrowing import moments, narrow, narrowed, principal_axes
 from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.display import Display
 from proximetry.training.folder import RunError, RunFolder
 from proximetry.training.material import Material, questions
 from proximetry.training.network import CapturedInference, CapturedNetwork, PixelNetwork
 from proximetry.training.objective import Objective
+from proximetry.training.parts import make_embedder, make_optimizer
 from proximetry.training.recipe import Recipe
 from proximetry.training.schedule import LearningRates
 from proximetry.training.seeds import derive
 from proximetry.training.stopping import Stopped, StopSignal
 from proximetry.training.tracking import Trackers
-from proximetry.training.world import World, average_gradients, gather
+from proximetry.training.world import World, add_up, average_gradients, gather
 
 
 class Trainer:
@@ -39,19 +41,7 @@ class Trainer:
         self.recipe, self.folder, self.world, self.display = recipe, folder, world, display
         continues = world.first(lambda: folder.open(recipe, resume))
         torch.manual_seed(recipe.training.seed)
-        m = recipe.model
-        self.embedder = Embedder.create(
-            m.backbone,
-            m.dim,
-            pooling=m.pooling,
-            layer_norm=m.layer_norm,
-            normalize=m.normalize,
-            weights=m.weights,
-            image_size=m.image_size,
-            resize=m.resize,
-        ).to(world.device)
-        if m.freeze_batchnorm:
-            freeze_batchnorm(self.embedder)
+        self.embedder = make_embedder(recipe.model).to(world.device)
         if world.device.type == "cuda":
             # No slower here, and the same in every run.
             torch.backends.cudnn.deterministic = True
@@ -82,12 +72,14 @@ class Trainer:
         if continues:
             self.restore()
         precision = recipe.training.precision
-        extras = m.dropout, bool(recipe.loss.companions)
+        extras = recipe.model.dropout, bool(recipe.loss.companions)
         self.plain = PixelNetwork(self.embedder, precision, world.device, *extras)
         self.network: nn.Module = self.plain
         judged = PixelNetwork(self.evaluated(), precision, world.device)
         self.inference = CapturedInference(judged) if self.captures else judged
-        self.found: dict[str, dict[str, float]] = {}  # by evaluation, with the present weights
+        # With the present weights: what was evaluated, and the axes that are kept.
+        self.found: dict[str, dict[str, float]] = {}
+        self.axes: Tensor | None = None
         self.warm = False
         self.thawed: bool | None = None  # whether the backbone is trained; None before the start
 
@@ -122,7 +114,7 @@ class Trainer:
         """Set the learning rates; freeze or thaw the backbone where that changes."""
         if self.warm:
             self.started = time.monotonic()
-        self.found = {}
+        self.found, self.axes = {}, None
         self.rates.apply(self.optimizer, self.epoch)
         self.embedder.train()
         self.objective.train()
@@ -305,10 +297,11 @@ class Trainer:
         if self.selected["epoch"] not in (None, self.epoch):
             self.world.wait()
             load_checkpoint(self.folder.best, self.modules())
-            self.found = {}
+            self.found, self.axes = {}, None
             results["chosen"] = {"epoch": self.selected["epoch"], **self.judge()}
+        embedder = self.kept()
         if self.world.leads:
-            self.evaluated().save(
+            embedder.save(
                 self.folder.embedder,
                 class_names=self.material.class_names,
                 metrics={"protocol": results["protocol"], **results["chosen"]},
@@ -329,22 +322,47 @@ class Trainer:
         """The weights that are judged and kept: the moving average, where there is one."""
         return self.embedder if self.average is None else self.average
 
+    def kept(self) -> Embedder:
+        """The embedder as it is saved: with as many numbers as the recipe keeps."""
+        axes = self.kept_axes()
+        return self.evaluated() if axes is None else narrowed(self.evaluated(), axes)
+
+    def kept_axes(self) -> Tensor | None:
+        """The axes along which the training images vary most, where not all numbers are kept."""
+        keep = self.recipe.model.keep
+        if self.axes is None and keep is not None:
+            vectors = self.vectors(self.mine("fit"))
+            self.axes = principal_axes(add_up(moments(vectors), self.world), keep)
+        return self.axes
+
+    def mine(self, name: str) -> npt.NDArray[np.int64]:
+        """The rows of a part of the data that fall to this process."""
+        return self.material.rows[name][self.world.rank :: self.world.size]
+
     def evaluate(self, name: str) -> dict[str, float]:
         """Metrics on the held-out classes or on the test set, spread over the processes."""
-        rows = self.material.rows[name][self.world.rank :: self.world.size]
-        e = self.recipe.evaluation
-        part = self.material.catalog.subset(rows)
-        return metrics.evaluate(
-            **questions(part, self.embeddings(rows)),
-            recall_at=e.recall_at,
-            ndcg_at=e.ndcg_at,
-            metric=e.similarity,
-            group=dist.group.WORLD if self.world.size > 1 else None,
-        )
+        rows, e = self.mine(name), self.recipe.evaluation
+        part, vectors = self.material.catalog.subset(rows), self.embeddings(rows)
+        found: dict[str, float] = {}
+        for cut in (None, *e.cuts):
+            one = metrics.evaluate(
+                **questions(part, vectors[:, :cut]),
+                recall_at=e.recall_at,
+                ndcg_at=e.ndcg_at,
+                metric=e.similarity,
+                group=dist.group.WORLD if self.world.size > 1 else None,
+            )
+            found |= {f"{key}[:{cut}]" if cut else key: value for key, value in one.items()}
+        return found
+
+    def embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Embeddings of rows of the catalogue, as the saved embedder gives them."""
+        axes, vectors = self.kept_axes(), self.vectors(rows)
+        return vectors if axes is None else narrow(vectors, axes, self.recipe.model.normalize)
 
     @torch.no_grad()
-    def embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Embeddings of rows of the catalogue."""
+    def vectors(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Embeddings of rows of the catalogue, with all the numbers that are trained."""
         model = self.evaluated()
         model.eval()
         found = [torch.empty(0, model.dim, device=self.world.device)]
@@ -418,32 +436,3 @@ class Trainer:
         if self.world.device.type == "cpu" or self.step_number % 20 == 0:
             return loss.item()
         return None
-
-
-def make_optimizer(
-    recipe: Recipe, embedder: Embedder, objective: Objective
-) -> torch.optim.Optimizer:
-    """The optimiser with a learning rate for each part."""
-    o = recipe.optimizer
-    parts, others = embedder.parameter_parts(), objective.parameter_parts()
-    heads = [*parts["head"], *others["head"]]
-    groups: list[dict[str, Any]] = [
-        {"name": "backbone", "params": parts["backbone"], "lr": o.lr},
-        {"name": "head", "params": heads, "lr": o.lr * o.head_multiplier},
-        {"name": "proxies", "params": others["proxies"], "lr": o.lr * o.proxy_multiplier},
-        {"name": "loss", "params": others["loss"], "lr": o.lr},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise RunError("nothing to train: the model has no parameters and the loss no proxies")
-    # One launch for all parameters; on the CPU the plain form is kept.
-    fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
-    match o.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
-        case "adam":
-            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
-        case "sgd":
-            return torch.optim.SGD(
-                groups, momentum=o.momentum, weight_decay=o.weight_decay, fused=fused
-            )

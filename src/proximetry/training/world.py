@@ -122,6 +122,13 @@ class _Gather(torch.autograd.Function):
         return grad[ctx.start : ctx.start + ctx.rows] * ctx.world, None, None
 
 
+def add_up(tensor: Tensor, world: World) -> Tensor:
+    """Return the sum over all ranks, which takes the place of the tensor."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     """Average gradients that DDP does not look after: those of the losses."""
     if world.size == 1:

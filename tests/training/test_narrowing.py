@@ -1,0 +1,135 @@
+"""Runs that keep some of their numbers, cut them, or look into the mirror."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from proximetry import metrics
+from proximetry.data import open_dataset
+from proximetry.models import Embedder
+from proximetry.training import Recipe, RecipeError, RunFolder, train
+from tests.training.test_distributed import RUN, launch
+from tests.training.test_trainer import assert_same_run, killed_at
+from tests.training.tiny import make_images, make_recipe, with_
+
+
+@pytest.fixture
+def narrow(tmp_path, cache):
+    for split in ("train", "test"):
+        make_images(tmp_path / "images" / split, classes=6)
+    return make_recipe(
+        tmp_path / "images",
+        cache,
+        model={"dim": 12, "keep": 5},
+        training={"ema": 0.9},
+        evaluation={"protocol": "last", "watch_test": True, "cuts": [2, 3]},
+    )
+
+
+def by_hand(folder, recipe, numbers=None):
+    """Metrics of the saved embedder on the test images, read and embedded anew."""
+    catalog = open_dataset("folder", recipe.data.root)
+    rows = np.flatnonzero(np.asarray(catalog.splits) == "test")
+    files = [catalog.root / catalog.paths[row] for row in rows]
+    vectors = Embedder.load(folder / "embedder").encode(files)
+    found = metrics.evaluate(vectors[:, :numbers], np.asarray(catalog.labels)[rows])
+    return vectors, found
+
+
+def test_what_is_judged_is_what_is_saved(narrow, tmp_path):
+    results = train(narrow, tmp_path / "run", device="cpu")
+    judged = results["last"]["test"]
+    vectors, found = by_hand(tmp_path / "run", narrow)
+    assert vectors.shape[1] == 5
+    assert {key: judged[key] for key in found} == pytest.approx(found)
+    _, cut = by_hand(tmp_path / "run", narrow, 2)
+    assert {key: judged[f"{key}[:2]"] for key in cut} == pytest.approx(cut)
+    assert judged["recall@1"] != judged["recall@1[:2]"]
+    assert RunFolder(tmp_path / "run").history()[-1]["test"] == judged
+    # The strongest numbers come first.
+    strength = vectors.square().mean(0)
+    assert strength[0] > strength[-1]
+
+
+def test_keeping_all_numbers_changes_nothing_that_is_measured(narrow, tmp_path):
+    whole = with_(with_(narrow, "evaluation", cuts=()), "model", keep=None)
+    turned = with_(whole, "model", keep=12)
+    one, two = (
+        train(recipe, tmp_path / name, device="cpu")["last"]["test"]
+        for name, recipe in (("whole", whole), ("turned", turned))
+    )
+    assert one == pytest.approx(two)
+
+
+def test_the_chosen_epoch_gets_axes_of_its_own(narrow, tmp_path):
+    recipe = with_(narrow, "evaluation", protocol="paper", watch_test=False)
+    recipe = with_(with_(recipe, "training", epochs=6), "optimizer", lr=0.03)
+    results = train(recipe, tmp_path / "run", device="cpu")
+    _, found = by_hand(tmp_path / "run", recipe)
+    assert {key: results["chosen"]["test"][key] for key in found} == pytest.approx(found)
+
+
+def test_a_killed_run_goes_on_the_same(narrow, tmp_path, monkeypatch):
+    train(narrow, tmp_path / "whole", device="cpu")
+    killed_at(5, narrow, tmp_path / "part", monkeypatch)
+    train(narrow, tmp_path / "part", resume=True, device="cpu")
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
+
+
+def test_two_processes_find_the_axes_of_one(narrow, tmp_path):
+    narrow = with_(narrow, "model", freeze_batchnorm=True)  # else each sees its own share
+    train(narrow, tmp_path / "one", device="cpu")
+    narrow.save(tmp_path / "recipe.yaml")
+    launch(RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    one, two = (
+        json.loads((tmp_path / name / "results.json").read_text())["last"]["test"]
+        for name in ("one", "two")
+    )
+    assert one == pytest.approx(two, abs=0.05)
+    heads = [Embedder.load(tmp_path / name / "embedder").head for name in ("one", "two")]
+    assert torch.allclose(heads[0].weight, heads[1].weight, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"keep": 13}, "model.keep 13 is more than model.dim 12"),
+        ("model", {"keep": 0}, "model.keep must be positive, got 0"),
+        ("evaluation", {"cuts": [5]}, r"evaluation.cuts must lie between 0 and the embedding's 5"),
+        ("evaluation", {"cuts": [0]}, r"evaluation.cuts must lie between 0"),
+    ],
+)
+def test_what_cannot_be_kept_or_cut_is_said(narrow, section, values, message):
+    told = narrow.to_dict()
+    told[section] |= values
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_dict(told)
+
+
+def test_a_mirrored_embedder_sees_both_sides_outside_training(narrow, tmp_path):
+    torch.manual_seed(0)
+    embedder = Embedder.create(
+        "small_convnet", 6, weights="none", image_size=24, mirror=True, normalize=False
+    )
+    plain = Embedder.create("small_convnet", 6, weights="none", image_size=24, normalize=False)
+    plain.load_state_dict(embedder.state_dict())
+    pixels = torch.randn(4, 3, 24, 24)
+    embedder.eval(), plain.eval()
+    with torch.no_grad():
+        both = (plain(pixels) + plain(pixels.flip(3))) / 2
+        assert torch.allclose(embedder(pixels), both, atol=1e-5)
+        assert torch.allclose(embedder(pixels), embedder(pixels.flip(3)), atol=1e-6)
+        embedder.save(tmp_path / "saved")
+        assert torch.equal(Embedder.load(tmp_path / "saved")(pixels), embedder(pixels))
+        embedder.train(), plain.train()
+        plain.load_state_dict(embedder.state_dict())
+        assert torch.equal(embedder(pixels), plain(pixels))
+    results = train(with_(narrow, "model", mirror=True), tmp_path / "run", device="cpu")
+    vectors, found = by_hand(tmp_path / "run", narrow)
+    assert Embedder.load(tmp_path / "run" / "embedder").architecture.mirror
+    judged = results["last"]["test"]
+    assert {key: judged[key] for key in found} == pytest.approx(found)
+    assert F.normalize(vectors, dim=1).allclose(vectors, atol=1e-5)
