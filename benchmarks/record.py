@@ -31,6 +31,7 @@ from proximetry.models import Embedder
 from proximetry.reproduce import Row, Table
 from proximetry.reproduce.lock import try_lock
 from proximetry.reproduce.markdown import table_head, table_line
+from proximetry.reproduce.work import free_memory
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.display import Display
 from proximetry.training.material import questions
@@ -181,6 +182,7 @@ def main() -> None:
                     continue
                 sizes = search.get("sizes", [])
                 run_candidate(recipe, arguments.out, one, arguments.data, sizes)
+                free_memory()
             found = read(arguments.out, search)
             run = next(run for run in found[name] if run["candidate"] == one)
             print(f"{one}: held-out recall@1 {100 * run['held_out']['recall@1']:.2f}", flush=True)

@@ -3,7 +3,7 @@
 python -m benchmarks.results_page
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,8 @@ TOLERANCES = 0.01, 1.0, 0.5
 
 def make_page() -> str:
     """The whole page, from the JSON files alone."""
-    every = [Results.of(Table.load(name), read_records(HOME / name)) for name in shipped_tables()]
+    names = sorted(shipped_tables(), key=lambda name: not name.startswith("record-"))
+    every = [Results.of(Table.load(name), read_records(HOME / name)) for name in names]
     parts = [_BEGIN.read_text(encoding="utf-8"), _in_short(every)]
     parts += [
         overview(results, f"../benchmarks/results/{results.table.name}")
@@ -34,6 +35,7 @@ def make_page() -> str:
     ]
     records = [record for results in every for record in results.runs]
     again = [_tell(group) for group in repeats(records)]
+    again += [_tell_twins(group) for group in twins(records)]
     if again:
         parts.append("\n".join(["## The same recipe and seed again\n", *again]))
     return "\n".join(parts)
@@ -49,6 +51,8 @@ def _in_short(every: Iterable[Results]) -> str:
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
             continue
+        if not table.claims:
+            continue
         found = [examine(claim, table, results.full).verdict for claim in table.claims]
         counts = [found.count(verdict) or None for verdict in verdicts]
         lines.append(table_line([table.title, *counts]))
@@ -59,20 +63,40 @@ def _in_short(every: Iterable[Results]) -> str:
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Full runs of one recipe and seed, which are there more than once where tables overlap."""
-    groups: list[list[Record]] = []
+    return [group for group in _alike(records, _what) if len(group) > 1]
+
+
+def twins(records: Iterable[Record]) -> list[list[Record]]:
+    """Full runs that train alike, of several rows which are judged in different ways."""
+    groups = _alike(records, _trains)
+    return [group for group in groups if len(_alike(group, _what)) > 1]
+
+
+def _alike(
+    records: Iterable[Record], key: Callable[[Record], dict[str, Any]]
+) -> list[list[Record]]:
+    groups: list[tuple[dict[str, Any], list[Record]]] = []
     for record in records:
-        same = (group for group in groups if _what(group[0]) == _what(record))
-        if (group := next(same, None)) is None:
-            groups.append([record])
+        mine = key(record)
+        found = next((group for other, group in groups if other == mine), None)
+        if found is None:
+            groups.append((mine, [record]))
         else:
-            group.append(record)
-    return [group for group in groups if len(group) > 1]
+            found.append(record)
+    return [group for _, group in groups]
 
 
-def _what(record: Record) -> tuple[dict[str, Any], str]:
+def _what(record: Record) -> dict[str, Any]:
     words = ("name", "about")
     recipe = {key: value for key, value in record.recipe.items() if key not in words}
-    return recipe, record.card
+    return {**recipe, "card": record.card}
+
+
+def _trains(record: Record) -> dict[str, Any]:
+    """What training depends on."""
+    recipe = _what(record)
+    model = {k: v for k, v in recipe["model"].items() if k not in ("keep", "mirror")}
+    return {**recipe, "model": model, "evaluation": None}
 
 
 def spread(group: Sequence[Record]) -> tuple[float, float, float]:
@@ -97,6 +121,20 @@ def _tell(group: Sequence[Record]) -> str:
         f"What is promised: {TOLERANCES[2]} points at the last epoch, {TOLERANCES[1]:g} on the "
         f"way, {100 * TOLERANCES[0]:g} % in the loss. On a CPU equal runs are equal to the last "
         "bit.\n"
+    )
+
+
+def same_losses(group: Sequence[Record]) -> bool:
+    """Whether the losses of all epochs are equal to the last bit."""
+    return len({tuple(line["loss"] for line in record.curve) for record in group}) == 1
+
+
+def _tell_twins(group: Sequence[Record]) -> str:
+    rows = " and ".join(f"{record.row} of {record.table}" for record in group)
+    equal = "are equal to the last bit" if same_losses(group) else "are **not** equal"
+    return (
+        f"{rows}, seed {group[0].seed}: they train alike and are judged differently. The losses of "
+        f"all {len(group[0].curve)} epochs {equal}.\n"
     )
 
 

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks import record
+from proximetry.training import Recipe
 from tests.training.tiny import make_images, tiny_values
 
 
@@ -89,3 +91,31 @@ def test_the_searches_that_are_there_can_be_run(name):
         assert recipe.evaluation.protocol == "held_out"
         assert not recipe.evaluation.watch_test
         assert recipe.data.dataset == name
+
+
+@pytest.mark.parametrize("name", ["cub", "cars"])
+def test_the_committed_search_says_what_its_files_say(name):
+    home = Path(record.__file__).parent / "record"
+    search = yaml.safe_load((home / f"{name}.yaml").read_text())
+    out = home / "results" / name
+    found = record.read(out, search)
+    assert sum(map(len, found.values())) == len(list(out.glob("*.json"))) > 0
+    assert (out / "README.md").read_text() == record.summary(search, found)
+    for candidate, runs in found.items():
+        for run in runs:
+            seed = run["recipe"]["training"]["seed"]
+            wanted = record.candidate_recipe(search, search["candidates"][candidate], seed)
+            assert run["recipe"] == wanted.to_dict()
+
+
+@pytest.mark.parametrize(("name", "candidate"), [("cub", "ln-90-288"), ("cars", "ln-90-colour")])
+def test_the_best_recipes_train_as_the_best_candidates_did(name, candidate):
+    home = Path(record.__file__).parent / "record"
+    search = yaml.safe_load((home / f"{name}.yaml").read_text())
+    tried = record.candidate_recipe(search, search["candidates"][candidate], 0)
+    best = Recipe.load(f"best-{name}")
+    assert (best.loss, best.optimizer) == (tried.loss, tried.optimizer)
+    assert replace(best.data, cache="gpu") == tried.data
+    judged = {"image_size": None, "resize": None, "mirror": False}
+    assert replace(best.model, **judged) == replace(tried.model, **judged)
+    assert best.training.ema == tried.training.ema

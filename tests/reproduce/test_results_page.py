@@ -1,8 +1,18 @@
 """The page of results says what the committed runs say."""
 
 import copy
+from statistics import fmean
 
-from benchmarks.results_page import HOME, PAGE, TOLERANCES, make_page, repeats, spread
+from benchmarks.results_page import (
+    HOME,
+    PAGE,
+    TOLERANCES,
+    make_page,
+    repeats,
+    same_losses,
+    spread,
+    twins,
+)
 from proximetry.reproduce import Table
 from proximetry.reproduce.markdown import page
 from proximetry.reproduce.records import read_records
@@ -21,15 +31,18 @@ def test_the_page_of_every_table_is_up_to_date():
         assert (folder / "README.md").read_text(encoding="utf-8") == page(results), folder.name
 
 
-def test_equal_runs_part_by_no_more_than_is_promised():
-    records = [
+def full_runs():
+    return [
         record
         for folder in HOME.iterdir()
         if folder.is_dir()
         for record in read_records(folder).values()
         if record.kind == "full"
     ]
-    groups = repeats(records)
+
+
+def test_equal_runs_part_by_no_more_than_is_promised():
+    groups = repeats(full_runs())
     assert any(len(group) == 4 for group in groups)
     for group in groups:
         found = spread(group)
@@ -41,3 +54,37 @@ def test_equal_runs_part_by_no_more_than_is_promised():
     two = copy.deepcopy(groups[0][0])
     two.curve[-1]["test"]["recall@1"] += 0.02
     assert spread([groups[0][0], two])[2] > TOLERANCES[2]
+
+
+def test_runs_that_train_alike_on_a_card_have_equal_losses():
+    groups = twins(full_runs())
+    assert {record.seed for group in groups for record in group} == {0, 1, 2}
+    for group in groups:
+        assert {record.card for record in group} == {"NVIDIA H200"}
+        assert same_losses(group)
+    one, two = groups[0]
+    other = copy.deepcopy(two)
+    other.curve[3]["loss"] *= 1 + 1e-15
+    assert not same_losses([one, other])
+    other.recipe["optimizer"]["lr"] *= 2  # trains differently: no twin
+    assert twins([one, other]) == []
+    assert twins([one, one]) == []  # judged alike too: a repeat
+
+
+def test_the_readme_tells_the_figures_of_the_best_recipes():
+    told = " ".join((HOME.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    for name, words in (("cub", "{} on CUB-200-2011"), ("cars", "{} on Cars196")):
+        runs = [r for r in full_runs() if r.row == f"best-{name}"]
+        assert len(runs) == 3
+        whole, short = (
+            f"{100 * fmean(r.test()[m] for r in runs):.1f}" for m in ("recall@1", "recall@1[:128]")
+        )
+        assert words.format(whole) in told
+        assert short in told.partition("with 512")[0] + told.partition("512 numbers")[2][:60]
+
+
+def test_the_best_recipes_beat_what_was_published():
+    for name, published in (("cub", 72.2), ("cars", 90.1)):
+        runs = [r for r in full_runs() if r.row == f"best-{name}"]
+        assert runs[0].recipe["model"]["keep"] == 512
+        assert fmean(100 * r.test()["recall@1"] for r in runs) > published

@@ -38,14 +38,16 @@ def overview(results: Results, folder: str) -> str:
     table = results.table
     seeds = len(results.seeds)
     dates = sorted(r.environment["started"][:10] for r in results.everything)
-    told = (
-        f"{table.source} Ours: {values(r.recipe['model']['backbone'] for r in results.runs)}, "
+    words = [
+        table.source,
+        f"Ours: {values(r.recipe['model']['backbone'] for r in results.runs)}, "
         f"{epochs(results)}, {seeds} seed{'s' * (seeds > 1)}, last epoch, "
-        f"{values(r.card for r in results.runs)}, {dates[-1]}; `{command(results, None)}`. "
-        f"Published: {table.published.backbone}, {table.published.protocol}. "
-        f"[All figures, versions and differences]({folder}/README.md)."
-    )
-    parts = [f"## {table.title}", told, *_figures(results, (), None)]
+        f"{values(r.card for r in results.runs)}, {dates[-1]}; `{command(results, None)}`.",
+        f"Published: {table.published.backbone}, {table.published.protocol}.",
+        table.published.note,
+        f"[All figures, versions and differences]({folder}/README.md).",
+    ]
+    parts = [f"## {table.title}", " ".join(filter(None, words)), *_figures(results, (), None)]
     if table.claims:
         parts += _findings(results)
     if table.figure is not None and table.figure.kind == "curves":

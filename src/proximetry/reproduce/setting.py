@@ -24,8 +24,8 @@ def setting(results: Results, selection: bool | None) -> str:
     dates = sorted(e["started"][:10] for e in environments)
     rows = {
         "data": data(results),
-        "network": f"{of('model.backbone')}, {of('model.pooling')} pooling, {of('model.dim')} "
-        f"numbers; weights: {values(_weights(record) for record in runs)}",
+        "network": f"{of('model.backbone')}, {of('model.pooling')} pooling, "
+        f"{values(map(_numbers, runs))} numbers; weights: {values(map(_weights, runs))}",
         "images": f"crop {of('model.image_size')} of {of('model.resize')}",
         "batch": f"{of('data.batch_size')}, {of('data.sampler')}",
         "optimiser": f"{of('optimizer.name')}, learning rate {of('optimizer.lr')}, proxies × "
@@ -79,6 +79,11 @@ def _few_notes(results: Results) -> list[str]:
     return [*notes[:_NOTES_SHOWN], *last]
 
 
+def _numbers(record: Record) -> str:
+    model = Recipe.from_dict(record.recipe).model
+    return f"{model.keep} of {model.dim}" if model.keep else str(model.dim)
+
+
 def _weights(record: Record) -> str:
     weights = record.weights
     digest = (weights.get("sha256") or "")[:10]
@@ -110,7 +115,7 @@ def epochs(results: Results) -> str:
     wanted = {table.epochs(table.row(record.row)) for record in results.runs}
     ran = values(sorted({record.recipe["training"]["epochs"] for record in results.runs}))
     if not _scaled(results):
-        return ran
+        return f"{ran} epochs"
     if table.published.epochs is None:
         return f"{ran} of the table's {values(sorted(wanted))} epochs"
     return f"{ran} of the published {table.published.epochs} epochs"
@@ -159,6 +164,13 @@ def differences(results: Results) -> list[str]:
         f"Training crops are cut from images scaled to a short side of {sides}.",
         f"Test images: short side to {resize}, centre crop {crop}.",
     ]
+    if any(r.model.mirror for r in recipes):
+        found.append("Test images are looked at twice: as they are, and in the mirror.")
+    if any(r.model.keep for r in recipes):
+        found.append(
+            "A wide embedding is trained, and turned to the principal axes of the training images; "
+            "the first of its numbers are kept."
+        )
     return [*found, *table.differences]
 
 

@@ -56,11 +56,16 @@ def perform(job: Job, display: Display | None = None) -> Outcome:
     except Exception as error:  # one run must not take the others with it
         return Outcome(name, error=_sentence(job, error), broken=not _expected(error))
     finally:
-        gc.collect()
-        with suppress(RuntimeError):  # on a device that is broken this fails like all else
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        free_memory()
     return Outcome(name, summary=_summary(record))
+
+
+def free_memory() -> None:
+    """Give back what runs that are over held: networks and their graphs refer to each other."""
+    gc.collect()
+    with suppress(RuntimeError):  # on a device that is broken this fails like all else
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _train(job: Job, display: Display | None) -> Record:
