@@ -368,7 +368,7 @@ def call(capsys, *words):
 def test_the_command_lists_tables(capsys):
     code, out, _ = call(capsys, "--list")
     assert code == 0
-    assert len(out.splitlines()) == 11
+    assert len(out.splitlines()) == 13
     assert "MPA with 1 to 16 proxies per class on Cars196" in out
 
 
