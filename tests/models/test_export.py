@@ -24,7 +24,7 @@ def run(path, pixels):
     [
         ("test_vit", {"normalize": False}),
         ("bn_inception", {"pooling": "gem"}),
-        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True}),
+        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, "mirror": True}),
     ],
 )
 def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
