@@ -169,3 +169,14 @@ def test_recipes_and_datasets(capsys, images):
     code, out, _ = call(capsys, "datasets", "--describe", "folder", "--root", images)
     assert code == 0
     assert "48" in out
+
+
+def test_a_reader_that_leaves_early_is_no_mistake():
+    """`proximetry recipes | head`: nothing is printed about the pipe."""
+    words = "import sys; from proximetry.cli import main; sys.exit(main(['recipes']))"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0

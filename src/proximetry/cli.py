@@ -376,10 +376,11 @@ def _failed(error: Exception) -> int:
     """A sentence for a user's mistake; anything else is our mistake and keeps its traceback."""
     from proximetry.training.stopping import Stopped
 
-    if isinstance(error, (ValueError, Stopped, ImportError, OSError)):
-        print(f"proximetry: {error}", file=sys.stderr)
-        return 1
-    raise error
+    known = (ValueError, Stopped, ImportError, OSError)
+    if isinstance(error, BrokenPipeError) or not isinstance(error, known):
+        raise error
+    print(f"proximetry: {error}", file=sys.stderr)
+    return 1
 
 
 def _add_recipe(parser: Any, words: Sequence[str]) -> None:

@@ -264,7 +264,9 @@ def list_tables() -> str:
     for name in shipped_tables():
         table = Table.load(name)
         rows = len(table.rows)
-        runs = f"{rows} runs per seed" + (f" + {rows} for selection" if table.selection else "")
+        runs = f"{rows} run{'s' * (rows > 1)} per seed" + (
+            f" + {rows} for selection" if table.selection else ""
+        )
         lines.append(f"{name:26} {runs:34} {table.title}")
     return "\n".join(lines)
 

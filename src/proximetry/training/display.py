@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -119,15 +119,25 @@ def metrics_table(rows: dict[str, dict[str, float]], columns: Sequence[str] | No
     """Metrics in percent, one line per row: the columns asked for, or all there are."""
     counts = ("queries", "queries_without_positive")
     first = next(iter(rows.values()))
-    keys = [key for key in first if key not in counts] if columns is None else columns
-    width = max(len(name) for name in rows) + 2
+    keys = columns or [key for key in first if key not in counts and "[" not in key]
+    told = [line for name, values in rows.items() for line in _with_cuts(name, values)]
+    width = max(len(name) for name, _ in told) + 2
     lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
-    for name, values in rows.items():
+    for name, values in told:
         lines.append(f"{name:{width}}" + "".join(f"{100 * values[key]:12.1f}" for key in keys))
     left_out = first.get("queries_without_positive", 0)
     if left_out:
         lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
     return "\n".join(lines)
+
+
+def _with_cuts(name: str, values: dict[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
+    """A row, and one for each beginning of the vectors that was judged too."""
+    yield name, values
+    for cut in dict.fromkeys(key.partition("[:")[2][:-1] for key in values if "[:" in key):
+        end = f"[:{cut}]"
+        of_cut = {k.removesuffix(end): v for k, v in values.items() if k.endswith(end)}
+        yield f"  first {cut} numbers", of_cut
 
 
 def make_display() -> Display:

@@ -352,7 +352,9 @@ class Trainer:
                 metric=e.similarity,
                 group=dist.group.WORLD if self.world.size > 1 else None,
             )
-            found |= {f"{key}[:{cut}]" if cut else key: value for key, value in one.items()}
+            if cut:  # as many are asked as before
+                one = {f"{k}[:{cut}]": v for k, v in one.items() if not k.startswith("queries")}
+            found |= one
         return found
 
     def embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:
