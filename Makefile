@@ -21,7 +21,7 @@ demo: $(READY)
 	$(BIN)/proximetry demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

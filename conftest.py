@@ -1,6 +1,8 @@
-"""The code in README.md and docs/ is executed as tests, each file in one namespace."""
+"""The code in README.md and docs/ is executed as tests, each file in one namespace.
 
-import pytest
+With several processes (pytest -n) a page must stay in one of them: --dist loadfile.
+"""
+
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -8,10 +10,3 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
     patterns=["README.md", "docs/*.md", "docs/**/*.md"],
 ).pytest()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the code of a page in one process: what follows stands on what came before."""
-    for item in items:
-        if item.path.suffix == ".md":
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))

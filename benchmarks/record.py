@@ -12,6 +12,7 @@ which costs no training: `sizes` in the file are pairs of a crop and of the shor
 """
 
 import argparse
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ def taken(file: Path) -> Iterator[bool]:
 
 @torch.no_grad()
 def judge(trainer: Trainer, embedder: Embedder, crop: int, side: int) -> dict[str, float]:
-    """Metrics on the held-out classes with test images of another size."""
+    """Metrics on the held-out classes, their images seen at another size."""
     material, recipe, device = trainer.material, trainer.recipe, trainer.world.device
     rows, step = material.rows["held_out"], recipe.evaluation.batch_size
     network = PixelNetwork(embedder.eval(), recipe.training.precision, device)
@@ -93,7 +94,7 @@ def judge(trainer: Trainer, embedder: Embedder, crop: int, side: int) -> dict[st
 
 def judge_otherwise(trainer: Trainer, sizes: Sizes) -> dict[str, dict[str, float]]:
     """Metrics at other sizes, and at the recipe's own with mirror images."""
-    embedder = trainer.kept()
+    embedder = copy.deepcopy(trainer.kept())
     found = {f"{c} of {side}": judge(trainer, embedder, c, side) for c, side in sizes}
     embedder.architecture = replace(embedder.architecture, mirror=True)
     pixels = embedder.preprocessing

@@ -37,7 +37,7 @@ def make_page() -> str:
     again = [_tell(group) for group in repeats(records)]
     again += [_tell_twins(group) for group in twins(records)]
     if again:
-        parts.append("\n".join(["## The same recipe and seed again\n", *again]))
+        parts.append("\n".join(["## The same training again\n", *again]))
     return "\n".join(parts)
 
 

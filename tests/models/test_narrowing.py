@@ -65,7 +65,15 @@ def test_an_embedder_is_turned_with_its_head(dim, normalize, layer_norm, tmp_pat
 @pytest.mark.parametrize("dim", [0, 7])
 def test_more_axes_than_numbers_are_refused(dim):
     with pytest.raises(ValueError, match=f"dim must be between 1 and 6, got {dim}"):
-        principal_axes(torch.eye(6), dim)
+        principal_axes(torch.eye(7), dim)
+
+
+def test_about_the_mean_an_offset_is_not_noticed():
+    torch.manual_seed(0)
+    vectors = torch.randn(40, 5, dtype=torch.float64) * torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2])
+    there = principal_axes(moments(vectors + 100), 2, about_mean=True)
+    assert torch.allclose(there, principal_axes(moments(vectors), 2, about_mean=True), atol=1e-5)
+    assert not torch.allclose(there, principal_axes(moments(vectors + 100), 2), atol=0.1)
 
 
 def test_all_axes_keep_all_similarities():

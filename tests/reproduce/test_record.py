@@ -41,6 +41,13 @@ def run(monkeypatch, search, *words):
 
 
 def test_candidates_are_judged_once_on_held_out_classes(search, monkeypatch, capsys):
+    seen, real = [], record.judge
+
+    def judge(trainer, embedder, crop, side):
+        seen.append((crop, embedder.architecture.mirror))
+        return real(trainer, embedder, crop, side)
+
+    monkeypatch.setattr(record, "judge", judge)
     out = run(monkeypatch, search, "--only", "narrow")
     first = capsys.readouterr().out
     assert "narrow-seed0: held-out recall@1" in first
@@ -56,6 +63,7 @@ def test_candidates_are_judged_once_on_held_out_classes(search, monkeypatch, cap
     own = {key: value for key, value in found["held_out"].items() if "[" not in key}
     assert found["otherwise"]["24 of 24"] == pytest.approx(own)
     assert found["otherwise"].keys() == {"24 of 24", "16 of 24", "mirror"}
+    assert seen == 2 * [(24, False), (16, False), (24, True)]
     assert "recall@1[:2]" in second
     assert (out / "README.md").read_text() in second
 
@@ -108,8 +116,10 @@ def test_the_committed_search_says_what_its_files_say(name):
             assert run["recipe"] == wanted.to_dict()
 
 
-@pytest.mark.parametrize(("name", "candidate"), [("cub", "ln-90-288"), ("cars", "ln-90-colour")])
-def test_the_best_recipes_train_as_the_best_candidates_did(name, candidate):
+@pytest.mark.parametrize(
+    ("name", "candidate", "longer"), [("cub", "ln-90-288", 1), ("cars", "ln-90-colour", 2)]
+)
+def test_the_best_recipes_train_as_the_best_candidates_did(name, candidate, longer):
     home = Path(record.__file__).parent / "record"
     search = yaml.safe_load((home / f"{name}.yaml").read_text())
     tried = record.candidate_recipe(search, search["candidates"][candidate], 0)
@@ -119,3 +129,6 @@ def test_the_best_recipes_train_as_the_best_candidates_did(name, candidate):
     judged = {"image_size": None, "resize": None, "mirror": False}
     assert replace(best.model, **judged) == replace(tried.model, **judged)
     assert best.training.ema == tried.training.ema
+    assert best.training.epochs == longer * tried.training.epochs
+    assert best.schedule == replace(tried.schedule, every=longer * tried.schedule.every)
+    assert best.evaluation.protocol == "last"

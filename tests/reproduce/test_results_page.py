@@ -73,14 +73,19 @@ def test_runs_that_train_alike_on_a_card_have_equal_losses():
 
 def test_the_readme_tells_the_figures_of_the_best_recipes():
     told = " ".join((HOME.parents[1] / "README.md").read_text(encoding="utf-8").split())
-    for name, words in (("cub", "{} on CUB-200-2011"), ("cars", "{} on Cars196")):
-        runs = [r for r in full_runs() if r.row == f"best-{name}"]
+
+    def mean(row, metric="recall@1"):
+        runs = [r for r in full_runs() if r.row == row]
         assert len(runs) == 3
-        whole, short = (
-            f"{100 * fmean(r.test()[m] for r in runs):.1f}" for m in ("recall@1", "recall@1[:128]")
-        )
-        assert words.format(whole) in told
-        assert short in told.partition("with 512")[0] + told.partition("512 numbers")[2][:60]
+        return f"{100 * fmean(r.test()[metric] for r in runs):.1f}"
+
+    assert f"{mean('best-cub')} on CUB-200-2011 and {mean('best-cars')} on Cars196" in told
+    short = [mean(row, "recall@1[:128]") for row in ("best-cub", "best-cars")]
+    assert f"{' and '.join(short)} with 128" in told
+    alone = mean("best-cub, one look per image")
+    assert f"({alone} on CUB-200-2011 without)" in told
+    training = (HOME.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert f"{mean('best-cub')} with it and {alone} without" in " ".join(training.split())
 
 
 def test_the_best_recipes_beat_what_was_published():

@@ -8,9 +8,9 @@ from PIL import Image
 from proximetry.training import Recipe
 
 
-def make_images(root, classes=8, each=6, side=24):
+def make_images(root, classes=8, each=6, side=24, seed=0):
     """Folders of class folders; a class is a hue and a stripe pattern, with noise."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     for c in range(classes):
         folder = root / f"class{c:02d}"
         folder.mkdir(parents=True)

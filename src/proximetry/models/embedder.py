@@ -34,8 +34,11 @@ class Architecture:
     mirror: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values."""
-        return asdict(self)
+        """Return a dictionary of plain values; with `mirror`, which is newer, only if it is set."""
+        values = asdict(self)
+        if not self.mirror:
+            del values["mirror"]
+        return values
 
 
 class Embedder(nn.Module):
@@ -106,7 +109,8 @@ class Embedder(nn.Module):
                 for sphereface20.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: end on the unit sphere.
-            mirror: outside training, pool over an image and its mirror image; twice the work.
+            mirror: outside training, the mean features of an image and its mirror image; twice the
+                work.
             weights: "auto" takes an installed package that carries them, else the hub, else
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.

@@ -42,6 +42,8 @@ def encode(
         raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers!r}")
+    if flip and embedder.architecture.mirror:
+        raise ValueError("this embedder looks at mirror images by itself: flip would add nothing")
     if device is not None:
         embedder.to(device)
     place = next(embedder.parameters()).device

@@ -19,17 +19,25 @@ if TYPE_CHECKING:
 
 
 def moments(vectors: Tensor) -> Tensor:
-    """Return Σ v vᵀ [D, D] of vectors [N, D], in float64; the sums of parts may be added."""
-    # About the origin, not the mean: it is the angles there that are to be kept.
-    wide = vectors.double()
-    return torch.mm(wide.t(), wide)
+    """Return Σ (v, 1) (v, 1)ᵀ [D + 1, D + 1] of vectors [N, D], in float64, for `principal_axes`.
+
+    What parts of the vectors give may be added.
+    """
+    extended = F.pad(vectors.double(), (0, 1), value=1.0)
+    return torch.mm(extended.t(), extended)
 
 
-def principal_axes(summed: Tensor, dim: int) -> Tensor:
-    """Return the first `dim` principal axes [dim, D] of summed moments, the strongest first."""
-    if not 1 <= dim <= len(summed):
-        raise ValueError(f"dim must be between 1 and {len(summed)}, got {dim}")
-    axes: Tensor = torch.linalg.eigh(summed).eigenvectors.flip(1)[:, :dim].t()
+def principal_axes(summed: Tensor, dim: int, about_mean: bool = False) -> Tensor:
+    """Return the first `dim` principal axes [dim, D] of summed moments, the strongest first.
+
+    About the origin, where cosines are angles; or about the mean, which distances do not notice.
+    """
+    second, first, count = summed[:-1, :-1], summed[:-1, -1], summed[-1, -1]
+    if not 1 <= dim <= len(second):
+        raise ValueError(f"dim must be between 1 and {len(second)}, got {dim}")
+    if about_mean:
+        second = second - torch.outer(first, first) / count
+    axes: Tensor = torch.linalg.eigh(second).eigenvectors.flip(1)[:, :dim].t()
     # An axis has no direction; its largest entry is made positive, so that equal runs agree.
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     return (axes * largest.sign()).float().contiguous()

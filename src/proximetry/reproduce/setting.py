@@ -164,14 +164,22 @@ def differences(results: Results) -> list[str]:
         f"Training crops are cut from images scaled to a short side of {sides}.",
         f"Test images: short side to {resize}, centre crop {crop}.",
     ]
+    if any(_grown(r) for r in recipes):
+        found.append("Test images are scaled up to that from the short side before.")
     if any(r.model.mirror for r in recipes):
-        found.append("Test images are looked at twice: as they are, and in the mirror.")
+        rest = "" if all(r.model.mirror for r in recipes) else ", unless the row says otherwise"
+        found.append(f"Test images are looked at twice, as they are and in the mirror{rest}.")
     if any(r.model.keep for r in recipes):
         found.append(
             "A wide embedding is trained, and turned to the principal axes of the training images; "
             "the first of its numbers are kept."
         )
     return [*found, *table.differences]
+
+
+def _grown(recipe: Recipe) -> bool:
+    kept, seen = recipe.data.short_side, recipe.model.resize
+    return kept is not None and seen is not None and kept < seen
 
 
 def _merged(results: Results) -> str:

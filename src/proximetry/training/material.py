@@ -256,6 +256,12 @@ def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
         rows["fit"], rows["held_out"] = train[~out], train[out]
     if len(rows["fit"]) == 0:
         raise RunError("there is no image to train on: the catalogue has no rows of split train")
+    keep = recipe.model.keep or 0
+    if len(rows["fit"]) < keep:
+        raise RunError(
+            f"model.keep {keep} needs as many training images to find its axes, and there are "
+            f"{len(rows['fit'])}; keep fewer numbers"
+        )
     if e.protocol == "paper" and len(rows["test"]) == 0:
         raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
     return rows

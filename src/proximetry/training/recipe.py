@@ -111,7 +111,7 @@ class Model:
         image_size: side of the crop; default: the backbone's.
         resize: short side before the central crop in evaluation; default: the backbone's.
         freeze_batchnorm: keep the running statistics of batch normalisation as they are.
-        mirror: outside training, pool over an image and its mirror image; twice the work.
+        mirror: outside training, mean features of an image and its mirror image; twice the work.
     """
 
     backbone: str = "tf_efficientnet_lite0"
@@ -365,14 +365,16 @@ class Recipe:
         e = self.evaluation
         computed = ["r_precision", "map@r", "mrr"]
         computed += [f"recall@{k}" for k in e.recall_at] + [f"ndcg@{k}" for k in e.ndcg_at]
+        computed += [f"{name}[:{cut}]" for cut in e.cuts for name in tuple(computed)]
         require(
             e.metric in computed,
             f"evaluation.metric {e.metric!r} is not computed; choose one of {', '.join(computed)}",
         )
         width = self.model.keep or self.model.dim
         require(
-            all(0 < cut < width for cut in e.cuts),
-            f"evaluation.cuts must lie between 0 and the embedding's {width}, got {list(e.cuts)}",
+            all(0 < cut < width for cut in e.cuts) and len(set(e.cuts)) == len(e.cuts),
+            f"evaluation.cuts must differ and lie between 0 and the embedding's {width}, got "
+            f"{list(e.cuts)}",
         )
         if e.protocol == "last":
             require(

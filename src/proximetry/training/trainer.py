@@ -2,6 +2,8 @@
 
 import copy
 import time
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from proximetry.training.schedule import LearningRates
 from proximetry.training.seeds import derive
 from proximetry.training.stopping import Stopped, StopSignal
 from proximetry.training.tracking import Trackers
-from proximetry.training.world import World, add_up, average_gradients, gather
+from proximetry.training.world import World, add_up, average_gradients, gather, of_first
 
 
 class Trainer:
@@ -331,8 +333,13 @@ class Trainer:
         """The axes along which the training images vary most, where not all numbers are kept."""
         keep = self.recipe.model.keep
         if self.axes is None and keep is not None:
-            vectors = self.vectors(self.mine("fit"))
-            self.axes = principal_axes(add_up(moments(vectors), self.world), keep)
+            parts = map(moments, self.embedded(self.mine("fit")))
+            summed = reduce(torch.add, parts)
+            # Distances between vectors of unit length are angles too.
+            e, m = self.recipe.evaluation, self.recipe.model
+            about_mean = e.similarity == "euclidean" and not m.normalize
+            axes = principal_axes(add_up(summed, self.world), keep, about_mean)
+            self.axes = of_first(axes, self.world)
         return self.axes
 
     def mine(self, name: str) -> npt.NDArray[np.int64]:
@@ -359,19 +366,21 @@ class Trainer:
 
     def embeddings(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Embeddings of rows of the catalogue, as the saved embedder gives them."""
-        axes, vectors = self.kept_axes(), self.vectors(rows)
+        axes = self.kept_axes()
+        vectors = torch.cat([*self.embedded(rows)])
         return vectors if axes is None else narrow(vectors, axes, self.recipe.model.normalize)
 
     @torch.no_grad()
-    def vectors(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Embeddings of rows of the catalogue, with all the numbers that are trained."""
-        model = self.evaluated()
+    def embedded(self, rows: npt.NDArray[np.int64]) -> Iterator[Tensor]:
+        """Embeddings of rows of the catalogue, with all the numbers that are trained, in parts."""
+        model, left = self.evaluated(), len(rows)
         model.eval()
-        found = [torch.empty(0, model.dim, device=self.world.device)]
+        yield torch.empty(0, model.dim, device=self.world.device)  # there may be no rows
         for pixels in self.material.views(rows, self.recipe.evaluation.batch_size):
-            found.append(self.inference(pixels))
+            vectors = self.inference(pixels)[:left]  # the last part may be filled up
+            left -= len(vectors)
+            yield vectors
         model.train()
-        return torch.cat(found)[: len(rows)]
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""

@@ -129,6 +129,13 @@ def add_up(tensor: Tensor, world: World) -> Tensor:
     return tensor
 
 
+def of_first(tensor: Tensor, world: World) -> Tensor:
+    """Return the tensor of the first rank, which takes the place of the others'."""
+    if world.size > 1:
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     """Average gradients that DDP does not look after: those of the losses."""
     if world.size == 1:
