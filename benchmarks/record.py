@@ -30,8 +30,8 @@ from proximetry.files import write_atomically
 from proximetry.losses.suggest import closest
 from proximetry.models import Embedder
 from proximetry.reproduce import Row, Table
+from proximetry.reproduce.grid import table_head, table_line
 from proximetry.reproduce.lock import try_lock
-from proximetry.reproduce.markdown import table_head, table_line
 from proximetry.reproduce.work import free_memory
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.display import Display
@@ -101,8 +101,8 @@ def judge_otherwise(trainer: Trainer, sizes: Sizes) -> dict[str, dict[str, float
     return {**found, "mirror": judge(trainer, embedder, pixels.crop[0], pixels.resize)}
 
 
-def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes) -> None:
-    """Train one candidate and write down what came out."""
+def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes) -> float:
+    """Train one candidate, write down what came out, and return its recall@1."""
     told = recipe.to_dict()
     recipe.data.root = str(data)
     work = out / "work" / name
@@ -121,6 +121,8 @@ def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes
         "packages": environment["packages"],
     }
     write_atomically(out / f"{name}.json", json.dumps(found, indent=1).encode())
+    recall: float = results["last"]["held_out"]["recall@1"]
+    return recall
 
 
 def read(out: Path, search: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -182,12 +184,11 @@ def main() -> None:
                 if not mine or is_done(arguments.out / f"{one}.json", recipe):
                     continue
                 sizes = search.get("sizes", [])
-                run_candidate(recipe, arguments.out, one, arguments.data, sizes)
+                recall = run_candidate(recipe, arguments.out, one, arguments.data, sizes)
                 free_memory()
-            found = read(arguments.out, search)
-            run = next(run for run in found[name] if run["candidate"] == one)
-            print(f"{one}: held-out recall@1 {100 * run['held_out']['recall@1']:.2f}", flush=True)
-            write_atomically(arguments.out / "README.md", summary(search, found).encode())
+            print(f"{one}: held-out recall@1 {100 * recall:.2f}", flush=True)
+            told = summary(search, read(arguments.out, search))
+            write_atomically(arguments.out / "README.md", told.encode())
     print(summary(search, read(arguments.out, search)))
 
 

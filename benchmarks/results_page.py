@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from proximetry.reproduce import Table, shipped_tables
-from proximetry.reproduce.markdown import overview, table_head, table_line
+from proximetry.reproduce.grid import table_head, table_line
+from proximetry.reproduce.markdown import overview
 from proximetry.reproduce.records import Record, read_records
 from proximetry.reproduce.results import Results
 from proximetry.reproduce.statistics import Verdict, examine

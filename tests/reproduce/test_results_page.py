@@ -1,6 +1,7 @@
 """The page of results says what the committed runs say."""
 
 import copy
+from functools import cache
 from statistics import fmean
 
 from benchmarks.results_page import (
@@ -31,6 +32,7 @@ def test_the_page_of_every_table_is_up_to_date():
         assert (folder / "README.md").read_text(encoding="utf-8") == page(results), folder.name
 
 
+@cache
 def full_runs():
     return [
         record

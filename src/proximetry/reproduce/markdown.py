@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 
 from proximetry.reproduce.figures import curve, picture_names, time_to, why_no_seconds
+from proximetry.reproduce.grid import NOTHING, table_head, table_line
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.results import Results
 from proximetry.reproduce.setting import caption, command, differences, epochs, setting, values
 from proximetry.reproduce.statistics import Finding, examine, sample
 
-NOTHING = "—"
 _NEAR = 0.95  # of the best final recall: what counts as having arrived
 
 
@@ -92,7 +92,7 @@ def _how_chosen(results: Results) -> str:
 
 
 def _findings(results: Results) -> list[str]:
-    lines = ["| claim | in | published | ours | seeds each | |", "|---|---|---|---|---|---|"]
+    lines = table_head(["claim", "in", "published", "ours", "seeds each", ""])
     judged = 0
     for claim in results.table.claims:
         found = examine(claim, results.table, results.full)
@@ -171,17 +171,6 @@ def _seeds(runs: Sequence[Record]) -> str:
     if not runs:
         return "not run"
     return f"last epoch, seed{'s' * (len(runs) > 1)} " + ", ".join(str(r.seed) for r in runs)
-
-
-def table_head(columns: Iterable[str]) -> list[str]:
-    """The first two lines of a table in Markdown."""
-    names = list(columns)
-    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-
-
-def table_line(cells: Iterable[object]) -> str:
-    """A line of it; None is a dash."""
-    return "| " + " | ".join(NOTHING if c is None else str(c) for c in cells) + " |"
 
 
 def _bullets(lines: Iterable[str]) -> str:

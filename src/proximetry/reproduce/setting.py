@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from proximetry.data import list_datasets
+from proximetry.reproduce.grid import table_head, table_line
 from proximetry.reproduce.plan import Options, command_for, falls, make_run
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.results import Results
@@ -40,8 +41,7 @@ def setting(results: Results, selection: bool | None) -> str:
         "date": dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
         "command": f"`{command(results, selection)}`",
     }
-    lines = ["| what was run | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in rows.items()]
+    lines = [*table_head(["what was run", ""]), *map(table_line, rows.items())]
     published = results.table.published
     words = [f"Published with {published.backbone}; {published.protocol}."]
     return "\n".join(lines) + "\n\n" + " ".join([*words, published.note]).strip()
@@ -80,8 +80,8 @@ def _few_notes(results: Results) -> list[str]:
 
 
 def _numbers(record: Record) -> str:
-    model = Recipe.from_dict(record.recipe).model
-    return f"{model.keep} of {model.dim}" if model.keep else str(model.dim)
+    dim, keep = record.recipe["model"]["dim"], record.recipe["model"].get("keep")
+    return f"{keep} of {dim}" if keep else str(dim)
 
 
 def _weights(record: Record) -> str:

@@ -148,7 +148,7 @@ class Material:
                     coming = pool.submit(self._prepare, epoch, number + 1)
                 yield found
 
-    def _cut(self, order: _Order) -> "_Cut":
+    def _cut(self, order: _Order) -> _Cut:
         """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own.
 
         What has been asked of the GPU so far comes first, so memory that has become free is not

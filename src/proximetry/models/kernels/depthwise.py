@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proximetry.models.kernels.sharing import CHANNELS, share
+
 # Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
 # channels alone, which decides whether 16 bytes are read at once.
 _ANY = ["programs", "N", "H", "W", "HO", "WO", "PT", "PL", "half", "strips"]
 
-# Channels and strips of one program; 32 channels in bfloat16 are two sectors of memory.
-_CHANNELS = 32
+# Strips of one program.
 _STRIPS = 16
 # Programs that share the strips of one block of channels when sums over them are wanted.
 _PROGRAMS = 2048
@@ -74,10 +75,8 @@ def _forward_depthwise(
     BC: tl.constexpr,
 ):
     # A strip is four neighbours of a row of the result: what they share is read once.
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    strip = (pid // blocks) * BP + tl.arange(0, BP)
+    c, part = share(C, BC)
+    strip = part * BP + tl.arange(0, BP)
     across = tl.cdiv(WO, 4)
     inside = strip < strips
     first = (strip % across) * 4
@@ -133,11 +132,9 @@ def _input_depthwise_strided(
     BC: tl.constexpr,
 ):
     # Stride 2. Rows of one parity together, so that each meets the same rows of the kernel.
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    parity = (pid // blocks) % 2
-    strip = (pid // (2 * blocks)) * BP + tl.arange(0, BP)
+    c, part = share(C, BC)
+    parity = part % 2
+    strip = (part // 2) * BP + tl.arange(0, BP)
     across = tl.cdiv(W, 4)
     first = (strip % across) * 4
     row = ((strip // across) % half) * 2 + parity
@@ -207,11 +204,9 @@ def _weight_depthwise(
     BC: tl.constexpr,
 ):
     # One row of the kernel and one block of channels; every program takes its part of the strips.
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    kh = (pid // blocks) % K
-    part = pid // (blocks * K)
+    c, both = share(C, BC)
+    kh = both % K
+    part = both // K
     across = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)
@@ -276,10 +271,10 @@ def depthwise(
     batch, channels, height, width = x.shape
     y = _new(batch, channels, *size, like=x)
     strips = batch * size[0] * triton.cdiv(size[1], 4)
-    grid = (triton.cdiv(channels, _CHANNELS) * triton.cdiv(strips, _STRIPS),)
+    grid = (triton.cdiv(channels, CHANNELS) * triton.cdiv(strips, _STRIPS),)
     _forward_depthwise[grid](
         x, weight, y, batch, height, width, channels, *size, strips, *before,
-        K=kernel, S=stride, MIRROR=mirror, BP=_STRIPS, BC=_CHANNELS,
+        K=kernel, S=stride, MIRROR=mirror, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return y
 
@@ -300,10 +295,10 @@ def depthwise_input(
     dx = _new(batch, channels, *size, like=dy)
     half = triton.cdiv(size[0], 2)
     strips = batch * half * triton.cdiv(size[1], 4)
-    grid = (triton.cdiv(channels, _CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
+    grid = (triton.cdiv(channels, CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
     _input_depthwise_strided[grid](
         dy, weight, dx, batch, *size, channels, below, across, half, strips, before[0],
-        LEFT=before[1], K=kernel, BP=_STRIPS, BC=_CHANNELS,
+        LEFT=before[1], K=kernel, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return dx
 
@@ -315,11 +310,11 @@ def depthwise_weight(
     batch, channels, height, width = x.shape
     below, across = dy.shape[2:]
     strips = batch * below * triton.cdiv(across, 4)
-    blocks = triton.cdiv(channels, _CHANNELS)
+    blocks = triton.cdiv(channels, CHANNELS)
     programs = max(1, min(triton.cdiv(strips, _STRIPS), _PROGRAMS // (blocks * kernel)))
     sums = torch.empty(programs, kernel**2, channels, dtype=torch.float32, device=x.device)
     _weight_depthwise[(blocks * kernel * programs,)](
         x, dy, sums, batch, height, width, channels, below, across, strips, programs, *before,
-        K=kernel, S=stride, BP=_STRIPS, BC=_CHANNELS,
+        K=kernel, S=stride, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return sums.sum(dim=0)

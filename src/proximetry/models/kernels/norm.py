@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proximetry.models.kernels.sharing import CHANNELS, share
+
 # Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
 # channels alone, which decides whether 16 bytes are read at once.
 _ANY = ["rows", "programs"]
 
-# Channels and rows of one program; 32 channels in bfloat16 are two sectors of memory.
-_CHANNELS = 32
+# Rows of one program.
 _ROWS = 128
 # Programs that share the rows when sums over them are wanted: a few for each of a card's
 # multiprocessors (four on an H200), since the sums of every one have to be joined.
@@ -70,10 +71,7 @@ def _count(part, rows, programs, BM: tl.constexpr):
 @triton.jit(do_not_specialize=_ANY)
 def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr):
     """Mean and sum of squared deviations of every part of the rows."""
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    part = pid // blocks
+    c, part = share(C, BC)
     # Squares cancel when the mean is far from zero, but not around a value of the part itself.
     origin = tl.load(x + (part * BM).to(tl.int64) * C + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros((BM, BC), tl.float32)
@@ -152,10 +150,8 @@ def _forward_norm(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    inside, place = _tile((pid // blocks) * BM, rows, C, c, BM)
+    c, part = share(C, BC)
+    inside, place = _tile(part * BM, rows, C, c, BM)
     scale, offset, average, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     z = (value - average) * scale + offset
@@ -185,10 +181,7 @@ def _backward_norm(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    part = pid // blocks
+    c, part = share(C, BC)
     scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)
     dweight = tl.zeros((BM, BC), tl.float32)
@@ -222,10 +215,8 @@ def _backward_moving(
     BC: tl.constexpr,
 ):
     """The gradient of x when every row moves the statistics; `sums` are the whole ones, [2, C]."""
-    blocks = tl.cdiv(C, BC)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    inside, place = _tile((pid // blocks) * BM, rows, C, c, BM)
+    c, part = share(C, BC)
+    inside, place = _tile(part * BM, rows, C, c, BM)
     scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
     n = rows.to(tl.float32)
     along = inverse * (tl.load(sums + c, mask=c < C, other=0.0)[None, :] / n)
@@ -260,7 +251,7 @@ class Norm(NamedTuple):
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
     """Return rows, channels, blocks of channels, and the programs that share the rows of one."""
     rows, channels = x.numel() // x.shape[1], x.shape[1]
-    blocks = triton.cdiv(channels, _CHANNELS)
+    blocks = triton.cdiv(channels, CHANNELS)
     programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
     return rows, channels, blocks, programs
 
@@ -274,7 +265,7 @@ def statistics(
     """
     rows, channels, blocks, programs = _shape(x)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
-    _statistics[(blocks * programs,)](x, parts, rows, channels, programs, BM=_ROWS, BC=_CHANNELS)
+    _statistics[(blocks * programs,)](x, parts, rows, channels, programs, BM=_ROWS, BC=CHANNELS)
     found = torch.empty(2, channels, dtype=torch.float32, device=x.device)
     _join_statistics[(triton.cdiv(channels, _JOIN_CHANNELS),)](
         parts, found[0], found[1], mean, variance, batches, momentum, rows, channels, programs,
@@ -290,7 +281,7 @@ def norm(x: Tensor, layer: Norm, act: int) -> Tensor:
     y = torch.empty_like(x)
     rows, channels, blocks, _ = _shape(x)
     grid = (blocks * triton.cdiv(rows, _ROWS),)
-    _forward_norm[grid](x, y, *layer, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS)
+    _forward_norm[grid](x, y, *layer, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS)
     return y
 
 
@@ -306,7 +297,7 @@ def norm_backward(
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
     _backward_norm[(blocks * programs,)](
         x, dy, dx, *layer, parts, rows, channels, programs,
-        MOVING=moving, ACT=act, BM=_ROWS, BC=_CHANNELS,
+        MOVING=moving, ACT=act, BM=_ROWS, BC=CHANNELS,
     )  # fmt: skip
     sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
     _join_sums[(triton.cdiv(2 * channels, _JOIN_CHANNELS),)](
@@ -315,6 +306,6 @@ def norm_backward(
     if moving:
         grid = (blocks * triton.cdiv(rows, _ROWS),)
         _backward_moving[grid](
-            x, dy, dx, *layer, sums, rows, channels, ACT=act, BM=_ROWS, BC=_CHANNELS
+            x, dy, dx, *layer, sums, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS
         )
     return dx, sums[0], sums[1]
