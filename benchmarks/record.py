@@ -25,9 +25,8 @@ import torch
 import yaml
 
 from proximetry import metrics
+from proximetry._common import atomic_write, closest
 from proximetry.data import EvalTransform
-from proximetry.files import write_atomically
-from proximetry.losses.suggest import closest
 from proximetry.models import Embedder
 from proximetry.reproduce import Row, Table
 from proximetry.reproduce.grid import table_head, table_line
@@ -120,7 +119,7 @@ def run_candidate(recipe: Recipe, out: Path, name: str, data: Path, sizes: Sizes
         "device": environment["device"],
         "packages": environment["packages"],
     }
-    write_atomically(out / f"{name}.json", json.dumps(found, indent=1).encode())
+    atomic_write(out / f"{name}.json", json.dumps(found, indent=1).encode())
     recall: float = results["last"]["held_out"]["recall@1"]
     return recall
 
@@ -188,7 +187,7 @@ def main() -> None:
                 free_memory()
             print(f"{one}: held-out recall@1 {100 * recall:.2f}", flush=True)
             told = summary(search, read(arguments.out, search))
-            write_atomically(arguments.out / "README.md", told.encode())
+            atomic_write(arguments.out / "README.md", told.encode())
     print(summary(search, read(arguments.out, search)))
 
 

@@ -121,9 +121,9 @@ def evaluate(
     for note in catalog.notes:
         print(f"note: {note}")
     if out is not None:
-        from proximetry.files import write_atomically
+        from proximetry._common import atomic_write
 
-        write_atomically(out, json.dumps(result, indent=2).encode())
+        atomic_write(out, json.dumps(result, indent=2).encode())
 
 
 def embed(
@@ -148,8 +148,8 @@ def embed(
 
     import numpy as np
 
+    from proximetry._common import atomic_write
     from proximetry.data.folders import is_image
-    from proximetry.files import write_atomically
     from proximetry.models import Embedder
 
     files: list[str] = []
@@ -169,7 +169,7 @@ def embed(
         )
     buffer = io.BytesIO()
     np.savez(buffer, vectors=vectors.numpy(), paths=np.array(files))
-    write_atomically(out, buffer.getvalue())
+    atomic_write(out, buffer.getvalue())
     print(f"{len(files)} vectors of {vectors.shape[1]} numbers in {out}")
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from proximetry._common import closest, some
 from proximetry.data.checks import SPLITS, Box, check
-from proximetry.data.extras import closest, some
 from proximetry.data.folders import scan_folder
 from proximetry.data.tables import read_csv, read_parquet, write_csv, write_parquet
 from proximetry.data.tar_members import is_shard_path, shard_members, split_shard_path

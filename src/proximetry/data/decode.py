@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from proximetry.data.extras import need
+from proximetry._common import need
 from proximetry.data.tar_members import is_shard_path, read_member
 
 try:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from proximetry.data.extras import some
+from proximetry._common import some
 
 EXTENSIONS = frozenset(
     [

@@ -20,11 +20,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFont, features
 
+from proximetry._common import atomic_path, cache_folder, need
 from proximetry.data.catalog import Catalog
-from proximetry.data.extras import need
-from proximetry.data.places import cache_folder
 from proximetry.data.tar_members import SEPARATOR, shard_members
-from proximetry.files import written_whole
 
 FACES = (
     "DejaVuSans",
@@ -70,7 +68,7 @@ def glyphs(
     shard = folder / f"glyphs-{_key(side, seed)}.tar"
     if not _complete(shard):
         folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(shard) as part:
+        with atomic_path(shard) as part:
             _draw_all(part, side, seed)
     labels = [chr(int(name[2:].split("/")[0], 16)) for name in shard_members(shard)]
     catalog = Catalog(

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
+from proximetry._common import atomic_path, cache_folder, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.decode import MAX_PIXELS, ImageError, open_image
-from proximetry.data.extras import some
 from proximetry.data.pixel_store import (
     BrokenStoreError,
     locked,
@@ -28,9 +28,7 @@ from proximetry.data.pixel_store import (
     remove_leftovers,
     write_store,
 )
-from proximetry.data.places import cache_folder
 from proximetry.data.tar_members import is_shard_path, read_bytes, split_shard_path
-from proximetry.files import written_whole
 
 Array = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]
@@ -257,7 +255,7 @@ def _contents(catalog: Catalog, home: Path, workers: int) -> str:
     # A file that cannot be read may become readable without a new time stamp.
     if _UNREADABLE not in contents:
         known.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(known) as part:
+        with atomic_path(known) as part:
             part.write_text(digest.hexdigest(), encoding="ascii")
     return digest.hexdigest()
 

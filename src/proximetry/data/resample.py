@@ -89,7 +89,7 @@ def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windo
 def _kernel() -> Kernel | None:
     """Return the kernel, or None with a warning where Triton cannot work."""
     try:
-        from proximetry.data.resample_kernel import find_driver, resample_fused
+        from proximetry.cuda.resample_kernel import find_driver, resample_fused
 
         find_driver()
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from proximetry.data.extras import closest, need
-from proximetry.files import written_whole
+from proximetry._common import atomic_path, closest, need
 
 Columns = dict[str, tuple[object, ...]]
 
@@ -154,7 +153,7 @@ def write_csv(file: Path, fields: Columns) -> None:
     """Write the fields of Catalog as CSV, whole or not at all."""
     columns = _to_columns(fields)
     with (
-        written_whole(file) as part,
+        atomic_path(file) as part,
         part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
     ):
         writer = csv.writer(stream)
@@ -179,5 +178,5 @@ def write_parquet(file: Path, fields: Columns) -> None:
         arrays = [arrow.array(v, types.get(n, arrow.string())) for n, v in columns.items()]
     except UnicodeEncodeError as error:
         raise ValueError(f"Parquet holds UTF-8 only, this is not: {error.object!r}") from error
-    with written_whole(file) as part:
+    with atomic_path(file) as part:
         parquet.write_table(arrow.table(arrays, names=list(columns)), os.fspath(part))

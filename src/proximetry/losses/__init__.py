@@ -9,6 +9,7 @@ Each loss holds its proxies in ``loss.proxies``; hand them to the optimiser with
 
 from typing import Any
 
+from proximetry._common import closest
 from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import ProxyLoss
@@ -22,7 +23,6 @@ from proximetry.losses.softmax import (
     SoftTriple,
     SphereFace,
 )
-from proximetry.losses.suggest import closest
 from proximetry.losses.table import Row
 
 #: Every proxy loss by its name in recipes and on the command line.

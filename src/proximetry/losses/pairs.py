@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from proximetry._common import closest
 from proximetry.losses import checks
-from proximetry.losses.suggest import closest
 
 
 def _contrastive(peer: Any, miners: Any, margin: float = 0.5) -> tuple[nn.Module, nn.Module | None]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry.files import written_whole
+from proximetry._common import atomic_path
 from proximetry.metrics.arrays import Embeddings, IntArray, Labels, full_precision
 from proximetry.metrics.neighbours import Metric, Progress, Task, check_metric
 from proximetry.metrics.plan import answer, plan
@@ -168,7 +168,7 @@ class RetrievalResult:
         about = {"format": FORMAT, "metric": self.metric, "is_self_search": self.is_self_search}
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         arrays["about"] = np.array(json.dumps(about))
-        with written_whole(target) as part, part.open("wb") as file:
+        with atomic_path(target) as part, part.open("wb") as file:
             np.savez_compressed(file, **arrays)
         return target
 

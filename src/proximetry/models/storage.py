@@ -19,7 +19,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from proximetry import __version__
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.weights import WeightsRecord
@@ -63,8 +63,8 @@ def save(
     file = f"embedder-{digest[:16]}.safetensors"
     text = _describe(embedder, extras, {"file": file, "sha256": digest, "bytes": len(weights)})
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / file, weights)
-    write_atomically(folder / DESCRIPTION, text.encode())
+    atomic_write(folder / file, weights)
+    atomic_write(folder / DESCRIPTION, text.encode())
     for stale in folder.iterdir():
         if stale.name not in (file, DESCRIPTION) and _OURS.fullmatch(stale.name):
             stale.unlink(missing_ok=True)

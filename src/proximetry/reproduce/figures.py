@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.statistics import Sample, sample
 from proximetry.reproduce.tables import Figure, Table
@@ -74,7 +74,7 @@ def draw(table: Table, runs: dict[str, Sequence[Record]], folder: Path) -> list[
     }
     names = list(picture_names(table.figure, runs))
     for name in names:
-        write_atomically(folder / name, _drawn(paint[name]))
+        atomic_write(folder / name, _drawn(paint[name]))
     for name in paint.keys() - set(names):  # drawn from other runs, it would be believed
         (folder / name).unlink(missing_ok=True)
     return names

@@ -5,7 +5,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 from proximetry.reproduce.plan import Job, Run, run_id
 from proximetry.reproduce.trouble import ReproduceError
 from proximetry.training.folder import RunFolder
@@ -64,7 +64,7 @@ class Record:
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
-        write_atomically(folder / f"{self.id}.json", text.encode())
+        atomic_write(folder / f"{self.id}.json", text.encode())
 
 
 # What is of next to no consequence for the results: words, pace and safety. Where pixels lie and

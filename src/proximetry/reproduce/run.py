@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw, need_matplotlib
 from proximetry.reproduce.lock import alone
@@ -157,7 +157,7 @@ def _render(table: Table, home: Path, selection: bool | None) -> Path:
 def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool | None) -> None:
     results = Results.of(table, read_records(home))
     draw(table, results.full, home)
-    write_atomically(home / "README.md", page(results, seeds, selection).encode())
+    atomic_write(home / "README.md", page(results, seeds, selection).encode())
 
 
 def _check_existing(table: Table, home: Path, options: Options) -> dict[str, Record]:

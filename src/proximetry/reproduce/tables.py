@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from proximetry.losses.suggest import closest
+from proximetry._common import closest
 from proximetry.reproduce.trouble import ReproduceError
 from proximetry.training.recipe import Recipe, Training, find_recipe
 from proximetry.training.recipe_values import RecipeError, build, require

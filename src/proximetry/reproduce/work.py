@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from proximetry.files import write_atomically
-from proximetry.losses.suggest import closest
+from proximetry._common import atomic_write, closest
 from proximetry.reproduce.plan import Job
 from proximetry.reproduce.records import Record, make_record
 from proximetry.reproduce.trouble import ReproduceError
@@ -86,7 +85,7 @@ def _most_at_once(job: Job) -> int:
         before = int(job.shared.read_text(encoding="utf-8"))
     most = max(before, job.parallel)
     job.shared.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.shared, f"{most}\n".encode())
+    atomic_write(job.shared, f"{most}\n".encode())
     return most
 
 
@@ -139,7 +138,7 @@ def _sentence(job: Job, error: Exception) -> str:
     if _expected(error):
         return " ".join(str(error).split())
     trace = job.out / "work" / f"{job.run.id}.error.txt"
-    write_atomically(trace, "".join(traceback.format_exception(error)).encode())
+    atomic_write(trace, "".join(traceback.format_exception(error)).encode())
     return f"{type(error).__name__}: {' '.join(str(error).split())} (the whole of it is in {trace})"
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 
 FORMAT = 1
 
@@ -44,7 +44,7 @@ def save_checkpoint(
         "state": state,
         "optimizer": {"groups": flat["param_groups"], "plain": plain},
     }
-    write_atomically(path, save(tensors, {"proximetry": json.dumps(header)}))
+    atomic_write(path, save(tensors, {"proximetry": json.dumps(header)}))
 
 
 def read_state(path: Path) -> dict[str, Any]:

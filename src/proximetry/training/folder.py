@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proximetry import __version__
-from proximetry.files import write_atomically
+from proximetry._common import atomic_write
 from proximetry.training.recipe import Recipe
 from proximetry.training.recipe_values import differences
 
@@ -84,7 +84,7 @@ class RunFolder:
             leftover.unlink(missing_ok=True)
         if not self.recipe.exists():
             environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
-            write_atomically(self.path / "environment.json", environment.encode())
+            atomic_write(self.path / "environment.json", environment.encode())
             recipe.save(self.recipe)
         return self.last.exists()
 
@@ -114,11 +114,11 @@ class RunFolder:
         """Drop lines of epochs that will be trained again."""
         kept = [line for line in self.history() if line["epoch"] <= epochs]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_atomically(self.metrics, text.encode())
+        atomic_write(self.metrics, text.encode())
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        write_atomically(self.results, json.dumps(results, indent=2).encode())
+        atomic_write(self.results, json.dumps(results, indent=2).encode())
 
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from proximetry._common import atomic_write, closest
 from proximetry.data.colours import ColourTransform
-from proximetry.files import write_atomically
 from proximetry.losses import LOSSES
-from proximetry.losses.suggest import closest
 from proximetry.training.recipe_values import (
     RecipeError,
     build,
@@ -416,7 +415,7 @@ class Recipe:
         import yaml
 
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        write_atomically(path, text.encode())
+        atomic_write(path, text.encode())
 
 
 SHIPPED = Path(__file__).parents[1] / "recipes"

@@ -3,7 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from proximetry.losses.suggest import closest
+from proximetry._common import closest
 
 
 class RecipeError(ValueError):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from proximetry import metrics
+from proximetry.cuda.fused import fuse
 from proximetry.models import Embedder
-from proximetry.models.fused import fuse
 from proximetry.models.narrowing import moments, narrow, narrowed, principal_axes
 from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.display import Display

@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from proximetry._common import closest
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets.archives import shards
 from proximetry.data.datasets.counts import finish
 from proximetry.data.datasets.faces import faces
 from proximetry.data.datasets.products import inshop, sop
 from proximetry.data.datasets.zero_shot import cars, cub
-from proximetry.data.extras import closest
 from proximetry.data.glyphs import glyphs
 
 # Name: what it is, and what its folder holds.

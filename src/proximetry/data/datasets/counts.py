@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from proximetry._common import some
 from proximetry.data.catalog import Catalog
-from proximetry.data.extras import some
 
 
 @dataclass(frozen=True)

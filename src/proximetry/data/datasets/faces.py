@@ -4,9 +4,9 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
+from proximetry._common import some
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets.counts import finish
-from proximetry.data.extras import some
 from proximetry.data.folders import class_folders, is_image
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from proximetry._common import need, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.checks import Box
 from proximetry.data.datasets.archives import shards
@@ -24,7 +25,6 @@ from proximetry.data.datasets.counts import (
     split_notes,
     wrong_folder,
 )
-from proximetry.data.extras import need, some
 
 _CUB = "CUB-200-2011"
 _CUB_TRAIN, _CUB_TEST = Size(5864, 100), Size(5924, 100)

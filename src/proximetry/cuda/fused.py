@@ -41,7 +41,7 @@ class _Norm(torch.autograd.Function):
         act: int,
         moving: bool,
     ) -> Tensor:
-        from proximetry.models.kernels import norm
+        from proximetry.cuda import norm
 
         ctx.save_for_backward(x, weight, bias, mean, variance)
         ctx.settings = eps, act, moving
@@ -50,7 +50,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from proximetry.models.kernels import norm
+        from proximetry.cuda import norm
 
         x, weight, bias, mean, variance = ctx.saved_tensors
         eps, act, moving = ctx.settings
@@ -73,7 +73,7 @@ class _Depthwise(torch.autograd.Function):
         before: tuple[int, int],
         size: tuple[int, int],
     ) -> Tensor:
-        from proximetry.models.kernels import depthwise
+        from proximetry.cuda import depthwise
 
         ctx.save_for_backward(x, weight)
         ctx.settings = kernel, stride, before
@@ -85,7 +85,7 @@ class _Depthwise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from proximetry.models.kernels import depthwise
+        from proximetry.cuda import depthwise
 
         x, weight = ctx.saved_tensors
         kernel, stride, before = ctx.settings
@@ -166,7 +166,7 @@ def _statistics(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and variance to norm with; in training mode, move the running ones."""
     if not layer.training:
         return layer.running_mean.float(), layer.running_var.float()
-    from proximetry.models.kernels import norm
+    from proximetry.cuda import norm
 
     running = layer.running_mean, layer.running_var, layer.num_batches_tracked
     return norm.statistics(x, *running, float(layer.momentum))

@@ -1,4 +1,4 @@
-"""Triton kernels of `proximetry.models.fused`; tensors are channels-last: [N, H, W, C] in memory.
+"""Triton kernels of `proximetry.cuda.fused`; tensors are channels-last: [N, H, W, C] in memory.
 
 Each has a plain torch twin in the tests. Sums are taken in float32, whatever the tensors are.
 """

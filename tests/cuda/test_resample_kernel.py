@@ -20,7 +20,7 @@ def test_on_the_card():
 
 
 def test_without_triton_a_warning_says_so_and_the_matrices_do_it(monkeypatch):
-    module = pytest.importorskip("proximetry.data.resample_kernel")
+    module = pytest.importorskip("proximetry.cuda.resample_kernel")
 
     def fail():
         raise RuntimeError("no C compiler")

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proximetry.models.kernels.sharing import CHANNELS, share
+from proximetry.cuda.sharing import CHANNELS, share
 
 # Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
 # channels alone, which decides whether 16 bytes are read at once.

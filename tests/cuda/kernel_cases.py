@@ -9,10 +9,10 @@ from timm.layers import BatchNormAct2d
 from timm.layers.conv2d_same import Conv2dSame
 from torch import nn
 
+from proximetry.cuda import fused as module
+from proximetry.cuda import norm as kernels
+from proximetry.cuda.fused import fuse, fused_depthwise, fused_norm
 from proximetry.models import freeze_batchnorm
-from proximetry.models import fused as module
-from proximetry.models.fused import fuse, fused_depthwise, fused_norm
-from proximetry.models.kernels import norm as kernels
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -10,8 +10,9 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from proximetry.models import freeze_batchnorm, fused
-from proximetry.models.fused import fuse
+from proximetry.cuda import fused
+from proximetry.cuda.fused import fuse
+from proximetry.models import freeze_batchnorm
 from tests.triton_cases import run_cases
 
 
@@ -30,7 +31,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from proximetry.models.kernels import depthwise, norm
+from proximetry.cuda import depthwise, norm
 
 floats = {"x", "y", "dx", "dy"}
 sums = {"weight", "bias", "mean", "variance", "sums", "w"}

@@ -14,9 +14,9 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
+from proximetry.cuda.resample_kernel import FIELDS, resample_fused
 from proximetry.data import EvalTransform, PixelCache, TrainTransform
 from proximetry.data.resample import Windows, resample, resample_together, window_table
-from proximetry.data.resample_kernel import FIELDS, resample_fused
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}

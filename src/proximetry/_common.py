@@ -1,0 +1,124 @@
+"""Small things that several packages need; importing this file loads neither torch nor numpy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) now and then."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return ", did you mean 'x'?" for the nearest known name, else the known ones if few."""
+    names = list(known)
+    match = get_close_matches(name.lower(), names, 1)
+    if match:
+        return f", did you mean {match[0]!r}?"
+    return f"; known are: {', '.join(names)}." if len(names) <= 24 else "."
+
+
+def some(items: Iterable[str], limit: int = 5) -> str:
+    """Join the first few items for a message and count the rest."""
+    names = list(items)
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def need(module: str, extra: str, purpose: str) -> Any:
+    """Import an optional package, or say which extra of this package brings it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f"{purpose} needs {package}: pip install 'proximetry[{extra}]'", name=package
+        ) from error
+
+
+def cache_folder() -> Path:
+    """Return $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("PROXIMETRY_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base or Path.home() / ".cache") / "proximetry"
+
+
+PART_SUFFIX = ".part"
+"""The end of the name of a file that is still being written."""
+
+
+@contextmanager
+def atomic_path(file: Path) -> Iterator[Path]:
+    """Give a temporary name beside the file to write to; at the end it replaces the file.
+
+    All of it is on the disk before it gets its name, so a killed process or a power cut leaves
+    either the old file or the new one, whole.
+    """
+    part = file.with_name(f".{file.name}.{uuid4().hex}{PART_SUFFIX}")
+    try:
+        yield part
+        with part.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+        if os.name == "posix":  # the new name has to reach the disk too
+            handle = os.open(file.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def atomic_write(file: Path, content: bytes) -> None:
+    """Write a file so that at any moment either the old or the new one is there, whole."""
+    with atomic_path(file) as part:
+        part.write_bytes(content)
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    """Cut 0 … total into slices of `size`, the last one shorter."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:
+    """Return the setting for a kind of device; anything but CUDA counts as a CPU."""
+    return cuda if device.type == "cuda" else cpu
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, list[int]]:
+    """Concatenate [n, …] tensors of all ranks, in the order of ranks; n may differ.
+
+    Returns the whole, on the device of `rows`, and how many rows each rank had. No gradient.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = rows.device
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    own = torch.tensor([rows.shape[0]], device=device)
+    found = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    counts = [int(count) for count in found]
+    # Collectives want equal shapes: pad to the largest share.
+    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device)
+    padded[: rows.shape[0]] = rows.detach()
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return whole.to(rows.device), counts
