@@ -74,3 +74,8 @@ __all__ = [
     "create",
     "parameter_groups",
 ]
+
+
+def check_settings(name, settings):
+    if not name.startswith("pairs/"):
+        create(name, 2, 2, **settings)

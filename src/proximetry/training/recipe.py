@@ -1,414 +1,360 @@
-"""The recipe of a run: typed, checked on construction, one to one with YAML.
+"""The recipe of a run: typed, validated once, one to one with YAML and with the command line.
 
-Unknown or mistyped keys are errors. A recipe says everything about a run except where the data
-lie (``data.root``) and where the results go.
+A key is declared once, with its type, default, limits and help; the YAML reader, `proximetry
+train --help` and the reference in docs/ follow from the declaration. `Recipe.load` makes a recipe
+and `Recipe.override` changes one; there is no other way to do either.
 """
 
-from dataclasses import asdict, dataclass, field
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from proximetry._common import atomic_write, closest
-from proximetry.data.colours import ColourTransform
-from proximetry.losses import LOSSES
-from proximetry.training.recipe_values import (
-    RecipeError,
-    build,
-    check_choice,
-    check_not_negative,
-    check_positive,
-    plain,
-    require,
-)
+from proximetry.data.datasets import list_datasets
+from proximetry.metrics.choice import Metrics
+from proximetry.models.names import POOLINGS, WEIGHT_SOURCES
 
-Setting = bool | int | float | str
+SHIPPED = Path(__file__).parent / "recipes"
 
 
-Sampler = Literal["shuffled", "balanced"]
-CachePlace = Literal["disk", "memory", "gpu"]
-BadImages = Literal["error", "skip"]
+class RecipeError(ValueError):
+    """A recipe that cannot be used, and why."""
 
 
-@dataclass
-class Data:
-    """Which images, and how they become batches.
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value!r}")
+    return value
 
-    Args:
-        dataset: glyphs, folder, csv, parquet, shards, faces, cub, cars, sop or inshop.
-        root: where the images lie; glyphs need none.
-        short_side: short side of the images in the pixel cache; default: the model's resize.
-        crop_size: side of the training crops; default: the model's image_size. Smaller crops than
-            in evaluation make up for objects looking larger in random crops.
-        crop_scale: area of the random crop as a fraction of the image, least and most.
-        flip: mirror half of the training images.
-        jitter: brightness, contrast and saturation vary by up to this part.
-        hue: it turns by up to this part of a whole turn.
-        grey: part of the images that lose their colour.
-        batch_size: images per step, over all processes together.
-        sampler: shuffled, or balanced with images_per_class of each class in a batch.
-        images_per_class: of the balanced sampler.
-        cache: disk maps the cache from disk, memory reads it into memory, gpu onto the card.
-        cache_dir: where the pixel cache lies; default: the user's cache folder.
-        bad_images: error stops at unreadable images, skip leaves them out and names them.
+
+# YAML reads 1e-4 as text, so numbers may be text; truth values are no numbers.
+Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[Whole, Field(ge=1)]
+
+# What a key is about, where that matters to those who compare recipes.
+Role = Literal["words", "place", "pace"]
+
+
+def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> Any:
+    """Declare a key: its default, its help and its limits.
+
+    A key with a role does not change what a run computes: ``words`` are for people, a ``place``
+    is where something lies on this machine, and ``pace`` is about speed, safety and reporting.
     """
+    return Field(default, description=about, json_schema_extra={"role": role}, **limits)
 
-    dataset: str = "folder"
-    root: str | None = None
-    short_side: int | None = None
-    crop_size: int | None = None
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: bool = True
-    jitter: float = 0.0
-    hue: float = 0.0
-    grey: float = 0.0
-    batch_size: int = 180
-    sampler: Sampler = "shuffled"
-    images_per_class: int = 4
-    cache: CachePlace = "disk"
-    cache_dir: str | None = None
-    bad_images: BadImages = "error"
 
-    def __post_init__(self) -> None:
-        check_positive("data", self, "batch_size", "images_per_class", "short_side", "crop_size")
-        check_choice("data", self, "sampler", Sampler)
-        check_choice("data", self, "cache", CachePlace)
-        check_choice("data", self, "bad_images", BadImages)
-        try:
-            self.colours()
-        except ValueError as error:
-            raise RecipeError(f"data.{error}") from error
+class Section(BaseModel):
+    """Keys that belong together; unknown ones are errors, and values do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+
+class DataConfig(Section):
+    """Which images, and how they become batches."""
+
+    dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
+    root: str | None = _key(None, "where the images lie; glyphs need none", role="place")
+    short_side: Count | None = _key(
+        None, "short side of the images in the pixel cache; default: model.resize"
+    )
+    crop_size: Count | None = _key(
+        None,
+        "side of the training crops; default: model.image_size. Smaller crops than in evaluation "
+        "make up for objects looking larger in random crops",
+    )
+    crop_scale: tuple[Number, Number] = _key(
+        (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
+    )
+    flip: Flag = _key(True, "flip half of the training images horizontally")
+    color_jitter: Number = _key(
+        0.0, "strength of random brightness, contrast and saturation, as in ColorJitter", ge=0, le=1
+    )
+    hue: Number = _key(0.0, "largest random hue shift, as in ColorJitter", ge=0, le=0.5)
+    grayscale: Number = _key(0.0, "probability that an image loses its color", ge=0, le=1)
+    batch_size: Count = _key(180, "images per step, over all processes together")
+    sampler: Literal["shuffled", "balanced"] = _key(
+        "shuffled", "balanced draws images_per_class images of each class in a batch"
+    )
+    images_per_class: Count = _key(4, "of the balanced sampler")
+    cache: Literal["disk", "memory", "gpu"] = _key(
+        "disk", "where the pixel cache is read from: a memory map, memory, or the GPU", role="pace"
+    )
+    cache_dir: str | None = _key(
+        None, "folder of the pixel cache; default: the user's cache folder", role="place"
+    )
+    bad_images: Literal["error", "skip"] = _key(
+        "error", "stop at unreadable images, or leave them out and name them"
+    )
+
+    @field_validator("dataset")
+    @classmethod
+    def _known_dataset(cls, name: str) -> str:
+        known = list_datasets()
+        if name not in known:
+            raise ValueError(f"is {name!r}{closest(name, known)}")
+        return name
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         low, high = self.crop_scale
-        require(
-            0 < low <= high <= 1,
-            f"data.crop_scale must satisfy 0 < least <= most <= 1, got {list(self.crop_scale)}",
-        )
-        if self.sampler == "balanced":
-            require(
-                self.batch_size % self.images_per_class == 0,
-                f"data.batch_size {self.batch_size} is not a multiple of "
-                f"data.images_per_class {self.images_per_class}",
+        if not 0 < low <= high <= 1:
+            raise ValueError(
+                f"crop_scale must satisfy 0 < smallest <= largest <= 1, got {[low, high]}"
             )
-
-    def colours(self) -> ColourTransform:
-        """What happens to the colours of training images."""
-        return ColourTransform(self.jitter, self.hue, self.grey)
-
-
-@dataclass
-class Model:
-    """The embedder.
-
-    Args:
-        backbone: any timm name, bn_inception, sphereface20 or small_convnet.
-        dim: width of the embedding.
-        keep: numbers of it that are kept, along its principal axes on the training images.
-        pooling: avg, max, avg+max, gem, gem-learned, or token for transformers.
-        dropout: part of the pooled features that are left out, at random, while training.
-        layer_norm: normalise the pooled features, without learned scale (ProxyNCA++).
-        normalize: L2-normalise the embedding (ProxyNCA++ does so in the loss alone).
-        weights: auto, package, hub, none, or a file.
-        image_size: side of the crop; default: the backbone's.
-        resize: short side before the central crop in evaluation; default: the backbone's.
-        freeze_batchnorm: keep the running statistics of batch normalisation as they are.
-        mirror: outside training, mean features of an image and its mirror image; twice the work.
-    """
-
-    backbone: str = "tf_efficientnet_lite0"
-    dim: int = 512
-    keep: int | None = None
-    pooling: str = "avg"
-    dropout: float = 0.0
-    layer_norm: bool = False
-    normalize: bool = True
-    weights: str = "auto"
-    image_size: int | None = None
-    resize: int | None = None
-    freeze_batchnorm: bool = False
-    mirror: bool = False
-
-    def __post_init__(self) -> None:
-        check_positive("model", self, "dim", "keep", "image_size", "resize")
-        require(
-            (self.keep or self.dim) <= self.dim,
-            f"model.keep {self.keep} is more than model.dim {self.dim}",
-        )
-        require(
-            0 <= self.dropout < 1,
-            f"model.dropout must be at least 0 and below 1, got {self.dropout!r}",
-        )
-
-
-@dataclass
-class Loss:
-    """The loss and what is added to it.
-
-    Args:
-        name: a loss of proximetry.losses, or pairs/<name> for a pair-based one.
-        settings: its arguments, such as alpha or proxies_per_class.
-        exclusive: weight of RegularFace's term over the proxies.
-        center: weight of the centre loss.
-        project: put the proxies back on the sphere after each step (RegularFace).
-        companions: widths of further heads, which learn beside the embedding and are left behind.
-        distill: weight of the term that draws the similarities within a batch to the companions'.
-        distill_temperature: what these similarities are divided by; a low one looks at the nearest.
-    """
-
-    name: str = "proxy_anchor"
-    settings: dict[str, Setting] = field(default_factory=dict)
-    exclusive: float = 0.0
-    center: float = 0.0
-    project: bool = False
-    companions: tuple[int, ...] = ()
-    distill: float = 0.0
-    distill_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.name.startswith("pairs/") and self.name not in LOSSES:
-            raise RecipeError(
-                f"loss.name is {self.name!r}{closest(self.name, LOSSES)} Known: {', '.join(LOSSES)}"
+        if self.sampler == "balanced" and self.batch_size % self.images_per_class:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of "
+                f"images_per_class {self.images_per_class}"
             )
-        check_not_negative("loss", self, "exclusive", "center", "distill")
-        check_positive("loss", self, "distill_temperature")
-        require(
-            all(width > 0 for width in self.companions),
-            f"loss.companions are widths of at least 1, got {list(self.companions)}",
-        )
-        require(
-            not self.distill or bool(self.companions),
-            "loss.distill needs companions to learn from, such as loss.companions [1024, 2048]",
-        )
+        return self
 
 
-OptimizerName = Literal["adamw", "adam", "sgd"]
+class ModelConfig(Section):
+    """The embedder."""
+
+    backbone: str = _key("tf_efficientnet_lite0", "any timm model, or one of `list_backbones()`")
+    dim: Count = _key(512, "dimension of the embedding")
+    pca_dim: Count | None = _key(
+        None,
+        "reduce the trained embedding to this dimension with PCA fitted on the training images "
+        "(folded into the head)",
+    )
+    pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
+        "auto", "auto takes avg for feature maps and token for transformers"
+    )
+    dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
+    layer_norm: Flag = _key(
+        False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
+    )
+    normalize: Flag = _key(True, "L2-normalise the embedding")
+    weights: str = _key("auto", f"{', '.join(WEIGHT_SOURCES)}, or a file")
+    image_size: Count | None = _key(None, "side of the crop; default: the backbone's")
+    resize: Count | None = _key(
+        None, "short side before the centre crop in evaluation; default: the backbone's"
+    )
+    freeze_batchnorm: Flag = _key(
+        False, "keep the running statistics of batch normalisation as they are"
+    )
+    flip_tta: Flag = _key(
+        False,
+        "test-time augmentation: average the features of the image and its horizontal flip "
+        "(2x cost)",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.pca_dim or self.dim) > self.dim:
+            raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
+        return self
 
 
-@dataclass
-class Optimizer:
-    """The optimiser and the learning rates of the parts.
+class LossConfig(Section):
+    """The loss and the terms added to it."""
 
-    Args:
-        name: adamw, adam or sgd.
-        lr: learning rate of the backbone.
-        head_multiplier: the head learns at lr times this.
-        proxy_multiplier: the proxies learn at lr times this.
-        weight_decay: on all parameters.
-        eps: of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it.
-        momentum: of SGD.
-        clip_value: clip each entry of the gradient of the model and of the proxies.
-        clip_norm: clip the norm of the gradient of the model.
-    """
+    name: str = _key("proxy_anchor", "a loss of proximetry.losses, or pairs/<name>")
+    settings: dict[str, bool | int | float | str] = _key({}, "its settings, such as alpha")
+    exclusive: Number = _key(0.0, "weight of RegularFace's exclusive regulariser", ge=0)
+    center: Number = _key(0.0, "weight of the center loss", ge=0)
+    project: Flag = _key(
+        False, "put the proxies back on the unit sphere after each step (Zhao et al. 2019)"
+    )
 
-    name: OptimizerName = "adamw"
-    lr: float = 1e-4
-    head_multiplier: float = 1.0
-    proxy_multiplier: float = 100.0
-    weight_decay: float = 1e-4
-    eps: float = 1e-8
-    momentum: float = 0.9
-    clip_value: float | None = None
-    clip_norm: float | None = None
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        from proximetry.losses import check_settings  # imports torch, which help does not need
 
-    def __post_init__(self) -> None:
-        check_choice("optimizer", self, "name", OptimizerName)
-        check_positive("optimizer", self, "lr", "head_multiplier", "proxy_multiplier", "eps")
-        check_positive("optimizer", self, "clip_value", "clip_norm")
-        check_not_negative("optimizer", self, "weight_decay", "momentum")
+        check_settings(self.name, self.settings)
+        return self
 
 
-ScheduleName = Literal["constant", "step", "milestones", "plateau", "cosine"]
+class OptimizerConfig(Section):
+    """The optimiser and the learning rates."""
+
+    name: Literal["adamw", "adam", "sgd"] = _key("adamw", "the optimiser")
+    lr: Number = _key(1e-4, "learning rate of the backbone", gt=0)
+    head_multiplier: Number = _key(1.0, "the head learns at lr times this", gt=0)
+    proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
+    weight_decay: Number = _key(1e-4, "on all parameters", ge=0)
+    eps: Number = _key(1e-8, "of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it", gt=0)
+    momentum: Number = _key(0.9, "of SGD", ge=0)
+    clip_value: Number | None = _key(
+        None, "clip each entry of the gradients of the model and the proxies", gt=0
+    )
+    clip_norm: Number | None = _key(None, "clip the norm of the model's gradient", gt=0)
 
 
-@dataclass
-class Schedule:
-    """How the learning rates fall.
+class ScheduleConfig(Section):
+    """The learning-rate schedule."""
 
-    Args:
-        name: constant, step, milestones, plateau or cosine.
-        every: epochs between two falls (step).
-        at: epochs of the falls (milestones).
-        factor: what a fall multiplies the learning rates by.
-        patience: evaluations without a better selection metric before a fall (plateau).
-        warmup_epochs: epochs at the start in which the backbone is frozen.
-    """
+    name: Literal["constant", "step", "milestones", "plateau", "cosine"] = _key(
+        "step", "how the learning rates decay"
+    )
+    every: Count = _key(10, "epochs between two drops (step)")
+    at: tuple[Whole, ...] = _key((), "epochs of the drops (milestones)")
+    factor: Number = _key(0.5, "what a drop multiplies the learning rates by", gt=0, le=1)
+    patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
+    warmup_epochs: Whole = _key(0, "epochs at the start in which the backbone is frozen", ge=0)
 
-    name: ScheduleName = "step"
-    every: int = 10
-    at: tuple[int, ...] = ()
-    factor: float = 0.5
-    patience: int = 4
-    warmup_epochs: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice("schedule", self, "name", ScheduleName)
-        check_positive("schedule", self, "every", "patience")
-        check_not_negative("schedule", self, "warmup_epochs")
-        require(0 < self.factor <= 1, f"schedule.factor must be in (0, 1], got {self.factor!r}")
-        require(
-            list(self.at) == sorted(set(self.at)), f"schedule.at must rise, got {list(self.at)}"
-        )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if list(self.at) != sorted(set(self.at)):
+            raise ValueError(f"at must rise, got {list(self.at)}")
+        return self
 
 
-Precision = Literal["float32", "bfloat16", "float16"]
+class TrainingConfig(Section):
+    """The training loop."""
+
+    epochs: Count = _key(60, "number of epochs, warm-up included")
+    seed: Whole = _key(0, "random seed of the whole run", ge=0)
+    precision: Literal["float32", "bfloat16", "float16"] = _key(
+        "float32", "of the network (autocast); proxies and loss stay in float32"
+    )
+    accumulate: Count = _key(
+        1,
+        "process each batch in this many chunks (gradient caching): the exact gradient of the "
+        "whole batch in less memory",
+    )
+    ema: Number = _key(
+        0.0,
+        "decay of the exponential moving average of the weights, which is evaluated and saved "
+        "instead of the raw weights; 0 for none",
+        ge=0,
+        lt=1,
+    )
+    cuda_graph: Flag = _key(
+        False,
+        "on one CUDA GPU, run the network with fused kernels and as a CUDA graph; elsewhere, and "
+        "with accumulate, it does nothing",
+    )
+    stop_after: Whole = _key(
+        0, "early stopping: evaluations without improvement before the run ends; 0 for never", ge=0
+    )
+    checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="pace")
+    checkpoint_steps: Whole = _key(
+        0, "also save a checkpoint every so many steps; 0 for never", role="pace", ge=0
+    )
+    keep_checkpoint_every: Whole = _key(
+        0, "keep the checkpoint of every n-th epoch; 0 for last and best alone", role="pace", ge=0
+    )
+    two_stages: Flag = _key(
+        False,
+        "find the number of epochs and the learning-rate drops on half of the classes, then train "
+        "on all (Teh et al. 2020)",
+    )
+    wandb: str | None = _key(None, "project to report to at Weights & Biases", role="pace")
 
 
-@dataclass
-class Training:
-    """The loop.
+class EvaluationConfig(Section):
+    """How the run is evaluated and which epoch is saved."""
 
-    Args:
-        epochs: how many, warm-up included.
-        seed: of everything random in the run.
-        precision: float32, bfloat16 or float16 (autocast; proxies and loss stay in float32).
-        accumulate: steps whose embeddings are joined into one update by gradient summing.
-        ema: decay of the moving average of the weights; 0 for none.
-        compile: compile the backbone with torch.compile.
-        capture: on one CUDA device, run the network with fused kernels and as a CUDA graph; as
-            fast as compiling or faster, and it starts in seconds. Elsewhere, and with
-            accumulate, it does nothing.
-        stop_after: stop after so many evaluations without a better selection metric; 0 for never.
-        checkpoint_epochs: save every so many epochs, and at the end.
-        checkpoint_steps: also save every so many steps; 0 for the ends of epochs alone.
-        keep_every: keep the checkpoint of every n-th epoch; 0 for last and best alone.
-        two_stages: ProxyNCA++: find epochs and falls on half of the classes, then train on all.
-        wandb: project to report to at Weights & Biases, if any.
-    """
+    protocol: Literal["held_out", "last", "paper"] = _key(
+        "held_out",
+        "held_out selects the epoch on training classes left out of training; last takes the last "
+        "epoch; paper selects on the test set, as many papers do",
+    )
+    held_out: Number = _key(0.2, "fraction of the training classes held out", gt=0, lt=1)
+    every: Count = _key(1, "epochs between two evaluations")
+    watch_test: Flag = _key(
+        False, "also evaluate the test set each time, for the curve alone: it selects nothing"
+    )
+    select_by: str = _key("recall@1", "the metric that selects the epoch")
+    metrics: Metrics = _key(Metrics(), "what is computed")
+    similarity: Literal["cosine", "euclidean"] = _key("cosine", "how embeddings are compared")
+    eval_dims: tuple[Count, ...] = _key(
+        (), "also report the metrics of the first d dimensions of the embedding, for each d"
+    )
+    batch_size: Count = _key(128, "images per forward pass", role="pace")
 
-    epochs: int = 60
-    seed: int = 0
-    precision: Precision = "float32"
-    accumulate: int = 1
-    ema: float = 0.0
-    compile: bool = False
-    capture: bool = False
-    stop_after: int = 0
-    checkpoint_epochs: int = 1
-    checkpoint_steps: int = 0
-    keep_every: int = 0
-    two_stages: bool = False
-    wandb: str | None = None
-
-    def __post_init__(self) -> None:
-        check_positive("training", self, "epochs", "accumulate", "checkpoint_epochs")
-        check_choice("training", self, "precision", Precision)
-        check_not_negative("training", self, "stop_after", "checkpoint_steps", "keep_every", "seed")
-        require(0 <= self.ema < 1, f"training.ema must be in [0, 1), got {self.ema!r}")
-        require(
-            not (self.compile and self.capture),
-            "training.compile and training.capture are two ways to the same end: choose one",
-        )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        computed = self.metrics.names()
+        if self.select_by not in computed:
+            raise ValueError(
+                f"select_by {self.select_by!r} is not computed; choose one of {', '.join(computed)}"
+            )
+        return self
 
 
-Protocol = Literal["held_out", "last", "paper"]
+class Recipe(Section):
+    """Everything about a run except where its results go."""
 
+    name: str = _key("unnamed", "of the recipe", role="words")
+    about: str = _key("", "one sentence: what it is and where its figures come from", role="words")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
-@dataclass
-class Evaluation:
-    """How the run is judged and which epoch is kept.
-
-    Args:
-        protocol: held_out chooses the epoch on training classes left out of training; last takes
-            the last epoch; paper chooses the epoch on the test set, as many papers do.
-        held_out: fraction of the training classes that are held out.
-        every: epochs between two evaluations.
-        watch_test: also evaluate the test set each time, for the curve alone: nothing is chosen
-            by it.
-        metric: what the choice goes by.
-        recall_at: the k of recall@k.
-        ndcg_at: the k of nDCG@k.
-        similarity: cosine or euclidean.
-        cuts: also judge the first so many numbers of the embedding, as recall@1[:64] and so on.
-        batch_size: images per forward pass.
-    """
-
-    protocol: Protocol = "held_out"
-    held_out: float = 0.2
-    every: int = 1
-    watch_test: bool = False
-    metric: str = "recall@1"
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    ndcg_at: tuple[int, ...] = (2, 4, 8)
-    similarity: Literal["cosine", "euclidean"] = "cosine"
-    cuts: tuple[int, ...] = ()
-    batch_size: int = 128
-
-    def __post_init__(self) -> None:
-        check_choice("evaluation", self, "protocol", Protocol)
-        check_choice("evaluation", self, "similarity", Literal["cosine", "euclidean"])
-        check_positive("evaluation", self, "every", "batch_size")
-        require(
-            0 < self.held_out < 1,
-            f"evaluation.held_out must be between 0 and 1, got {self.held_out!r}",
-        )
-
-
-@dataclass
-class Recipe:
-    """Everything about a run.
-
-    Args:
-        name: of the recipe, for people.
-        about: one sentence: what it is and where its numbers come from.
-    """
-
-    name: str = "unnamed"
-    about: str = ""
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    loss: Loss = field(default_factory=Loss)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    training: Training = field(default_factory=Training)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-
-    def __post_init__(self) -> None:
-        e = self.evaluation
-        computed = ["r_precision", "map@r", "mrr"]
-        computed += [f"recall@{k}" for k in e.recall_at] + [f"ndcg@{k}" for k in e.ndcg_at]
-        computed += [f"{name}[:{cut}]" for cut in e.cuts for name in tuple(computed)]
-        require(
-            e.metric in computed,
-            f"evaluation.metric {e.metric!r} is not computed; choose one of {', '.join(computed)}",
-        )
-        width = self.model.keep or self.model.dim
-        require(
-            all(0 < cut < width for cut in e.cuts) and len(set(e.cuts)) == len(e.cuts),
-            f"evaluation.cuts must differ and lie between 0 and the embedding's {width}, got "
-            f"{list(e.cuts)}",
-        )
-        if e.protocol == "last":
-            require(
-                self.schedule.name != "plateau" and not self.training.stop_after,
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        dims, width = self.evaluation.eval_dims, self.model.pca_dim or self.model.dim
+        if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):
+            raise ValueError(
+                f"evaluation.eval_dims must differ and be below the embedding's {width} "
+                f"dimensions, got {list(dims)}"
+            )
+        if self.evaluation.protocol == "last" and (
+            self.schedule.name == "plateau" or self.training.stop_after
+        ):
+            raise ValueError(
                 "schedule plateau and training.stop_after go by a selection metric, which "
-                "evaluation.protocol 'last' does not have; use held_out",
+                "evaluation.protocol 'last' does not have; use held_out, or another schedule and "
+                "training.stop_after 0"
             )
+        return self
+
+    @classmethod
+    def load(
+        cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> Recipe:
+        """Make a recipe of a YAML file, a shipped recipe's name or plain values, and overrides.
+
+        Keys left out take the value of the recipe named as ``base``, else their default. Keys may
+        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
+        """
+        where = "" if isinstance(source, Mapping) else f"{find_recipe(source)}: "
+        values = merge(plain_values(source), overrides or {})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            sentence = validation_sentence(error, cls)
+            raise RecipeError(sentence if overrides else where + sentence) from None
+
+    def override(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return this recipe with changes, by nested or dotted keys; everything is checked anew."""
+        return Recipe.load(self.model_dump(mode="json", exclude_unset=True), changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, as YAML and JSON hold them."""
-        values: dict[str, Any] = plain(asdict(self))
+        """Return plain dictionaries and lists, as YAML and JSON hold them."""
+        return self.model_dump(mode="json")
+
+    def portable(self, *, without: tuple[Role, ...] = ("words", "place")) -> dict[str, Any]:
+        """Return the flat keys and values, less those whose role does not matter."""
+        values = flatten(self.to_dict())
+        for key, field in recipe_keys():
+            if role_of(field) in without:
+                del values[key]
         return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Recipe":
-        """Build from plain dictionaries; keys left out take their defaults, unknown are errors."""
-        recipe: Recipe = build(cls, values, "")
-        return recipe
-
-    @classmethod
-    def load(cls, source: str | Path) -> "Recipe":
-        """Read a YAML file, or a shipped recipe by its name."""
-        import yaml
-
-        path = find_recipe(source)
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{path} is no valid YAML: {error}") from error
-        if not isinstance(values, dict):
-            raise RecipeError(f"{path} holds no recipe: expected keys such as data, model, loss")
-        try:
-            return cls.from_dict(values)
-        except RecipeError as error:
-            raise RecipeError(f"{path}: {error}") from error
 
     def save(self, path: Path) -> None:
         """Write YAML that `load` reads back to an equal recipe."""
@@ -418,7 +364,80 @@ class Recipe:
         atomic_write(path, text.encode())
 
 
-SHIPPED = Path(__file__).parents[1] / "recipes"
+def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key of a recipe with its declaration, in order."""
+    for name, field in Recipe.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            for key, inner in kind.model_fields.items():
+                yield f"{name}.{key}", inner
+        else:
+            yield name, field
+
+
+def role_of(field: FieldInfo) -> Role | None:
+    """Return what a key is about, where it does not change what a run computes."""
+    extra: Any = field.json_schema_extra
+    role: Role | None = extra["role"]
+    return role
+
+
+# Keys that hold a value each, though the value is a dictionary.
+_WHOLE = ("loss.settings", "evaluation.metrics")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested plain values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in _WHOLE:
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return "key: old → new" for each key in which two flat recipes differ."""
+    keys = dict.fromkeys([*now, *before])
+    return [
+        f"{key} {before.get(key)!r} → {now.get(key)!r}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay changes over plain values; another loss leaves the settings of the old one behind."""
+    merged = _nested(values)
+    wanted = _nested(changes)
+    loss, new = merged.get("loss"), wanted.get("loss")
+    if isinstance(loss, dict) and isinstance(new, dict):
+        if new.get("name", loss.get("name")) != loss.get("name", LossConfig().name):
+            loss.pop("settings", None)
+    return _lay_over(merged, wanted)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise RecipeError(f"keys must be text, got {key!r}")
+        inner = _nested(value) if isinstance(value, Mapping) else value
+        for part in reversed(key.split(".")[1:]):
+            inner = {part: inner}
+        result = _lay_over(result, {key.split(".")[0]: inner})
+    return result
+
+
+def _lay_over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for key, value in changes.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = _lay_over(old, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -434,7 +453,119 @@ def find_recipe(source: str | Path) -> Path:
     known = shipped_recipes()
     if str(source) in known:
         return known[str(source)]
-    hint = closest(str(source), known)
     raise RecipeError(
-        f"no recipe {str(source)!r}{hint} `proximetry recipes` lists the shipped ones"
+        f"no recipe {str(source)!r}{closest(str(source), known)} "
+        "`proximetry recipes` lists the shipped ones"
     )
+
+
+def plain_values(
+    source: str | Path | Mapping[str, Any], above: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Return a recipe's nested plain values with those of its bases, unchecked."""
+    if isinstance(source, Mapping):
+        values, place = dict(source), None
+    else:
+        place = find_recipe(source)
+        if place in above:
+            names = " → ".join(path.name for path in (*above, place))
+            raise RecipeError(f"recipes must not be based on each other in a circle: {names}")
+        values = {"name": place.stem} | read_yaml(place, "recipe")
+    base = values.pop("base", None)
+    if base is None:
+        return _nested(values)
+    if not isinstance(base, str):
+        raise RecipeError(f"base must name one recipe, got {base!r}")
+    beside = place.parent / base if place is not None else Path(base)
+    found = beside if beside.is_file() else base
+    return merge(plain_values(found, (*above, place) if place else above), values)
+
+
+def read_yaml(path: Path, kind: str) -> dict[str, Any]:
+    """Return the keys and values of a YAML file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no {kind}: expected keys and values")
+    return values
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "keys and values",
+    "model": "keys and values",
+    "dataclass": "keys and values",
+}
+
+
+def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
+    """Say in one sentence what a validation of pydantic found first, and where."""
+    first = error.errors()[0]
+    parts = [part for part in first["loc"] if not str(part).startswith(("function-", "constrained"))]
+    where = ".".join(str(part) for part in parts if not _is_branch(part))
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    match kind:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            section, _, key = where.rpartition(".")
+            return f"unknown key {where!r}{closest(key, _known_keys(model, section))}"
+        case "missing":
+            return f"{where} is missing"
+        case "literal_error":
+            allowed = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
+            return f"{where} is {value!r}{closest(str(value), allowed)}"
+        case "greater_than" if context["gt"] == 0:
+            return f"{where} must be positive, got {value!r}"
+        case "greater_than_equal" if context["ge"] == 1:
+            return f"{where} must be a whole number of at least 1, got {value!r}"
+        case "greater_than_equal" if context["ge"] == 0:
+            return f"{where} must not be negative, got {value!r}"
+        case "less_than" | "less_than_equal" | "greater_than" | "greater_than_equal":
+            return f"{where} {_limit(kind, context)}, got {value!r}"
+        case "finite_number":
+            return f"{where} must be a finite number, got {value!r}"
+        case "value_error":
+            reason = str(context["error"])
+            if reason.split(maxsplit=1)[0] in _known_keys(model, where):
+                return f"{where}.{reason}".lstrip(".")
+            joint = " " if reason.startswith(("must ", "is ")) else ": "
+            return f"{where}{joint}{reason}" if where else reason
+        case "too_short" | "too_long" | "missing_positional_only_argument":
+            return f"{where} must be a list of the right length, got {value!r}"
+    wanted = next((word for name, word in _KINDS.items() if kind.startswith(name)), None)
+    return f"{where} must be {wanted}, got {value!r}" if wanted else f"{where}: {first['msg']}"
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of a location names the member of a union that was tried, not a key."""
+    return part in ("int", "float", "bool", "str", "none")
+
+
+def _limit(kind: str, context: Mapping[str, Any]) -> str:
+    words = {
+        "less_than": "must be below {lt:g}",
+        "less_than_equal": "must be at most {le:g}",
+        "greater_than": "must be above {gt:g}",
+        "greater_than_equal": "must be at least {ge:g}",
+    }
+    return words[kind].format(**context)
+
+
+def _known_keys(model: Any, section: str) -> list[str]:
+    import dataclasses
+
+    for part in filter(None, section.split(".")):
+        fields = getattr(model, "model_fields", None)
+        if fields is None or part not in fields:
+            return []
+        model = fields[part].annotation
+    if dataclasses.is_dataclass(model):
+        return [field.name for field in dataclasses.fields(model)]
+    return list(getattr(model, "model_fields", ()))
