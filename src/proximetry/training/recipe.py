@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from proximetry._common import atomic_write, closest
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.choice import Metrics
-from proximetry.models.names import POOLINGS, WEIGHT_SOURCES
+from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -143,7 +143,7 @@ class ModelConfig(Section):
         False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
     )
     normalize: Flag = _key(True, "L2-normalise the embedding")
-    weights: str = _key("auto", f"{', '.join(WEIGHT_SOURCES)}, or a file")
+    weights: str = _key("auto", f"{', '.join(WEIGHTS_SOURCES)}, or a file")
     image_size: Count | None = _key(None, "side of the crop; default: the backbone's")
     resize: Count | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"

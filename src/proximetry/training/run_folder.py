@@ -3,6 +3,7 @@
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -11,11 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from proximetry import __version__
-from proximetry._common import atomic_write
-from proximetry.training.recipe import Recipe
-from proximetry.training.recipe_values import differences
+from proximetry._common import PART_SUFFIX, atomic_write
+from proximetry.training.recipe import Recipe, differences
+
+
+LOCK = "run.lock"
+LOCK_SECONDS = 20.0
+"""How long a run waits for another one to leave its folder."""
+
+# What a run writes; a folder with nothing else is ours to begin anew.
+_OURS = frozenset(
+    {"recipe.yaml", "environment.json", "metrics.jsonl", "results.json", "checkpoints"}
+    | {"embedder", "tensorboard", "wandb", LOCK}
+)
 
 
 class RunError(ValueError):
@@ -27,6 +39,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: FileLock | None = None
 
     @property
     def recipe(self) -> Path:
@@ -40,7 +53,7 @@ class RunFolder:
 
     @property
     def best(self) -> Path:
-        """The checkpoint of the chosen epoch so far."""
+        """The checkpoint of the selected epoch so far."""
         return self.path / "checkpoints" / "best.safetensors"
 
     def of_epoch(self, epoch: int) -> Path:
@@ -54,7 +67,7 @@ class RunFolder:
 
     @property
     def results(self) -> Path:
-        """What came out: metrics, protocol, chosen epoch."""
+        """What came out: metrics, protocol, selected epoch."""
         return self.path / "results.json"
 
     @property
@@ -62,36 +75,68 @@ class RunFolder:
         """The trained embedder."""
         return self.path / "embedder"
 
-    def open(self, recipe: Recipe, resume: bool) -> bool:
-        """Begin a run here, or continue one; return whether there is a checkpoint to continue."""
-        if self.recipe.exists():
-            if not resume:
-                raise RunError(
-                    f"{self.path} already holds a run; continue it with resume, or choose another "
-                    "folder"
-                )
-            found = differences(_told(Recipe.load(self.recipe)), _told(recipe))
-            if found:
-                changed = ", ".join(f"{key} {old!r} → {new!r}" for key, old, new in found)
-                raise RunError(
-                    f"the run in {self.path} was started with another recipe: {changed}; "
-                    "continue it with the same recipe or choose another folder"
-                )
-        elif self.path.exists() and any(not self._ours(path) for path in self.path.iterdir()):
-            raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+    def begin(self, recipe: Recipe, resume: bool) -> bool:
+        """Begin a run here, or continue one; return whether there is a checkpoint to continue.
+
+        A folder without a checkpoint is free: nothing was trained in it yet. Without ``resume``
+        a run that is there is removed first.
+        """
+        self.check(recipe, resume)
+        if not resume:
+            self._remove_run()
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        for leftover in self.path.glob("**/.*.part"):
+        for leftover in self.path.glob(f"**/.*{PART_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-        if not self.recipe.exists():
+        continues = self.last.exists()
+        if not (continues or self.results.exists()):
             environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
             atomic_write(self.path / "environment.json", environment.encode())
             recipe.save(self.recipe)
-        return self.last.exists()
+        return continues
 
-    @staticmethod
-    def _ours(path: Path) -> bool:
-        """Whether a run that was killed before its recipe was written may have left this."""
-        return path.name in ("checkpoints", "environment.json") or path.suffix == ".part"
+    def check(self, recipe: Recipe, resume: bool = True) -> None:
+        """Refuse a folder that holds something else, or a run that was started differently."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunError(f"{self.path} is a file; choose another folder")
+        if self.recipe.exists():
+            if resume and (self.last.exists() or self.results.exists()):
+                changed = differences(Recipe.load(self.recipe).portable(), recipe.portable())
+                if changed:
+                    raise RunError(
+                        f"the run in {self.path} was started with another recipe: "
+                        f"{', '.join(changed)}; continue it with the same recipe, choose another "
+                        "folder, or start over with --fresh"
+                    )
+        elif any(
+            path.name not in _OURS and path.suffix != PART_SUFFIX for path in self.path.iterdir()
+        ):
+            raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+
+    def acquire(self) -> None:
+        """Be the only one who writes here, after waiting a little for another run to end."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path / LOCK)
+        try:
+            self._lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise RunError(
+                f"another process is training in {self.path}; wait for it, or choose another folder"
+            ) from None
+
+    def release(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _remove_run(self) -> None:
+        for name in _OURS - {LOCK}:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line of metrics."""
@@ -167,10 +212,3 @@ def _git_state() -> dict[str, Any] | None:
     if commit is None:
         return None
     return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
-
-
-def _told(recipe: Recipe) -> dict[str, Any]:
-    """A recipe less its words for people and where things lie: data may move."""
-    values = recipe.to_dict()
-    values["data"] |= {"root": None, "cache_dir": None}
-    return values | {"name": "", "about": ""}

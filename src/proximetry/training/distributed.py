@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from proximetry._common import gather_rows, resolve_device
+
 T = TypeVar("T")
 
 
@@ -53,10 +55,12 @@ class World:
         return result
 
 
-def enter_world(device: str | None = None) -> World:
+def join_processes(device: str | None = None) -> World:
     """Join the processes that torchrun started, or stand alone."""
     alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-    place = _device(device, 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
+    place = resolve_device(device)
+    if place.type == "cuda" and not alone and place.index is None:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device
     if alone:
@@ -66,71 +70,59 @@ def enter_world(device: str | None = None) -> World:
     return World(dist.get_rank(), dist.get_world_size(), place)
 
 
-def leave_world(world: World) -> None:
-    """Part from the other processes."""
+def leave_processes(world: World) -> None:
+    """Leave the process group."""
     if world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _device(name: str | None, local: int) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device here")
-        return torch.device("cuda", local)
-    return torch.device(name)
-
-
 def gather(tensor: Tensor, world: World) -> Tensor:
-    """Concatenate the tensors of all ranks in the order of the ranks; the gradient comes back.
+    """Concatenate the tensors of all ranks in the order of ranks; the gradient comes back.
 
     The number of rows may differ between ranks.
     """
     if world.size == 1:
         return tensor
-    rows = torch.tensor([tensor.shape[0]], device=tensor.device)
-    counts = [torch.zeros_like(rows) for _ in range(world.size)]
-    dist.all_gather(counts, rows)
-    sizes = [int(count) for count in counts]
     if not tensor.requires_grad:
-        return _gather(tensor, sizes)
-    gathered: Tensor = _Gather.apply(tensor, sizes, world)  # type: ignore[no-untyped-call]
+        return gather_rows(tensor)[0]
+    gathered: Tensor = _Gather.apply(tensor, world)  # type: ignore[no-untyped-call]
     return gathered
-
-
-def _gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: list[int], world: World) -> Tensor:
-        ctx.start = sum(sizes[: world.rank])
+    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
+        whole, counts = gather_rows(tensor)
+        ctx.start = sum(counts[: world.rank])
         ctx.rows, ctx.world = tensor.shape[0], world.size
-        return _gather(tensor, sizes)
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         # Every rank holds the whole loss, so its own rows are all it needs; DDP will divide the
         # sum over the ranks by their number, which the factor cancels.
-        return grad[ctx.start : ctx.start + ctx.rows] * ctx.world, None, None
+        return grad[ctx.start : ctx.start + ctx.rows] * ctx.world, None
 
 
-def add_up(tensor: Tensor, world: World) -> Tensor:
-    """Return the sum over all ranks, which takes the place of the tensor."""
+def any_rank(flag: bool, world: World) -> bool:
+    """Return whether the flag is set on any rank; all ranks get the same answer."""
+    if world.size == 1:
+        return flag
+    found = torch.tensor(int(flag), device=world.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
+    """Sum a tensor over all ranks, in place."""
     if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def of_first(tensor: Tensor, world: World) -> Tensor:
-    """Return the tensor of the first rank, which takes the place of the others'."""
+def from_first_rank(tensor: Tensor, world: World) -> Tensor:
+    """Give every rank the tensor of the first one, in place."""
     if world.size > 1:
         dist.broadcast(tensor, 0)
     return tensor

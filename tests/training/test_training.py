@@ -1,4 +1,4 @@
-"""The trainer: it learns, continues bit for bit, stops when told, and says what went wrong."""
+"""Training: it learns, continues bit for bit, stops when told, and says what went wrong."""
 
 import json
 import os
@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 
 from proximetry.losses import LOSSES
 from proximetry.models import Embedder
-from proximetry.training import Recipe, RecipeError, RunError, RunFolder, Stopped, train
-from proximetry.training import trainer as trainer_module
+from proximetry.training import Callback, Recipe, RecipeError, RunError, RunFolder, Stopped, train
 from proximetry.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
     read_state,
     save_checkpoint,
 )
-from proximetry.training.network import CapturedNetwork, PixelNetwork
+from proximetry.training import run_folder
+from proximetry.training.clock import Stopwatch
+from proximetry.training.state import TrainState
 from tests.training.tiny import make_recipe, with_
 
 
@@ -51,12 +52,11 @@ def assert_same_run(one, two):
 
 def test_a_run_writes_everything_down(recipe, tmp_path):
     out = tmp_path / "run"
-    results = train(with_(recipe, "training", keep_every=2), out)
+    results = train(with_(recipe, "training", keep_checkpoint_every=2), out)
     assert results["protocol"] == "held_out"
     assert results["last"]["epoch"] == 3
-    assert 0 <= results["chosen"]["held_out"]["recall@1"] <= 1
-    assert "test" not in results["chosen"]
-    assert Recipe.load(out / "recipe.yaml") == with_(recipe, "training", keep_every=2)
+    assert "test" not in results["selected"]
+    assert Recipe.load(out / "recipe.yaml") == with_(recipe, "training", keep_checkpoint_every=2)
     environment = json.loads((out / "environment.json").read_text())
     assert environment["packages"]["torch"]
     assert environment["seed"] == 0
@@ -90,54 +90,62 @@ def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_p
     history = RunFolder(tmp_path / "watched").history()
     assert ["test" in line for line in history] == [False, False, True, True]
     assert history[-1]["test"] == results["last"]["test"]
-    assert results["chosen"] == results["last"]
+    assert results["selected"] == results["last"]
     assert not (tmp_path / "watched" / "checkpoints" / "best.safetensors").exists()
     train(with_(base, "evaluation", watch_test=False), tmp_path / "blind")
     watched, blind = tensors(tmp_path / "watched"), tensors(tmp_path / "blind")
     assert all(torch.equal(watched[key], blind[key]) for key in watched)
 
 
-def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path, monkeypatch):
-    real = trainer_module.Trainer.step
+def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path):
+    phases = []
 
-    def slow(self, pixels, labels):
-        if not self.warm:
-            time.sleep(0.5)
-        return real(self, pixels, labels)
+    class Watch(Callback):
+        def on_step_end(self, run, loss):
+            phases.append(run.clock.phase)
 
-    monkeypatch.setattr(trainer_module.Trainer, "step", slow)
     recipe = with_(recipe, "schedule", warmup_epochs=1)  # so there are two beginnings
-    results = train(recipe, tmp_path / "run")
+    results = train(recipe, tmp_path / "run", callbacks=[Watch()])
     seconds = [line["seconds"] for line in RunFolder(tmp_path / "run").history()]
     assert seconds == sorted(seconds)
     assert results["seconds"] == seconds[-1]
-    assert results["startup_seconds"] > 1
-    assert results["seconds"] < results["startup_seconds"]
+    assert results["startup_seconds"] > 0
+    assert set(phases) == {"training"}
 
 
-def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path, monkeypatch):
+def test_a_stopwatch_gives_every_moment_to_one_phase(monkeypatch):
+    now = iter([0.0, 3.0, 4.0, 9.0, 11.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    clock = Stopwatch()
+    assert clock.enter("training") == 3
+    assert clock.enter("evaluation") == 1
+    assert clock.enter("training") == 5
+    assert clock.enter("other") == 2
+    assert clock.seconds == {"startup": 3, "training": 3, "evaluation": 5, "other": 0}
+
+
+def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
     recipe = with_(recipe, "training", epochs=5, checkpoint_epochs=2)
     recipe = with_(recipe, "evaluation", protocol="last")
     saved = []
-    real = trainer_module.Trainer.save
 
-    def save(self, path):
-        saved.append(self.epoch)
-        real(self, path)
+    class Watch(Callback):
+        def on_epoch_end(self, run, line):
+            exists = run.folder.last.exists()
+            saved.append(read_state(run.folder.last)["state"]["epoch"] if exists else None)
 
-    monkeypatch.setattr(trainer_module.Trainer, "save", save)
-    train(recipe, tmp_path / "run")
-    assert saved == [2, 4, 5]
+    train(recipe, tmp_path / "run", callbacks=[Watch()])
+    assert saved == [None, 2, 2, 4, 5]
 
 
-def test_capture_changes_nothing_without_a_gpu(recipe, tmp_path):
+def test_cuda_graph_changes_nothing_without_a_gpu(recipe, tmp_path):
     train(recipe, tmp_path / "plain", device="cpu")
-    train(with_(recipe, "training", capture=True), tmp_path / "captured", device="cpu")
-    assert_same_run(tmp_path / "plain", tmp_path / "captured")
+    train(with_(recipe, "training", cuda_graph=True), tmp_path / "graphed", device="cpu")
+    assert_same_run(tmp_path / "plain", tmp_path / "graphed")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_capture_on_the_card_learns_the_same(images, cache, tmp_path):
+def test_cuda_graph_on_the_gpu_learns_the_same(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
@@ -147,22 +155,34 @@ def test_capture_on_the_card_learns_the_same(images, cache, tmp_path):
         evaluation={"protocol": "last"},
     )
     losses = {}
-    for name, capture in (("plain", False), ("captured", True), ("again", True)):
-        train(with_(recipe, "training", capture=capture), tmp_path / name)
+    for name, graph in (("plain", False), ("graphed", True), ("again", True)):
+        train(with_(recipe, "training", cuda_graph=graph), tmp_path / name)
         losses[name] = [line["loss"] for line in RunFolder(tmp_path / name).history()]
-    assert losses["again"] == losses["captured"]
+    assert losses["again"] == losses["graphed"]
     # Other kernels round otherwise: not much while the backbone stands still, more as it learns.
-    assert losses["captured"][0] == pytest.approx(losses["plain"][0], rel=1e-3)
-    assert losses["captured"] == pytest.approx(losses["plain"], rel=1e-2)
+    assert losses["graphed"][0] == pytest.approx(losses["plain"][0], rel=1e-3)
+    assert losses["graphed"] == pytest.approx(losses["plain"], rel=1e-2)
 
 
-def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path, monkeypatch):
-    def step(self, pixels, labels):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+class OnStep(Callback):
+    """Does something after a step."""
 
-    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, run, loss):
+        if run.state.step == self.step:
+            self.action()
+
+
+def fail(error):
+    raise error
+
+
+def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
     with pytest.raises(RunError, match=r"not enough memory.*training\.accumulate"):
-        train(recipe, tmp_path / "run")
+        train(recipe, tmp_path / "run", callbacks=[OnStep(1, lambda: fail(error))])
 
 
 def test_a_loss_without_parameters_can_be_clipped(recipe, tmp_path):
@@ -173,17 +193,17 @@ def test_a_loss_without_parameters_can_be_clipped(recipe, tmp_path):
     assert RunFolder(tmp_path / "run").history()[-1]["epoch"] == 3
 
 
-def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path, monkeypatch):
+def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path):
     sizes = set()
-    real = trainer_module.Trainer.step
 
-    def step(self, pixels, labels):
-        sizes.add(tuple(pixels.shape[2:]))
-        return real(self, pixels, labels)
+    class Watch(Callback):
+        def on_start(self, run):
+            run.updater.embedder.backbone.register_forward_pre_hook(
+                lambda module, inputs: sizes.add((module.training, *inputs[0].shape[2:]))
+            )
 
-    monkeypatch.setattr(trainer_module.Trainer, "step", step)
-    train(with_(recipe, "data", crop_size=16), tmp_path / "run")
-    assert sizes == {(16, 16)}
+    train(with_(recipe, "data", crop_size=16), tmp_path / "run", callbacks=[Watch()])
+    assert sizes == {(True, 16, 16), (False, 24, 24)}
     assert Embedder.load(tmp_path / "run" / "embedder").preprocessing.crop == (24, 24)
 
 
@@ -201,7 +221,7 @@ def test_training_learns_unseen_classes(images, cache, tmp_path):
     results = train(recipe, tmp_path / "run")
     history = RunFolder(tmp_path / "run").history()
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
-    assert results["chosen"]["held_out"]["recall@1"] > 0.8
+    assert results["selected"]["held_out"]["recall@1"] > 0.8
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path):
@@ -212,112 +232,158 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path)
     assert any(not torch.equal(a[key], c[key]) for key in a)
 
 
-def killed_at(number, recipe, folder, monkeypatch):
-    """Train until a step, and no further."""
-    real = trainer_module.Trainer.step
-
-    def deadly(self, pixels, labels):
-        if self.step_number == number:
-            raise SystemError("killed")
-        return real(self, pixels, labels)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "step", deadly)
-        with pytest.raises(SystemError):
-            train(recipe, folder)
+def killed_at(step, recipe, folder):
+    """Train until after a step, and no further."""
+    with pytest.raises(SystemError):
+        train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 5, 9, 11])
-def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, monkeypatch, stop_at):
+def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, stop_at):
     """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
     recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
     train(recipe, tmp_path / "whole")
-    killed_at(stop_at, recipe, tmp_path / "cut", monkeypatch)
+    killed_at(stop_at, recipe, tmp_path / "cut")
     train(recipe, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 SCRIPT = """
-import sys
-from proximetry.training import Recipe, train
-from proximetry.training.display import PlainDisplay
+import sys, time
+from pathlib import Path
 import torch
+from proximetry.training import Callback, Recipe, train
 torch.set_num_threads(1)
-train(Recipe.load(sys.argv[1]), sys.argv[2], display=PlainDisplay())
+
+class Wait(Callback):
+    def on_step_end(self, run, loss):
+        if run.state.step == int(sys.argv[3]):
+            Path(sys.argv[2], "..", "waiting").touch()
+            while Path(sys.argv[2], "..", "hold").exists():
+                time.sleep(0.01)
+
+train(Recipe.load(sys.argv[1]), sys.argv[2], callbacks=[Wait()])
 """
 
 
-def start(recipe_file, out):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(recipe_file), str(out)],
+def start_and_wait(recipe, home, step):
+    """Train in another process; return it when it has made a step and waits there."""
+    recipe.save(home / "recipe.yaml")
+    (home / "hold").touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, home / "recipe.yaml", home / "run", str(step)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    while not (home / "waiting").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    return process
 
 
 @pytest.mark.slow
 def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path):
-    recipe = with_(recipe, "training", epochs=30, checkpoint_steps=1)
-    file = tmp_path / "recipe.yaml"
-    recipe.save(file)
-    process = start(file, tmp_path / "cut")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "cut" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    recipe = with_(recipe, "training", epochs=4, checkpoint_steps=2)
+    process = start_and_wait(recipe, tmp_path, 7)
     process.kill()
     process.wait()
-    assert not RunFolder(tmp_path / "cut").results.exists(), "the run was over before it was killed"
-    threads = torch.get_num_threads()
-    assert threads == 1
-    train(recipe, tmp_path / "cut")
+    assert torch.get_num_threads() == 1
+    assert read_state(RunFolder(tmp_path / "run").last)["state"]["step"] == 6
+    train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves(recipe, tmp_path, number):
     recipe = with_(recipe, "training", epochs=200)
-    file = tmp_path / "recipe.yaml"
-    recipe.save(file)
-    process = start(file, tmp_path / "run")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = start_and_wait(recipe, tmp_path, 5)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    (tmp_path / "hold").unlink()
+    _, errors = process.communicate()
     assert "Stopped: stopped after step" in errors
-    state = read_state(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    state = read_state(RunFolder(tmp_path / "run").last)["state"]
     assert f"stopped after step {state['step']}" in errors
     with pytest.raises(RunError, match=r"training\.epochs 200 → 1"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
 
-def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, monkeypatch):
-    real = trainer_module.Trainer.step
+@pytest.mark.slow
+def test_a_run_can_follow_its_parent(recipe, tmp_path, monkeypatch):
+    """With PROXIMETRY_FOLLOW_PARENT it stops and saves when the process that started it is gone."""
+    code = (
+        "import os, subprocess, sys;"
+        "os.environ['PROXIMETRY_FOLLOW_PARENT'] = '1';"
+        "child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]);"
+        "print(child.pid, flush=True); child.wait()"
+    )
+    recipe = with_(recipe, "training", epochs=200)
+    recipe.save(tmp_path / "recipe.yaml")
+    (tmp_path / "hold").touch()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, SCRIPT, tmp_path / "recipe.yaml", tmp_path / "run", "5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    while not (tmp_path / "waiting").exists():
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    (tmp_path / "hold").unlink()
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 600)
+    folder = RunFolder(tmp_path / "run")
+    folder.acquire()  # which waits for the run to leave
+    folder.release()
+    assert read_state(folder.last)["state"]["step"] in (5, 6)
 
-    def interrupted(self, pixels, labels):
-        if self.step_number == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(self, pixels, labels)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "step", interrupted)
-        with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it"):
-            train(recipe, tmp_path / "run")
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it"):
+        train(recipe, tmp_path / "run", callbacks=[OnStep(4, interrupt)])
+    assert signal.getsignal(signal.SIGINT) is handler
     train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_complete_run_returns_its_results_at_once(recipe, tmp_path, monkeypatch):
+def test_a_complete_run_returns_its_results_at_once(recipe, tmp_path):
     first = train(recipe, tmp_path / "run")
-    monkeypatch.setattr(trainer_module.Trainer, "__init__", None)  # must not be needed
-    assert train(recipe, tmp_path / "run") == first
+    steps = []
+    again = train(recipe, tmp_path / "run", callbacks=[OnStep(1, lambda: steps.append(1))])
+    assert again == first
+    assert steps == []
+
+
+def test_a_notebook_finds_torch_as_it_left_it(recipe, tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    torch.set_num_threads(2)
+    try:
+        train(with_(recipe, "training", epochs=1), tmp_path / "run")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(torch.rand(3), expected)
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == flags
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    torch.manual_seed(7)
+    with pytest.raises(SystemError):
+        error = SystemError("broken off")
+        train(recipe, tmp_path / "other", callbacks=[OnStep(2, lambda: fail(error))])
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -347,11 +413,8 @@ def test_every_loss_trains(images, cache, tmp_path, name):
 def test_every_option_runs_and_continues_bit_for_bit(images, cache, tmp_path, changes):
     recipe = make_recipe(images, cache, **{"training": {"epochs": 2}, **changes})
     train(recipe, tmp_path / "whole")
-    stopper = with_(recipe, "training", epochs=recipe.training.epochs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "agree_to_stop", lambda self, _: self.batch == 2)
-        with pytest.raises(Stopped):
-            train(stopper, tmp_path / "cut")
+    with pytest.raises(Stopped):
+        train(recipe, tmp_path / "cut", callbacks=[OnStep(2, interrupt)])
     train(recipe, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
@@ -376,7 +439,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(images, cache, tmp_p
 
 def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
     recipe = make_recipe(
-        images, cache, schedule={"warmup_epochs": 2}, training={"epochs": 3, "keep_every": 1}
+        images, cache, schedule={"warmup_epochs": 2}, training={"epochs": 3, "keep_checkpoint_every": 1}
     )
     train(recipe, tmp_path / "run")
     epochs = [load_file(RunFolder(tmp_path / "run").of_epoch(e)) for e in (1, 2, 3)]
@@ -393,36 +456,35 @@ def test_frozen_statistics_stay(images, cache, tmp_path):
     assert (mean == 0).all()
 
 
-def test_early_stopping(recipe, tmp_path, monkeypatch):
-    values = iter([0.5, 0.6, 0.4, 0.6, 0.3, 0.9])
-    real = trainer_module.Trainer.evaluate
-
-    def evaluate(self, name):
-        return {**real(self, name), "recall@1": next(values, 0.0)}
-
-    monkeypatch.setattr(trainer_module.Trainer, "evaluate", evaluate)
-    recipe = with_(recipe, "training", epochs=20, stop_after=3)
-    results = train(recipe, tmp_path / "run")
-    assert results["epochs"] == 5
-    assert results["chosen"]["epoch"] == 2
+def test_the_best_epoch_is_the_first_of_equals():
+    state = TrainState(torch.zeros(()))
+    improved = []
+    for value in (0.5, 0.6, 0.4, 0.6, 0.3):
+        state.epoch += 1
+        improved.append(state.observe(value))
+    assert improved == [True, True, False, False, False]
+    assert (state.best_epoch, state.best_value, state.stale) == (2, 0.6, 3)
 
 
-def test_the_chosen_epoch_is_the_one_that_is_saved(recipe, tmp_path, monkeypatch):
-    real = trainer_module.Trainer.choose
-    monkeypatch.setattr(
-        trainer_module.Trainer,
-        "choose",
-        lambda self, value: real(self, [0.1, 0.9, 0.2][self.epoch - 1]),
+def test_early_stopping_saves_the_selected_epoch(images, cache, tmp_path):
+    # One held-out class cannot be confused with another: the first epoch is never beaten.
+    recipe = make_recipe(
+        images,
+        cache,
+        training={"epochs": 20, "stop_after": 3},
+        evaluation={"held_out": 0.1},
     )
     results = train(recipe, tmp_path / "run")
-    assert results["chosen"]["epoch"] == 2
+    assert results["epochs"] == 4
+    assert results["selected"]["epoch"] == 1
     saved = Embedder.load(tmp_path / "run" / "embedder").state_dict()
-    best = tensors(tmp_path / "run", "best")
-    for key, value in saved.items():
-        assert torch.equal(value, best[f"embedder.{key}"])
+    best, last = tensors(tmp_path / "run", "best"), tensors(tmp_path / "run")
+    assert all(torch.equal(value, best[f"embedder.{key}"]) for key, value in saved.items())
+    names = [f"embedder.{key}" for key in saved]
+    assert any(not torch.equal(best[name], last[name]) for name in names)
 
 
-def test_two_stages_replay_the_falls_on_all_classes(images, cache, tmp_path):
+def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
@@ -433,15 +495,15 @@ def test_two_stages_replay_the_falls_on_all_classes(images, cache, tmp_path):
     results = train(recipe, tmp_path / "run")
     first = json.loads((tmp_path / "run" / "first-stage" / "results.json").read_text())
     second = Recipe.load(tmp_path / "run" / "second-stage" / "recipe.yaml")
-    assert second.training.epochs == first["chosen"]["epoch"] == results["epochs"]
+    assert second.training.epochs == first["selected"]["epoch"] == results["epochs"]
     assert second.schedule.name == "milestones"
-    assert all(fall in first["falls"] for fall in second.schedule.at)
+    assert all(drop in first["drops"] for drop in second.schedule.at)
     stages = [
         Embedder.load(tmp_path / "run" / stage / "embedder").class_names
         for stage in ("first-stage", "second-stage")
     ]
     assert [len(names) for names in stages] == [4, 8]
-    assert results["first_stage"] == first["chosen"]
+    assert results["first_stage"] == first["selected"]
 
 
 def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, tmp_path):
@@ -459,7 +521,7 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
         )
         results = train(recipe, tmp_path / protocol)
         assert results["protocol"] == protocol
-        assert "test" in results["chosen"]
+        assert "test" in results["selected"]
         history = RunFolder(tmp_path / protocol).history()
         assert ("test" in history[0]) == (protocol == "paper")
         assert ("held_out" in history[0]) == (protocol == "held_out")
@@ -469,21 +531,16 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
     table.unlink()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
-    from proximetry.training.objective import Objective
+def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
+    class Poison(Callback):
+        def on_step_end(self, run, loss):
+            if run.state.step == 5:
+                run.objective.proxies.weight.data.fill_(torch.nan)
 
-    calls = []
-
-    def forward(self, embeddings, labels):
-        calls.append(1)
-        value = self.loss(embeddings, labels)
-        return value * float("nan") if len(calls) == 6 else value
-
-    monkeypatch.setattr(Objective, "forward", forward)
     with pytest.raises(RunError, match=r"not finite at step 5 \(epoch 2\).*class0\d.*last good"):
-        train(recipe, tmp_path / "run")
-    state = read_state(tmp_path / "run" / "checkpoints" / "last.safetensors")
-    assert state["epoch"] == 1
+        train(recipe, tmp_path / "run", callbacks=[Poison()])
+    state = read_state(RunFolder(tmp_path / "run").last)
+    assert state["state"]["epoch"] == 1
     for tensor in tensors(tmp_path / "run").values():
         assert torch.isfinite(tensor.double()).all()
 
@@ -493,12 +550,62 @@ def test_folders_that_cannot_be_used(recipe, tmp_path):
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(RunError, match="not empty and holds no run"):
         train(recipe, tmp_path / "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        train(recipe, tmp_path / "file")
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
-    with pytest.raises(RunError, match="already holds a run"):
-        train(with_(recipe, "training", epochs=1), tmp_path / "run", resume=False)
     changed = with_(with_(recipe, "training", epochs=1), "optimizer", lr=0.5)
-    with pytest.raises(RunError, match=r"optimizer.lr 0.001 → 0.5"):
+    with pytest.raises(RunError, match=r"optimizer.lr 0.001 → 0.5.*--fresh"):
         train(changed, tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    train(changed, tmp_path / "run", resume=False)
+    assert Recipe.load(tmp_path / "run" / "recipe.yaml") == changed
+    assert len(RunFolder(tmp_path / "run").history()) == 1
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_two_runs_do_not_share_a_folder(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
+    folder = RunFolder(tmp_path / "run")
+    folder.acquire()
+    with pytest.raises(RunError, match="another process is training in"):
+        train(recipe, tmp_path / "run")
+    folder.release()
+    train(with_(recipe, "training", epochs=1), tmp_path / "run")
+
+
+MISTAKES = [
+    ({"data": {"root": None}}, "data.root is missing"),
+    ({"data": {"root": "nowhere"}}, "nowhere"),
+    ({"data": {"batch_size": 16, "sampler": "balanced", "images_per_class": 1}}, "16"),
+    ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, "need proxies"),
+    ({"evaluation": {"protocol": "paper"}}, "test set, but there is none"),
+    ({"model": {"backbone": "small_convnett"}}, "small_convnet"),
+    ({"model": {"weights": "nowhere.pth"}}, "nowhere.pth"),
+    ({"training": {"wandb": "birds"}}, "wandb"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=str)
+def test_a_mistake_is_one_sentence_and_leaves_no_folder(
+    images, cache, tmp_path, monkeypatch, changes, message
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises((ValueError, ImportError, OSError), match=message):
+        train(make_recipe(images, cache, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_corrected_command_runs_in_the_same_folder(recipe, tmp_path):
+    """Also where the first one got as far as its recipe: nothing was trained yet."""
+    out = tmp_path / "run"
+    with pytest.raises(SystemError):
+        error = SystemError("before the first checkpoint")
+        train(recipe, out, callbacks=[OnStep(1, lambda: fail(error))])
+    assert (out / "recipe.yaml").exists()
+    corrected = recipe.override({"optimizer.lr": 2e-3, "training.epochs": 1})
+    train(corrected, out)
+    assert Recipe.load(out / "recipe.yaml") == corrected
 
 
 def test_broken_checkpoints_are_named(recipe, tmp_path):
@@ -511,26 +618,6 @@ def test_broken_checkpoints_are_named(recipe, tmp_path):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_checkpoint(tmp_path / "none.safetensors", {})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"data": {"root": None}}, RecipeError, "data.root is missing"),
-        (
-            {"data": {"batch_size": 16, "sampler": "balanced", "images_per_class": 1}},
-            RecipeError,
-            "16",
-        ),
-        ({"loss": {"settings": {"alhpa": 3}}}, RecipeError, "alhpa"),
-        ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, RecipeError, "need proxies"),
-        ({"evaluation": {"protocol": "paper"}}, RunError, "test set, but there is none"),
-        ({"model": {"backbone": "small_convnett"}}, ValueError, "small_convnet"),
-    ],
-)
-def test_mistakes_in_a_recipe_are_one_sentence(images, cache, tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        train(make_recipe(images, cache, **changes), tmp_path / "run")
 
 
 def test_bad_images_stop_the_run_or_are_left_out_and_named(images, cache, tmp_path):
@@ -561,9 +648,9 @@ def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path)
     assert torch.equal(after, before)
 
 
-def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path, monkeypatch):
+def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path):
     train(recipe, tmp_path / "whole")
-    killed_at(6, recipe, tmp_path / "cut", monkeypatch)
+    killed_at(6, recipe, tmp_path / "cut")
     shutil.copytree(images, tmp_path / "elsewhere")
     moved = with_(recipe, "data", root=str(tmp_path / "elsewhere"), cache_dir=str(tmp_path / "c"))
     train(moved, tmp_path / "cut")
@@ -577,47 +664,5 @@ def test_dropout_drops_while_training_alone(recipe, tmp_path):
     none, some = (RunFolder(tmp_path / name).history()[0]["loss"] for name in ("none", "some"))
     assert none != some
     embedder = Embedder.load(tmp_path / "some" / "embedder")
-    network = PixelNetwork(embedder, "float32", torch.device("cpu"), dropout=0.5)
     pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
-    assert torch.equal(network(pixels), embedder(embedder.preprocessing.normalise(pixels)))
-    network.train()
-    assert not torch.equal(network(pixels), network(pixels))
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "message"),
-    [
-        ("model", {"dropout": 1.0}, r"model\.dropout must be at least 0 and below 1"),
-        ("data", {"jitter": 2.0}, r"data\.jitter must be between 0 and 1"),
-        ("data", {"hue": 0.7}, r"data\.hue must be between 0 and 0\.5"),
-    ],
-)
-def test_mistakes_about_what_varies_are_named(section, values, message):
-    with pytest.raises(RecipeError, match=message):
-        Recipe.from_dict({section: values})
-
-
-def test_recording_a_network_draws_nothing(monkeypatch):
-    """A run that continues records later than the whole one did, and must drop the same units."""
-
-    def record(module, arguments, allow_unused_input):
-        for _ in range(3):  # as torch does, to warm up
-            module(*arguments)
-        return module
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
-    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=24).train()
-    network = PixelNetwork(embedder, "float32", torch.device("cpu"), dropout=0.5)
-    captured = CapturedNetwork(network)
-    pixels = torch.randint(0, 256, (4, 3, 24, 24), dtype=torch.uint8)
-    buffers = {name: value.clone() for name, value in network.named_buffers()}
-    found = []
-    for _ in range(2):  # recording, then not
-        torch.manual_seed(5)
-        found.append(captured(pixels))
-        network.load_state_dict({**network.state_dict(), **buffers})
-    torch.manual_seed(5)
-    assert torch.equal(found[0], network(pixels))
-    assert torch.equal(found[0], found[1])
+    assert torch.equal(embedder.embed(pixels), embedder.embed(pixels))

@@ -1,8 +1,8 @@
-"""What a run trains on and is judged on: rows of the catalogue, and batches of pixels."""
+"""What a run trains on and is evaluated on: rows of the catalogue, and batches of pixels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,27 +11,25 @@ from torch import Tensor
 
 from proximetry.data import (
     Catalog,
+    CenterCrop,
     ClassBalanced,
-    EvalTransform,
+    ColorJitter,
     PixelCache,
+    RandomResizedCrop,
     Shuffled,
-    TrainTransform,
-    Windows,
     open_dataset,
 )
-from proximetry.data.colours import Colours, recolour
+from proximetry.data.augment.colors import ColorChanges, recolor
+from proximetry.data.augment.resample import Windows
 from proximetry.models import Preprocessing
-from proximetry.training.display import Display
-from proximetry.training.folder import RunError
-from proximetry.training.recipe import Data, Recipe
-from proximetry.training.recipe_values import RecipeError
-from proximetry.training.seeds import derive
-from proximetry.training.world import World
+from proximetry.training.distributed import World
+from proximetry.training.recipe import DataConfig, Recipe, RecipeError
+from proximetry.training.run_folder import RunError
 
 Rows = npt.NDArray[np.int64]
 
 
-def open_catalog(data: Data) -> Catalog:
+def open_catalog(data: DataConfig) -> Catalog:
     """The catalogue of a recipe's data."""
     if data.root is None and data.dataset != "glyphs":
         raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
@@ -39,11 +37,11 @@ def open_catalog(data: Data) -> Catalog:
 
 
 class _Order(NamedTuple):
-    """A batch before it is made: which window of which rows, in which colours, and the labels."""
+    """A batch before it is made: which window of which rows, in which colors, and the labels."""
 
     rows: Rows
     windows: Windows
-    colours: Colours | None
+    colors: ColorChanges | None
     labels: Tensor
 
 
@@ -60,59 +58,95 @@ class _Cut(NamedTuple):
         return self.pixels, self.labels
 
 
-class Material:
+class TrainingData:
     """The images of a run.
 
     Attributes:
-        rows: rows of the catalogue to ``fit`` on, the ``held_out`` classes, and the ``test`` set.
-        class_names: of the classes to fit, in the order of their labels.
-        sampler: which of the rows to fit make up which batch.
+        rows: rows of the catalogue to ``train`` on, the ``held_out`` classes, the ``test`` set.
+        class_names: of the training classes, in the order of their labels.
+        sampler: which of the training rows make up which batch.
         notes: what the reader of the data had to say.
     """
 
     def __init__(
-        self, recipe: Recipe, preprocessing: Preprocessing, world: World, display: Display
+        self,
+        recipe: Recipe,
+        preprocessing: Preprocessing,
+        world: World,
+        report: Callable[[str], None],
     ) -> None:
         d = recipe.data
-        catalog = open_catalog(d)
-        short = d.short_side or preprocessing.resize
-
-        def build() -> PixelCache:
-            return PixelCache.build(catalog, short, d.cache_dir, policy=d.bad_images)
-
-        if world.size > 1:  # rank 0 decodes, the others then find it done
-            world.first(lambda: len(build()))
-        cache = build()
-        for path, reason in cache.bad:
-            display.message(f"left out {path}: {reason}")
-        for note in cache.catalog.notes:
-            display.message(note)
-        if d.cache == "memory":
-            cache = PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
-        elif d.cache == "gpu":
-            try:
-                cache = cache.to(world.device)
-            except ValueError as error:
-                raise RunError(f"data.cache gpu: {error}") from error
-        self.cache, self.catalog, self.world = cache, cache.catalog, world
-        self.notes = [*cache.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
+        self.world = world
+        self._bad_images = d.bad_images
+        self._place, self._folder = d.cache, d.cache_dir
+        self._filter = preprocessing.interpolation
+        cache = self._build(open_catalog(d), d.short_side or preprocessing.resize)
+        self.catalog = cache.catalog
+        self.notes = [*self.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
+        for note in self.notes:
+            report(note)
         self.rows = divide(self.catalog, recipe)
+        self._cache = self._put(cache)
+        self._eval_rows, self._eval_cache = self._evaluation_cache(cache, preprocessing.resize, recipe)
         self._seed = recipe.training.seed
-        fit = self.catalog.subset(self.rows["fit"])
-        self.class_names = list(fit.class_names)
-        self._fit_codes = fit.codes
-        self.sampler = _sampler(recipe, fit.codes, world)
-        self._train = TrainTransform(
+        train = self.catalog.subset(self.rows["train"])
+        self.class_names = list(train.class_names)
+        self._codes = train.codes
+        self.sampler = _sampler(recipe, train.codes, world)
+        self._augment = RandomResizedCrop(
             d.crop_size or preprocessing.crop,
             scale=d.crop_scale,
             flip=d.flip,
             interpolation=preprocessing.interpolation,
         )
-        self._colours = d.colours()
-        self._view = EvalTransform(
-            preprocessing.resize, preprocessing.crop, preprocessing.interpolation
-        )
+        self._colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
+        self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
+
+    def _build(self, catalog: Catalog, short_side: int) -> PixelCache:
+        def build() -> PixelCache:
+            return PixelCache.build(
+                catalog,
+                short_side,
+                self._folder,
+                interpolation=self._filter,
+                policy=self._bad_images,
+            )
+
+        if self.world.size > 1:  # rank 0 decodes, the others then find it done
+            self.world.first(lambda: len(build()))
+        return build()
+
+    def _put(self, cache: PixelCache) -> PixelCache:
+        """Bring the pixels where the recipe wants them."""
+        if self._place == "memory":
+            return PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
+        if self._place == "disk":
+            return cache
+        try:
+            return cache.to(self.world.device)
+        except ValueError as error:
+            raise RunError(f"data.cache gpu: {error}") from error
+
+    def _evaluation_cache(
+        self, cache: PixelCache, resize: int, recipe: Recipe
+    ) -> tuple[Rows, PixelCache]:
+        """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
+
+        Evaluation sees what the saved embedder will see of the image files: their short side
+        scaled to `resize`, once. Where the training cache has another size, there is a second one.
+        """
+        every = np.arange(len(self.catalog))
+        if (recipe.data.short_side or resize) == resize:
+            return every, self._cache
+        wanted = self.rows["test"]
+        if recipe.model.pca_dim or len(self.rows["held_out"]):
+            wanted = every  # the whole of it, so that runs with other held-out classes share it
+        if len(wanted) == 0:
+            return every, self._cache
+        places = np.full(len(self.catalog), -1)
+        places[wanted] = np.arange(len(wanted))
+        return places, self._put(self._build(self.catalog.subset(wanted), resize))
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
@@ -122,7 +156,7 @@ class Material:
         number alone.
         """
         prepared = self._prepared(epoch, start)
-        if self.cache.flat.device.type == "cpu":
+        if self._cache.flat.device.type == "cpu":
             for order, pixels in prepared:
                 assert pixels is not None
                 yield pixels.to(self.world.device), self._send(order.labels)
@@ -154,7 +188,7 @@ class Material:
         What has been asked of the GPU so far comes first, so memory that has become free is not
         written to before its last reader is done. The coming step is not among it.
         """
-        device = self.cache.flat.device
+        device = self._cache.flat.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -171,25 +205,25 @@ class Material:
         other thread may disturb, be it by asking for pinned memory.
         """
         order = self._order(epoch, number)
-        if self.cache.flat.device.type != "cpu":
+        if self._cache.flat.device.type != "cpu":
             return order, None
         return order, self._make(order)
 
     def _make(self, order: _Order) -> Tensor:
-        pixels = self._train.apply(self.cache, order.rows, order.windows)
-        return pixels if order.colours is None else recolour(pixels, order.colours)
+        pixels = self._augment.apply(self._cache, order.rows, order.windows)
+        return pixels if order.colors is None else recolor(pixels, order.colors)
 
     def _order(self, epoch: int, number: int) -> _Order:
         chosen = self.sampler.batch(epoch, number)
-        generator = torch.Generator().manual_seed(derive(self._seed, epoch, number))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, number))
         rank, size = self.world.rank, self.world.size
         mine = slice(len(chosen) * rank // size, len(chosen) * (rank + 1) // size)
-        rows = self.rows["fit"][chosen]
+        rows = self.rows["train"][chosen]
         # Drawn for the whole batch, so that nothing depends on who does what.
-        windows = self._train.draw(self.cache, rows, generator)[mine]
-        colours = self._colours.draw(len(rows), generator)[mine] if self._colours else None
-        labels = torch.from_numpy(self._fit_codes[chosen[mine]])
-        return _Order(rows[mine], windows, colours, labels)
+        windows = self._augment.draw(self._cache, rows, generator)[mine]
+        colors = self._colors.draw(len(rows), generator)[mine] if self._colors else None
+        labels = torch.from_numpy(self._codes[chosen[mine]])
+        return _Order(rows[mine], windows, colors, labels)
 
     def _send(self, labels: Tensor) -> Tensor:
         """Labels on the device of the run, without waiting for what that is doing."""
@@ -200,36 +234,22 @@ class Material:
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Pixels of rows as evaluation sees them.
 
-        On a GPU the last batch is filled up with its last image: a recorded network knows one
-        size of a batch.
+        On a GPU the last batch is filled up with its last image: a CUDA graph has one batch size.
         """
         missing = -len(rows) % batch_size
         if self.world.device.type == "cuda" and missing:
             rows = np.concatenate([rows, np.full(missing, rows[-1])])
         for start in range(0, len(rows), batch_size):
-            yield self._view(self.cache, rows[start : start + batch_size]).to(self.world.device)
+            places = self._eval_rows[rows[start : start + batch_size]]
+            yield self._view(self._eval_cache, places).to(self.world.device)
 
     def file(self, index: int) -> str:
         """The file of the index-th image to fit, for messages."""
-        return self.catalog.file(int(self.rows["fit"][index]))
-
-
-def questions(catalog: Catalog, vectors: Tensor) -> dict[str, Any]:
-    """What is asked of `metrics.evaluate`: all against all, or queries against a gallery."""
-    labels = np.asarray(catalog.labels)  # names, since numbers would differ between processes
-    if catalog.queries is None or catalog.galleries is None:
-        return {"embeddings": vectors, "labels": labels}
-    asks, answers = np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
-    return {
-        "embeddings": vectors[torch.from_numpy(answers)],
-        "labels": labels[answers],
-        "queries": vectors[torch.from_numpy(asks)],
-        "query_labels": labels[asks],
-    }
+        return self.catalog.file(int(self.rows["train"][index]))
 
 
 def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
-    """Rows to fit, rows of held-out classes, and rows of the test set.
+    """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
 
     Classes are held out by a fixed draw, the same for every seed of a run, unless the catalogue
     has a split "val" of its own. Without a split at all, everything is there to be trained on.
@@ -237,7 +257,7 @@ def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
     splits = np.asarray(catalog.splits)
     train = np.flatnonzero((splits == "train") | (splits == "all"))
     rows = {
-        "fit": train,
+        "train": train,
         "held_out": np.flatnonzero(splits == "val"),
         "test": np.flatnonzero(splits == "test"),
     }
@@ -249,18 +269,18 @@ def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
         if classes < 3:
             raise RunError(
                 f"{classes} training classes are too few to hold some out; "
-                "use evaluation.protocol last"
+                "use evaluation.protocol last (with training.stop_after 0)"
             )
         names = part.split_classes((classes - held, held), seed=0)[1].class_names
         out = np.isin(np.asarray(part.labels), names)
-        rows["fit"], rows["held_out"] = train[~out], train[out]
-    if len(rows["fit"]) == 0:
+        rows["train"], rows["held_out"] = train[~out], train[out]
+    if len(rows["train"]) == 0:
         raise RunError("there is no image to train on: the catalogue has no rows of split train")
-    keep = recipe.model.keep or 0
-    if len(rows["fit"]) < keep:
+    pca_dim = recipe.model.pca_dim or 0
+    if len(rows["train"]) < pca_dim:
         raise RunError(
-            f"model.keep {keep} needs as many training images to find its axes, and there are "
-            f"{len(rows['fit'])}; keep fewer numbers"
+            f"model.pca_dim {pca_dim} needs as many training images to fit the PCA, and there are "
+            f"{len(rows['train'])}; choose a smaller dimension"
         )
     if e.protocol == "paper" and len(rows["test"]) == 0:
         raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
@@ -269,20 +289,22 @@ def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
 
 def _sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
     d, seed = recipe.data, recipe.training.seed
+    if d.batch_size % world.size:
+        raise RecipeError(
+            f"data.batch_size {d.batch_size} cannot be shared evenly by {world.size} processes; "
+            f"use a multiple of {world.size}"
+        )
     try:
         if d.sampler == "balanced":
             classes = d.batch_size // d.images_per_class
-            return ClassBalanced(
-                codes, classes, d.images_per_class, seed=seed, rank=world.rank, world=world.size
-            )
+            return ClassBalanced(codes, classes, d.images_per_class, seed=seed)
         full = len(codes) >= d.batch_size
-        return Shuffled(
-            len(codes),
-            d.batch_size,
-            drop_last=full,
-            seed=seed,
-            rank=world.rank,
-            world=world.size,
-        )
+        return Shuffled(len(codes), d.batch_size, drop_last=full, seed=seed)
     except ValueError as error:
         raise RecipeError(f"data: {error}") from error
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a 63-bit seed that depends on all the numbers, the same on every machine."""
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(state[0]) >> 1
