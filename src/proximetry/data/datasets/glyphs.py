@@ -18,29 +18,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFont, features
 
 from proximetry._common import atomic_path, cache_folder, need
 from proximetry.data.catalog import Catalog
-from proximetry.data.tar_members import SEPARATOR, shard_members
+from proximetry.data.tar_shards import SEPARATOR, shard_members
 
+try:
+    from PIL import Image, ImageFont, features
+except ModuleNotFoundError:
+    need("PIL", "glyphs", "Drawing glyphs")
+
+_DEJAVU = ("", "-Bold", "-Oblique", "-BoldOblique")
 FACES = (
-    "DejaVuSans",
-    "DejaVuSans-Bold",
-    "DejaVuSans-Oblique",
-    "DejaVuSans-BoldOblique",
-    "DejaVuSansMono",
-    "DejaVuSansMono-Bold",
-    "DejaVuSansMono-Oblique",
-    "DejaVuSansMono-BoldOblique",
-    "DejaVuSerif",
-    "DejaVuSerif-Bold",
-    "DejaVuSerif-Italic",
-    "DejaVuSerif-BoldItalic",
-    "STIXGeneral",
-    "STIXGeneralBol",
-    "STIXGeneralItalic",
-    "STIXGeneralBolIta",
+    *(f"DejaVuSans{style}" for style in _DEJAVU),
+    *(f"DejaVuSansMono{style}" for style in _DEJAVU),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+    *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
 )
 
 # Raised when the drawing changes, so that an older cached set is not taken for the new one.
@@ -60,7 +53,7 @@ def glyphs(
         side: width and height of the images in pixels.
         train_fraction: the fraction of the characters marked "train"; the others are "test".
         seed: decides size, slant and place of every image, and which characters are which.
-        cache: folder to keep the images in; see `places.cache_folder` for the default.
+        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry unless given.
     """
     if not 16 <= side <= 256:
         raise ValueError(f"side must be from 16 to 256 pixels, got {side}")

@@ -7,9 +7,14 @@ import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
 
-from proximetry.data import ImageError, open_image
+from proximetry.data import ImageError, open_image, resize_and_center_crop
+from proximetry.data.images import center_offset, resize_short_side, scaled_size
 
 RED, BLUE = (220, 30, 40), (20, 40, 200)
 
@@ -174,6 +179,15 @@ def test_broken_exif_does_not_cost_the_image():
     assert open_image(data).size == (20, 12)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_orientation_counts_even_where_the_rest_of_exif_is_broken():
+    # Orientation 6, and a rational without a value, which Pillow reads but cannot write again.
+    tags = [(0x0112, 3, 1, 6 << 16), (0x0131, 12, 1, 0)]
+    entries = b"".join(struct.pack(">HHII", *tag) for tag in tags)
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(tags)) + entries + bytes(4)
+    assert open_image(encoded(halves(), "JPEG", exif=exif)).size == (12, 20)
+
+
 def test_first_frame_of_an_animation():
     frames = [Image.new("RGB", (5, 5), c) for c in ("red", "blue")]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -280,3 +294,49 @@ def test_result_does_not_share_with_its_source():
 def test_error_survives_pickling():
     error = pickle.loads(pickle.dumps(ImageError("a.jpg", "gone")))
     assert (error.name, error.reason, str(error)) == ("a.jpg", "gone", "a.jpg: gone")
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 64))
+def test_scaled_size(width, height, short_side):
+    wide, tall = scaled_size(width, height, short_side)
+    assert min(wide, tall) == short_side
+    assert scaled_size(height, width, short_side) == (tall, wide)
+    # In proportion, rounded down as torchvision does.
+    assert max(wide, tall) == int(short_side * max(width, height) / min(width, height))
+
+
+@given(
+    size=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    resize=st.integers(1, 40),
+    interpolation=st.sampled_from(["bilinear", "bicubic"]),
+    data=st.data(),
+)
+def test_resize_and_center_crop_equals_torchvision(size, resize, interpolation, data):
+    crop = [data.draw(st.integers(1, resize)) for _ in range(2)]
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+    found = resize_and_center_crop(image, resize, tuple(crop), interpolation)
+    scaled = tv.resize(image, [resize], InterpolationMode[interpolation.upper()], antialias=True)
+    assert np.array_equal(found, tv.center_crop(scaled, crop))
+
+
+def test_center_offset_rounds_halves_to_even():
+    assert [center_offset(size, 4) for size in (4, 5, 6, 7, 9)] == [0, 0, 1, 2, 2]
+
+
+def test_a_crop_that_does_not_fit_is_refused():
+    image = Image.new("RGB", (60, 40))
+    message = (
+        "an image of 40×60 pixels becomes 20×30, too few for a crop of 24×16; use a resize of 24"
+    )
+    with pytest.raises(ValueError, match=message):
+        resize_and_center_crop(image, 20, (24, 16), "bicubic")
+    assert resize_and_center_crop(image, 20, (16, 24), "bicubic").size == (24, 16)
+    with pytest.raises(ValueError, match="crop must be positive, got 0"):
+        resize_and_center_crop(image, 20, 0, "bicubic")
+    with pytest.raises(ValueError, match="'bilinear' or 'bicubic', got 'box'"):
+        resize_and_center_crop(image, 20, 16, "box")
+
+
+def test_an_image_too_narrow_to_scale_is_refused():
+    with pytest.raises(ImageError, match="1×5000 pixels is too narrow to scale"):
+        resize_short_side(Image.new("RGB", (1, 5000)), 256, "bilinear")

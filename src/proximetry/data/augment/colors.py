@@ -1,7 +1,7 @@
-"""Random changes of colour, batched on the device of the pixels.
+"""Color jitter and random grayscale, batched on the device of the pixels.
 
-All of them are affine in red, green and blue: hue, saturation, contrast and brightness of an image
-are one matrix and one shift, and a batch is one product.
+Hue, saturation, contrast and brightness are affine in red, green and blue: for an image they are
+one matrix and one shift, and a batch is one product.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 # How bright red, green and blue appear (ITU-R 601), as torchvision has them.
-_LIGHT = (0.2989, 0.587, 0.114)
-# Two axes of colour without light; hue turns them into each other (NTSC's I and Q).
-_COLOUR = ((0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+_LUMA = (0.2989, 0.587, 0.114)
+# Two axes of colour without luma; hue turns them into each other (NTSC's I and Q).
+_CHROMA = ((0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
 @dataclass(frozen=True)
-class Colours:
-    """For every image of a batch, what happens to it: first hue, then the others in this order.
+class ColorChanges:
+    """What was drawn for every image of a batch; applied in this order.
 
-    A factor of 1 and a hue of 0 leave an image as it is.
+    A hue of 0 and factors of 1 leave an image as it is.
 
     Attributes:
-        hue: part of a whole turn, from red over green to blue, at the same light.
+        hue: fraction of the colour circle, from red over green to blue, at the same luma.
         saturation: 0 leaves grey.
         contrast: 0 leaves the mean brightness.
         brightness: 0 leaves black.
@@ -39,76 +39,76 @@ class Colours:
     def __len__(self) -> int:
         return len(self.hue)
 
-    def __getitem__(self, part: slice) -> Colours:
+    def __getitem__(self, part: slice) -> ColorChanges:
         """Return what happens to a slice of the batch."""
-        return Colours(
+        return ColorChanges(
             self.hue[part], self.saturation[part], self.contrast[part], self.brightness[part]
         )
 
 
 @dataclass(frozen=True)
-class ColourTransform:
-    """Random brightness, contrast, saturation and hue, much as torchvision's ColorJitter.
+class ColorJitter:
+    """Random brightness, contrast, saturation and hue, much as torchvision's; random grayscale.
 
     Args:
         jitter: brightness, contrast and saturation are multiplied by 1 − jitter to 1 + jitter.
-        hue: it turns by up to this part of a whole turn, either way; 0.5 is any hue.
-        grey: part of the images that lose their colour.
+        hue: largest hue shift either way, as a fraction of the colour circle; 0.5 is any hue.
+        grayscale: probability that an image becomes grey.
     """
 
     jitter: float = 0.0
     hue: float = 0.0
-    grey: float = 0.0
+    grayscale: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, most in (("jitter", 1.0), ("hue", 0.5), ("grey", 1.0)):
+        for name, most in (("jitter", 1.0), ("hue", 0.5), ("grayscale", 1.0)):
             value = getattr(self, name)
             if not 0 <= value <= most:
                 raise ValueError(f"{name} must be between 0 and {most}, got {value!r}")
 
     def __bool__(self) -> bool:
         """Whether it does anything."""
-        return max(self.jitter, self.hue, self.grey) > 0
+        return max(self.jitter, self.hue, self.grayscale) > 0
 
-    def draw(self, count: int, generator: torch.Generator) -> Colours:
+    def draw(self, count: int, generator: torch.Generator) -> ColorChanges:
         """Draw for so many images; all take as many random values, so a batch can be sliced."""
         u = torch.rand(count, 5, generator=generator, dtype=torch.float64)
         around = (2 * u - 1).unbind(1)
         saturation = 1 + self.jitter * around[1]
-        return Colours(
+        return ColorChanges(
             hue=self.hue * around[0],
-            saturation=torch.where(u[:, 4] < self.grey, 0.0, saturation),
+            saturation=torch.where(u[:, 4] < self.grayscale, 0.0, saturation),
             contrast=1 + self.jitter * around[2],
             brightness=1 + self.jitter * around[3],
         )
 
 
-def recolour(pixels: Tensor, colours: Colours) -> Tensor:
-    """Return a uint8 batch [images, 3, height, width] with other colours, channels-last."""
-    matrix, share = _matrices(colours)
+def recolor(pixels: Tensor, changes: ColorChanges) -> Tensor:
+    """Return a uint8 batch [images, 3, height, width] with its colours changed, channels-last."""
+    matrix, share = _matrices(changes)
     numbers = torch.cat([matrix.flatten(1), share[:, None]], dim=1).float()
     if pixels.is_cuda:
         numbers = numbers.pin_memory()  # so that nothing waits for the copy
     numbers = numbers.to(pixels.device, non_blocking=True)
     batch, _, height, width = pixels.shape
     values = pixels.permute(0, 2, 3, 1).reshape(batch, height * width, 3).float()
-    mean = sum(part * light for part, light in zip(values.mean(1).unbind(1), _LIGHT, strict=True))
+    mean = sum(part * weight for part, weight in zip(values.mean(1).unbind(1), _LUMA, strict=True))
     shift = (numbers[:, 9] * mean)[:, None, None].expand(-1, 1, 3)
     changed = torch.baddbmm(shift, values, numbers[:, :9].view(-1, 3, 3).mT)
     changed = changed.clamp_(0, 255).round_().to(torch.uint8)
     return changed.view(batch, height, width, 3).permute(0, 3, 1, 2)
 
 
-def _matrices(colours: Colours) -> tuple[Tensor, Tensor]:
-    """Return [images, 3, 3], and which share of an image's mean light is added to it."""
-    light = torch.tensor(_LIGHT, dtype=torch.float64)
-    axes = torch.stack([light, *torch.tensor(_COLOUR, dtype=torch.float64)])
-    angle = 2 * math.pi * colours.hue
-    turn = torch.eye(3, dtype=torch.float64).repeat(len(colours), 1, 1)
+def _matrices(changes: ColorChanges) -> tuple[Tensor, Tensor]:
+    """Return [images, 3, 3], and which share of an image's mean luma is added to it."""
+    luma = torch.tensor(_LUMA, dtype=torch.float64)
+    axes = torch.stack([luma, *torch.tensor(_CHROMA, dtype=torch.float64)])
+    angle = 2 * math.pi * changes.hue
+    turn = torch.eye(3, dtype=torch.float64).repeat(len(changes), 1, 1)
     turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
     turn[:, 1, 2], turn[:, 2, 1] = angle.sin(), -angle.sin()
     matrix = torch.linalg.inv(axes) @ turn @ axes
-    saturation = colours.saturation[:, None, None]
-    matrix = saturation * matrix + (1 - saturation) * (light @ matrix)[:, None, :]
-    factor = colours.brightness * colours.contrast
-    return factor[:, None, None] * matrix, colours.brightness * (1 - colours.contrast)
+    saturation = changes.saturation[:, None, None]
+    matrix = saturation * matrix + (1 - saturation) * (luma @ matrix)[:, None, :]
+    factor = changes.brightness * changes.contrast
+    return factor[:, None, None] * matrix, changes.brightness * (1 - changes.contrast)

@@ -7,9 +7,11 @@ member's name cannot reach outside the archive.
 
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from proximetry.data.folders import is_image
 
 SEPARATOR = "::"
 
@@ -69,3 +71,26 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a file or of a shard's member."""
     name = os.fspath(path)
     return read_member(name) if is_shard_path(name) else Path(name).read_bytes()
+
+
+def scan_shards(files: Sequence[Path]) -> tuple[Path, tuple[str, ...], tuple[str, ...]]:
+    """Return the folder around the shards, and paths and labels; see Catalog.from_shards."""
+    if not files:
+        raise ValueError("no shards given; expected tar files that hold <class>/<image>")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is not a file; expected a tar that holds <class>/<image>")
+        if file.suffix != ".tar":
+            raise ValueError(f"{file} is not a .tar file; compressed ones must be unpacked first")
+    root = Path(os.path.commonpath([f.resolve().parent for f in files]))
+    paths, labels = [], []
+    for file in files:
+        relative = file.resolve().relative_to(root).as_posix()
+        for member in shard_members(file):
+            place = PurePosixPath(member)
+            if is_image(place.name) and place.parent.name:
+                paths.append(f"{relative}{SEPARATOR}{member}")
+                labels.append(place.parent.name)
+    if not paths:
+        raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
+    return root, tuple(paths), tuple(labels)

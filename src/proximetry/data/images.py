@@ -1,20 +1,26 @@
-"""Any image file or array becomes one RGB picture, or one clear error that names it."""
+"""Images from files, and the one rule that makes them what an embedder sees.
+
+Any image file or array becomes one RGB picture, or one clear error that names it. The rule: scale
+the shorter side, then take the centre. Training, evaluation and encoding all follow it, so they see
+the same bytes.
+"""
 
 import io
 import os
 import struct
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from proximetry._common import need
-from proximetry.data.tar_members import is_shard_path, read_member
+from proximetry.data.tar_shards import is_shard_path, read_member
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
 except ModuleNotFoundError:
     need("PIL", "images", "Reading images")
 
+Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
 
 # Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns by itself as well.
@@ -88,6 +94,67 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError(name, f"not an image in a known format ({_list_formats()})") from error
     except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
         raise ImageError(name, f"cannot be opened: {error}") from error
+
+
+def check_interpolation(name: str) -> None:
+    """Refuse filters that there are not."""
+    if name not in get_args(Interpolation):
+        raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {name!r}")
+
+
+def scaled_size(width: int, height: int, short_side: int) -> tuple[int, int]:
+    """Return width and height with the shorter one as asked and the other in proportion."""
+    if width <= height:
+        return short_side, max(short_side, int(short_side * height / width))
+    return max(short_side, int(short_side * width / height)), short_side
+
+
+def resize_short_side(
+    image: Image.Image, short_side: int, interpolation: Interpolation
+) -> Image.Image:
+    """Scale an image with Pillow so that its shorter side has so many pixels.
+
+    Raises:
+        ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
+    """
+    check_interpolation(interpolation)
+    size = scaled_size(*image.size, short_side)
+    if size[0] * size[1] > MAX_PIXELS:
+        reason = f"{image.width}×{image.height} pixels is too narrow to scale"
+        raise ImageError(_name(image), reason)
+    if size == image.size:
+        return image
+    return image.resize(size, Image.Resampling[interpolation.upper()])
+
+
+def center_offset(size: int, crop: int) -> int:
+    """Return where a centred crop starts; halves are rounded to even, as torchvision does."""
+    return round((size - crop) / 2)
+
+
+def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of a crop that may be given as one side of a square."""
+    height, width = (crop, crop) if isinstance(crop, int) else crop
+    if height < 1 or width < 1:
+        raise ValueError(f"crop must be positive, got {crop}")
+    return height, width
+
+
+def resize_and_center_crop(
+    image: Image.Image, resize: int, crop: int | tuple[int, int], interpolation: Interpolation
+) -> Image.Image:
+    """Scale the shorter side to `resize`, then take the centre: a square or (height, width)."""
+    height, width = crop_size(crop)
+    scaled_width, scaled_height = scaled_size(*image.size, resize)
+    if scaled_height < height or scaled_width < width:
+        raise ValueError(
+            f"an image of {image.height}×{image.width} pixels becomes "
+            f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
+            f"use a resize of {max(height, width)}"
+        )
+    image = resize_short_side(image, resize, interpolation)
+    top, left = center_offset(image.height, height), center_offset(image.width, width)
+    return image.crop((left, top, left + width, top + height))
 
 
 def _formats() -> tuple[str, ...]:

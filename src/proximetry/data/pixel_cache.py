@@ -1,13 +1,24 @@
-"""Images decoded once, then read from a memory map by every process that needs them."""
+"""Images decoded once, then read from a memory map by every process that needs them.
+
+    <key>/pixels.bin    the images one after another, each height × width × 3 bytes
+    <key>/index.npy     offset, height and width of each
+    <key>/header.json   what it is, how large, its checksums, and which images could not be read
+
+Such a store is filled under another name and renamed at the end, so one called <key> is complete.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -16,23 +27,24 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from filelock import FileLock
 
-from proximetry._common import atomic_path, cache_folder, some
+from proximetry._common import Progress, atomic_write, cache_folder, some
 from proximetry.data.catalog import Catalog
-from proximetry.data.decode import MAX_PIXELS, ImageError, open_image
-from proximetry.data.pixel_store import (
-    BrokenStoreError,
-    locked,
-    open_store,
-    remove_leftovers,
-    write_store,
+from proximetry.data.images import (
+    ImageError,
+    Interpolation,
+    check_interpolation,
+    open_image,
+    resize_short_side,
 )
-from proximetry.data.tar_members import is_shard_path, read_bytes, split_shard_path
+from proximetry.data.tar_shards import is_shard_path, read_bytes, split_shard_path
 
 Array = npt.NDArray[np.uint8]
-Progress = Callable[[int, int], None]
+_THREADS = min(8, os.cpu_count() or 1)
 _UNREADABLE = b"unreadable"
+_FORMAT = "proximetry pixels 1"
+_BLOCK = 1 << 26
 
 
 class PixelCache:
@@ -67,9 +79,8 @@ class PixelCache:
         short_side: int,
         root: str | os.PathLike[str] | None = None,
         *,
+        interpolation: Interpolation = "bicubic",
         policy: Literal["error", "skip"] = "error",
-        crop_to_box: bool = False,
-        workers: int | None = None,
         progress: Progress | None = None,
     ) -> PixelCache:
         """Open the cache of these images, decoding them first if nobody has.
@@ -80,31 +91,29 @@ class PixelCache:
 
         Args:
             catalog: what to decode.
-            short_side: pixels of the shorter side after scaling (bicubic, aspect kept).
+            short_side: pixels of the shorter side after scaling; see `resize_short_side`.
             root: folder of caches; the user's cache folder unless given.
+            interpolation: "bicubic" or "bilinear".
             policy: when images cannot be read, "error" raises an ImageError that names them,
                 "skip" leaves them out of `catalog` and lists them in `bad`.
-            crop_to_box: cut images that have a box to it first.
-            workers: threads that decode.
             progress: called with (images done, images in all).
         """
+        check_interpolation(interpolation)
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
         if not 1 <= short_side <= 4096:
             raise ValueError(f"short_side must be from 1 to 4096 pixels, got {short_side}")
         if len(catalog) == 0:
             raise ValueError("the catalogue is empty: there is nothing to decode")
-        count = workers or min(8, os.cpu_count() or 1)
         home = cache_folder() / "pixels" if root is None else Path(root)
-        folder = home / _key(catalog, short_side, crop_to_box, home, count)
+        folder = home / _key(catalog, short_side, interpolation, home)
         cache = _try_open(folder, catalog)
         if cache is None:
-            with locked(home / f"{folder.name}.lock") as alone:
+            with _locked(home / f"{folder.name}.lock") as alone:
                 cache = _try_open(folder, catalog)  # another process may have built it
                 if cache is None:
                     _clear(folder, alone)
-                    images = _decode_all(catalog, short_side, crop_to_box, count, progress)
-                    write_store(folder, images)
+                    _write(folder, _decode_all(catalog, short_side, interpolation, progress))
                     cache = _open(folder, catalog, verify=False)
         _check_bad(cache, len(catalog), policy)
         return cache
@@ -195,7 +204,7 @@ def _map(folder: Path) -> torch.Tensor:
 
 
 def _open(folder: Path, catalog: Catalog, *, verify: bool) -> PixelCache:
-    header, index = open_store(folder, verify=verify)
+    header, index = read_store(folder, verify=verify)
     bad = dict(header.bad)
     good = [i for i in range(len(catalog)) if i not in bad]
     reasons = tuple((catalog.paths[i], reason) for i, reason in bad.items())
@@ -218,7 +227,8 @@ def _clear(folder: Path, alone: bool) -> None:
         folder.rename(broken)
         shutil.rmtree(broken, ignore_errors=True)
     if alone:
-        remove_leftovers(folder)
+        for part in folder.parent.glob(f".{folder.name}.*.part"):
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _check_bad(cache: PixelCache, total: int, policy: str) -> None:
@@ -229,16 +239,16 @@ def _check_bad(cache: PixelCache, total: int, policy: str) -> None:
     raise ImageError(f"{len(cache.bad)} of {total} images cannot be read", listed + hint)
 
 
-def _key(catalog: Catalog, short_side: int, crop: bool, home: Path, workers: int) -> str:
+def _key(catalog: Catalog, short_side: int, interpolation: str, home: Path) -> str:
     """Digest what the cache depends on: the bytes of every image, and how they are decoded."""
     digest = hashlib.blake2b(digest_size=12)
-    facts = (short_side, metadata.version("pillow"), catalog.boxes if crop else None)
+    facts = (short_side, metadata.version("pillow"), interpolation)
     digest.update(repr(facts).encode())
-    digest.update(_contents(catalog, home, workers).encode())
+    digest.update(_contents(catalog, home).encode())
     return digest.hexdigest()
 
 
-def _contents(catalog: Catalog, home: Path, workers: int) -> str:
+def _contents(catalog: Catalog, home: Path) -> str:
     """Digest the bytes of all images.
 
     The result is remembered under the names, sizes and times of the files, so that only the
@@ -248,15 +258,14 @@ def _contents(catalog: Catalog, home: Path, workers: int) -> str:
     if known.is_file():
         return known.read_text(encoding="ascii")
     digest = hashlib.blake2b(digest_size=12)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         contents = list(pool.map(_content, map(catalog.file, range(len(catalog)))))
     for one in contents:
         digest.update(one)
     # A file that cannot be read may become readable without a new time stamp.
     if _UNREADABLE not in contents:
         known.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(known) as part:
-            part.write_text(digest.hexdigest(), encoding="ascii")
+        atomic_write(known, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
@@ -284,49 +293,147 @@ def _stamp(catalog: Catalog) -> str:
 
 
 def _decode_all(
-    catalog: Catalog, short_side: int, crop: bool, workers: int, progress: Progress | None
+    catalog: Catalog, short_side: int, interpolation: Interpolation, progress: Progress | None
 ) -> Iterator[tuple[int, Array | str]]:
     """Decode in threads, in order, with only a few images in memory at once."""
     waiting: deque[Future[Array | str]] = deque()
-    total = len(catalog)
-    with ThreadPoolExecutor(workers) as pool:
-        for row in range(total + 4 * workers):
+    total, ahead = len(catalog), 4 * _THREADS
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for row in range(total + ahead):
             if row < total:
-                box = catalog.boxes[row] if crop and catalog.boxes else None
-                waiting.append(pool.submit(_decode, catalog.file(row), short_side, box))
-            done = row - 4 * workers
+                file = catalog.file(row)
+                waiting.append(pool.submit(_decode, file, short_side, interpolation))
+            done = row - ahead
             if 0 <= done < total:
                 yield done, waiting.popleft().result()
                 if progress is not None:
                     progress(done + 1, total)
 
 
-def _decode(file: str, short_side: int, box: tuple[float, ...] | None) -> Array | str:
+def _decode(file: str, short_side: int, interpolation: Interpolation) -> Array | str:
+    """Return the scaled image, or why there is none."""
     try:
-        image = open_image(file)
-        if box is not None:
-            image = _cut(image, file, box)
-        size = scaled_size(*image.size, short_side)
-        if size[0] * size[1] > MAX_PIXELS:
-            raise ImageError(file, f"{image.width}×{image.height} pixels is too narrow to scale")
-        if size != image.size:
-            image = image.resize(size, Image.Resampling.BICUBIC)
-        return np.asarray(image)
+        return np.asarray(resize_short_side(open_image(file), short_side, interpolation))
     except ImageError as error:
         return error.reason
 
 
-def _cut(image: Image.Image, file: str, box: tuple[float, ...]) -> Image.Image:
-    x, y, w, h = box
-    left, top = round(x), round(y)
-    right, bottom = min(round(x + w), image.width), min(round(y + h), image.height)
-    if right <= left or bottom <= top:
-        raise ImageError(file, f"the box {box} lies outside {image.width}×{image.height} pixels")
-    return image.crop((left, top, right, bottom))
+@contextmanager
+def _locked(file: Path) -> Iterator[bool]:
+    """Hold a lock that other processes wait for and that a killed process gives back.
+
+    Gives False where the file system has no locks; renaming keeps the store whole even then.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file, fallback_to_soft=False)
+    alone = True
+    try:
+        lock.acquire()
+    except OSError:
+        alone = False
+    try:
+        yield alone
+    finally:
+        lock.release()
 
 
-def scaled_size(width: int, height: int, short_side: int) -> tuple[int, int]:
-    """Return width and height with the shorter one as asked and the other in proportion."""
-    if width <= height:
-        return short_side, max(short_side, int(short_side * height / width))
-    return max(short_side, int(short_side * width / height)), short_side
+class BrokenStoreError(ValueError):
+    """The files are not what their header says."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a store says about itself."""
+
+    format: str
+    key: str
+    images: int
+    bytes: int
+    index_crc: int
+    pixels_crc: list[int]
+    # Rows of the catalogue that could not be read, with the reason.
+    bad: list[tuple[int, str]]
+
+
+def _write(folder: Path, images: Iterable[tuple[int, Array | str]]) -> None:
+    """Write (row, pixels or the reason why there are none) pairs into a new store."""
+    part = folder.with_name(f".{folder.name}.{uuid4().hex}.part")
+    part.mkdir(parents=True)
+    try:
+        index: list[tuple[int, int, int]] = []
+        bad: list[tuple[int, str]] = []
+        offset = 0
+        with (part / "pixels.bin").open("wb") as stream:
+            for row, image in images:
+                if isinstance(image, str):
+                    bad.append((row, image))
+                    continue
+                stream.write(np.ascontiguousarray(image).data)
+                index.append((offset, *image.shape[:2]))
+                offset += image.size
+            stream.flush()
+            os.fsync(stream.fileno())
+        np.save(part / "index.npy", np.array(index, dtype=np.int64).reshape(-1, 3))
+        _write_header(part, folder.name, len(index), offset, bad)
+        try:
+            part.rename(folder)
+        except OSError:
+            # Without locks another process may have been quicker; its store is as good.
+            if not (folder / "header.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_header(part: Path, key: str, images: int, size: int, bad: list[tuple[int, str]]) -> None:
+    index_crc = zlib.crc32((part / "index.npy").read_bytes())
+    pixels_crc = _checksums(part / "pixels.bin")
+    header = _Header(_FORMAT, key, images, size, index_crc, pixels_crc, bad)
+    # A reason may quote a file name that is not UTF-8: JSON escapes it.
+    atomic_write(part / "header.json", json.dumps(asdict(header)).encode())
+
+
+def read_store(folder: Path, *, verify: bool) -> tuple[_Header, npt.NDArray[np.int64]]:
+    """Read header and index, and check them; with `verify` every byte of the pixels too."""
+    header = _read_header(folder)
+    try:
+        data = (folder / "index.npy").read_bytes()
+        size = (folder / "pixels.bin").stat().st_size
+    except OSError as error:
+        raise BrokenStoreError(f"{folder}: {error}") from error
+    if zlib.crc32(data) != header.index_crc:
+        raise BrokenStoreError(f"{folder}: the index does not match its checksum")
+    if size != header.bytes:
+        raise BrokenStoreError(f"{folder}: pixels.bin has {size} bytes instead of {header.bytes}")
+    if verify and _checksums(folder / "pixels.bin") != header.pixels_crc:
+        raise BrokenStoreError(f"{folder}: the pixels do not match their checksums")
+    index: npt.NDArray[np.int64] = np.load(folder / "index.npy", allow_pickle=False)
+    return header, index
+
+
+def _read_header(folder: Path) -> _Header:
+    try:
+        fields = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        fields["bad"] = [(int(row), str(reason)) for row, reason in fields["bad"]]
+        header = _Header(**fields)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BrokenStoreError(f"{folder}: no readable header: {error}") from error
+    if header.format != _FORMAT or header.key != folder.name:
+        raise BrokenStoreError(f"{folder}: the header is of {header.format!r}, {header.key!r}")
+    return header
+
+
+def _checksums(file: Path) -> list[int]:
+    """Return the CRC-32 of every block of a file; the blocks are read side by side."""
+    starts = range(0, file.stat().st_size, _BLOCK)
+
+    def checksum(start: int) -> int:
+        crc, left = 0, _BLOCK
+        with file.open("rb") as stream:
+            stream.seek(start)
+            while left and (piece := stream.read(min(left, 1 << 20))):
+                crc, left = zlib.crc32(piece, crc), left - len(piece)
+        return crc
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(checksum, starts))

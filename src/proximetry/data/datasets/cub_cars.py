@@ -2,51 +2,48 @@
 
 The datasets' own division into train and test images is another one (every class is in both) and
 is not used: for metric learning the classes decide. So a copy that comes as train/ and test/
-folders is read as one heap and divided by class.
+folders is merged and re-split by class.
 """
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from proximetry._common import need, some
-from proximetry.data.catalog import Catalog
-from proximetry.data.checks import Box
-from proximetry.data.datasets.archives import shards
-from proximetry.data.datasets.counts import (
+from proximetry.data.catalog import Box, Catalog
+from proximetry.data.datasets._reading import (
     Size,
+    dataset,
     drop_missing,
     fields_of,
     find_home,
-    finish,
-    mark_splits,
-    split_notes,
     wrong_folder,
 )
 
-_CUB = "CUB-200-2011"
-_CUB_TRAIN, _CUB_TEST = Size(5864, 100), Size(5924, 100)
-_CARS = "Cars196"
+_CUB, _CARS = "CUB-200-2011", "Cars196"
 _CARS_TRAIN, _CARS_TEST = Size(8054, 98), Size(8131, 98)
 
 
-def cub(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+@dataset(
+    "cub",
+    title=_CUB,
+    about="birds",
+    layout="CUB_200_2011/images.txt with images/, or <class>/<image>.jpg, or tar shards",
+    train=Size(5864, 100),
+    test=Size(5924, 100),
+)
+def cub(root: Path) -> Catalog:
     """Read CUB-200-2011: classes 1 to 100 for training, 101 to 200 for test.
 
     `root` is the official folder (images.txt, image_class_labels.txt, images/), or holds
     <class>/<image> in folders, below train/ and test/ or not, or in tar shards.
     """
     home = find_home(root, ["CUB_200_2011"], ["images.txt", "image_class_labels.txt"])
-    notes: list[str] = []
     if (home / "images.txt").is_file() and (home / "image_class_labels.txt").is_file():
-        catalog, notes = drop_missing(_CUB, _cub_lists(home))
-    else:
-        heap = _heap(_CUB, home, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
-        first, notes = _first_birds(heap)
-        catalog = mark_splits(heap, first)
-    return finish(catalog, [*notes, *split_notes(_CUB, catalog, _CUB_TRAIN, _CUB_TEST)], strict)
+        return drop_missing(_CUB, _cub_lists(home))
+    merged = _merged(_CUB, home, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
+    return _split(merged, *_first_birds(merged))
 
 
 def _cub_lists(home: Path) -> Catalog:
@@ -73,19 +70,28 @@ def _box(x: float, y: float, width: float, height: float) -> Box | None:
     return (x, y, width, height) if usable else None
 
 
-def _first_birds(heap: Catalog) -> tuple[set[str], list[str]]:
+def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
     """Return the classes 1 to 100: by the number in their name, else in sorted order."""
-    numbers = {name: re.match(r"(\d+)\.", name) for name in heap.class_names}
+    numbers = {name: re.match(r"(\d+)\.", name) for name in merged.class_names}
     if all(numbers.values()):
         return {name for name, match in numbers.items() if match and int(match[1]) <= 100}, []
     note = (
         f"{_CUB}: class folders are not numbered (001.Black_footed_Albatross, …); the first 100 "
         "in sorted order are taken for training, which need not be the official ones"
     )
-    return set(heap.class_names[:100]), [note]
+    return set(merged.class_names[:100]), [note]
 
 
-def cars(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+@dataset(
+    "cars",
+    title=_CARS,
+    about="car models",
+    layout="cars_annos.mat with car_ims/, or devkit/ with cars_train/ and cars_test/, "
+    "or <class>/<image>.jpg, or tar shards",
+    train=_CARS_TRAIN,
+    test=_CARS_TEST,
+)
+def cars(root: Path) -> Catalog:
     """Read Cars196: classes 1 to 98 for training, 99 to 196 for test.
 
     `root` holds cars_annos.mat and car_ims/, or devkit/ with cars_train/ and cars_test/, or
@@ -94,14 +100,11 @@ def cars(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
     """
     home = find_home(root, ["stanford_cars", "cars196"], ["cars_annos.mat"])
     if (home / "cars_annos.mat").is_file():
-        catalog, notes = drop_missing(_CARS, _cars_annotations(home))
-    elif (home / "devkit" / "cars_train_annos.mat").is_file():
-        catalog, notes = drop_missing(_CARS, _cars_devkit(home))
-    else:
-        heap = _heap(_CARS, home, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
-        first, notes = _first_cars(heap)
-        catalog = mark_splits(heap, first)
-    return finish(catalog, [*notes, *split_notes(_CARS, catalog, _CARS_TRAIN, _CARS_TEST)], strict)
+        return drop_missing(_CARS, _cars_annotations(home))
+    if (home / "devkit" / "cars_train_annos.mat").is_file():
+        return drop_missing(_CARS, _cars_devkit(home))
+    merged = _merged(_CARS, home, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
+    return _split(merged, *_first_cars(merged))
 
 
 def _cars_annotations(home: Path) -> Catalog:
@@ -152,51 +155,57 @@ def _cars_catalog(home: Path, paths: list[str], rows: Any, names: list[str]) -> 
     )
 
 
-def _first_cars(heap: Catalog) -> tuple[set[str], list[str]]:
-    """Return the classes 1 to 98 of a heap, and what can be said about missing images.
+def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
+    """Return the classes 1 to 98 of a merged copy, and what can be said about missing images.
 
     The images are numbered through, class by class, from 1 to 16185; so the smallest number
     of a class tells its place. When classes are missing, the number still tells the half:
     the classes 1 to 98 have the images 1 to 8054.
     """
     total = _CARS_TRAIN.images + _CARS_TEST.images
-    digits = [re.findall(r"\d+", Path(path).stem) for path in heap.paths]
+    digits = [re.findall(r"\d+", Path(path).stem) for path in merged.paths]
     numbers = [int(d[-1]) if d else 0 for d in digits]
     if len(set(numbers)) < len(numbers) or not 1 <= min(numbers) <= max(numbers) <= total:
         note = (
             f"{_CARS}: images are not numbered through from 1 to {total}; the first 98 classes in "
             "sorted order are taken for training, which need not be the official ones"
         )
-        return set(heap.class_names[:98]), [note]
+        return set(merged.class_names[:98]), [note]
     smallest: dict[str, int] = {}
-    for label, number in zip(heap.labels, numbers, strict=True):
+    for label, number in zip(merged.labels, numbers, strict=True):
         smallest[label] = min(number, smallest.get(label, number))
     order = sorted(smallest, key=lambda label: smallest[label])
     if len(order) == _CARS_TRAIN.classes + _CARS_TEST.classes:
         first = set(order[: _CARS_TRAIN.classes])
     else:
         first = {label for label in order if smallest[label] <= _CARS_TRAIN.images}
-    return first, _missing_numbers(heap, set(numbers), total)
+    return first, _missing_numbers(merged, set(numbers), total)
 
 
-def _missing_numbers(heap: Catalog, found: set[int], total: int) -> list[str]:
+def _missing_numbers(merged: Catalog, found: set[int], total: int) -> list[str]:
     missing = [str(n) for n in range(1, total + 1) if n not in found]
     if not missing:
         return []
     return [
-        f"{_CARS}: {len(heap)} of {total} images, {len(missing)} missing: "
+        f"{_CARS}: {len(merged)} of {total} images, {len(missing)} missing: "
         f"numbers {some(missing, 20)}"
     ]
 
 
-def _heap(title: str, home: Path, expected: str) -> Catalog:
-    """Return all images of class folders or shards, undivided."""
+def _merged(title: str, home: Path, expected: str) -> Catalog:
+    """Return all images of class folders or shards, without their splits."""
     tars = sorted(home.glob("*.tar"))
     if tars:
-        return shards(tars)
+        return Catalog.from_shards(tars)
     inner = home / "images"
     try:
         catalog = Catalog.from_folder(inner if inner.is_dir() else home)
     except ValueError:
         raise wrong_folder(title, home, f"{expected}, or tar shards") from None
     return replace(catalog, splits=("all",) * len(catalog))
+
+
+def _split(merged: Catalog, train: set[str], notes: list[str]) -> Catalog:
+    """Mark the given classes "train" and all others "test"."""
+    splits = tuple("train" if label in train else "test" for label in merged.labels)
+    return replace(merged, splits=splits, notes=(*merged.notes, *notes))
