@@ -1,11 +1,11 @@
-"""The table: what distinguishes one proxy loss from another, and how its parts make one number.
+"""What distinguishes one proxy loss from another, and how its parts make one number.
 
-Every loss here is a grouped log-sum-exp over class similarities. A `Row` names three choices:
+Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
 
-1. the *similarity* S(x, c) drawn from the K proxies of class c;
-2. the *group*: which entries share one logarithm, all samples of a class or all classes of a
-   sample;
-3. the *combination* of a sample's own class (positive) with the others (negatives).
+1. the *similarity* S(x, c) made from the K proxies of class c;
+2. *by* what logits are grouped: which of them share one logarithm, all samples of a class or all
+   classes of a sample;
+3. how a sample's own class (positive) and the others (negatives) *join*.
 
 The fourth choice, what a margin does to the logits, is two short methods of the loss itself
 (`ProxyLoss.positive_logit` and `ProxyLoss.negative_logit`): any function for the positive,
@@ -20,42 +20,65 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from proximetry.losses import checks
-from proximetry.losses.sums import add_rows_
+from proximetry.losses.similarity import Similarity, add_rows_
 
-Similarity = Literal["single", "soft", "max", "mean"]
-Group = Literal["class", "sample"]
-Combination = Literal["apart", "together", "softmax", "others"]
+By = Literal["class", "sample"]
+Join = Literal["apart", "together", "softmax", "others"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of the table of losses."""
+class LossForm:
+    """The form of a loss: three choices that both engines understand."""
 
     similarity: Similarity
-    group: Group
-    combination: Combination
+    by: By
+    join: Join
 
     def __post_init__(self) -> None:
-        checks.one_of("similarity", self.similarity, get_args(Similarity))
-        checks.one_of("group", self.group, get_args(Group))
-        checks.one_of("combination", self.combination, get_args(Combination))
-        if self.group == "class" and self.combination != "apart":
+        checks.one_of(*get_args(Similarity))("similarity", self.similarity)
+        checks.one_of(*get_args(By))("by", self.by)
+        checks.one_of(*get_args(Join))("join", self.join)
+        if self.by == "class" and self.join != "apart":
             raise ValueError(
-                f"a class-wise loss keeps positives and negatives apart, got {self.combination!r}"
+                f"a class-wise loss keeps positives and negatives apart, got {self.join!r}"
             )
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
+
+    An engine returns each sample's similarity to its own class [B], and the negatives: by sample,
+    the log-sum-exp over the other classes [B]; by class, the sum over the classes of
+    ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
+    """
+
+    x: Tensor
+    """Embeddings [B, D] of length one."""
+    proxies: Tensor
+    """[C, K, D], of any length."""
+    labels: Tensor
+    form: LossForm
+    gamma: float
+    """Temperature of the soft assignment, for the similarity "soft"."""
+    scale: float | Tensor
+    """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
+    offset: float
+    class_weight: float | Tensor
+    """Weight of the negative term of a class, or of each class [C]; for class-wise losses."""
+
+
 def combine(
-    row: Row, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
+    form: LossForm, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
 ) -> Tensor:
     """Join the logits of the positives with what the engine made of the negatives.
 
     ``positive`` holds one logit per sample. ``negatives`` is, by sample, the log-sum-exp over the
     other classes ([batch]; -inf where there is none) and, by class, the finished negative term.
     """
-    if row.group == "class":
+    if form.by == "class":
         return _mean_over_present_classes(positive, labels, num_classes) + negatives
-    match row.combination:
+    match form.join:
         case "apart":
             return (softplus(positive) + softplus(negatives)).mean()
         case "together":
