@@ -23,6 +23,12 @@ from typing import Any
 
 import torch
 import yaml
+from proximetry.training.display import Display
+from proximetry.training.material import questions
+from proximetry.training.network import PixelNetwork
+from proximetry.training.recipe_values import differences
+from proximetry.training.trainer import Trainer
+from proximetry.training.world import enter_world
 
 from proximetry import metrics
 from proximetry._common import atomic_write, closest
@@ -33,12 +39,6 @@ from proximetry.reproduce.grid import table_head, table_line
 from proximetry.reproduce.lock import try_lock
 from proximetry.reproduce.work import free_memory
 from proximetry.training import Recipe, RunFolder
-from proximetry.training.display import Display
-from proximetry.training.material import questions
-from proximetry.training.network import PixelNetwork
-from proximetry.training.recipe_values import differences
-from proximetry.training.trainer import Trainer
-from proximetry.training.world import enter_world
 
 Sizes = list[tuple[int, int]]
 

@@ -179,7 +179,7 @@ def test_train_and_evaluate_print_the_same_figures(
     recipe = make_recipe(
         tmp_path / "images",
         cache,
-        data={key: value for key, value in sides.items()},
+        data=sides,
         model={"image_size": image_size or 224, "resize": resize, "pca_dim": 6},
         training={"epochs": 1},
         evaluation={"protocol": "last", "metrics": {"recall_at": [1, 2], "precision_at": [2]}},

@@ -14,14 +14,21 @@ from safetensors.torch import load_file
 
 from proximetry.losses import LOSSES
 from proximetry.models import Embedder
-from proximetry.training import Callback, Recipe, RecipeError, RunError, RunFolder, Stopped, train
+from proximetry.training import (
+    Callback,
+    Recipe,
+    RunError,
+    RunFolder,
+    Stopped,
+    run_folder,
+    train,
+)
 from proximetry.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
     read_state,
     save_checkpoint,
 )
-from proximetry.training import run_folder
 from proximetry.training.clock import Stopwatch
 from proximetry.training.state import TrainState
 from tests.training.tiny import make_recipe, with_
@@ -380,9 +387,7 @@ def test_a_notebook_finds_torch_as_it_left_it(recipe, tmp_path):
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == flags
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     torch.manual_seed(7)
-    with pytest.raises(SystemError):
-        error = SystemError("broken off")
-        train(recipe, tmp_path / "other", callbacks=[OnStep(2, lambda: fail(error))])
+    killed_at(2, recipe, tmp_path / "other")
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -439,7 +444,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(images, cache, tmp_p
 
 def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
     recipe = make_recipe(
-        images, cache, schedule={"warmup_epochs": 2}, training={"epochs": 3, "keep_checkpoint_every": 1}
+        images,
+        cache,
+        schedule={"warmup_epochs": 2},
+        training={"epochs": 3, "keep_checkpoint_every": 1},
     )
     train(recipe, tmp_path / "run")
     epochs = [load_file(RunFolder(tmp_path / "run").of_epoch(e)) for e in (1, 2, 3)]
@@ -599,9 +607,7 @@ def test_a_mistake_is_one_sentence_and_leaves_no_folder(
 def test_the_corrected_command_runs_in_the_same_folder(recipe, tmp_path):
     """Also where the first one got as far as its recipe: nothing was trained yet."""
     out = tmp_path / "run"
-    with pytest.raises(SystemError):
-        error = SystemError("before the first checkpoint")
-        train(recipe, out, callbacks=[OnStep(1, lambda: fail(error))])
+    killed_at(1, recipe, out)
     assert (out / "recipe.yaml").exists()
     corrected = recipe.override({"optimizer.lr": 2e-3, "training.epochs": 1})
     train(corrected, out)

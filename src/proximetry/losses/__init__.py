@@ -83,8 +83,3 @@ __all__ = [
     "parameter_groups",
     "setting",
 ]
-
-
-def check_settings(name, settings):
-    if not name.startswith("pairs/"):
-        create(name, 2, 2, **settings)

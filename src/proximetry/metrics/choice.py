@@ -1,4 +1,6 @@
 from dataclasses import dataclass
+
+
 @dataclass(frozen=True)
 class Metrics:
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
@@ -8,6 +10,7 @@ class Metrics:
     at_r: bool = True
     mrr: bool = True
     clustering: bool = False
+
     def names(self) -> list[str]:
         return [
             *(f"recall@{k}" for k in self.recall_at),

@@ -87,7 +87,9 @@ class TrainingData:
             report(note)
         self.rows = divide(self.catalog, recipe)
         self._cache = self._put(cache)
-        self._eval_rows, self._eval_cache = self._evaluation_cache(cache, preprocessing.resize, recipe)
+        self._eval_rows, self._eval_cache = self._evaluation_cache(
+            cache, preprocessing.resize, recipe
+        )
         self._seed = recipe.training.seed
         train = self.catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
@@ -128,9 +130,7 @@ class TrainingData:
         except ValueError as error:
             raise RunError(f"data.cache gpu: {error}") from error
 
-    def _evaluation_cache(
-        self, cache: PixelCache, resize: int, recipe: Recipe
-    ) -> tuple[Rows, PixelCache]:
+    def _evaluation_cache(self, resize: int, recipe: Recipe) -> tuple[Rows, PixelCache]:
         """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
 
         Evaluation sees what the saved embedder will see of the image files: their short side

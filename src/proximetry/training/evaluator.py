@@ -99,9 +99,7 @@ def evaluate_embedder(
         progress=None if progress is None else lambda done: progress(done, len(files)),
     )
     similarity = embedder.architecture.similarity
-    return score(
-        vectors, catalog, similarity, wanted or Metrics(), eval_dims, progress=progress
-    )
+    return score(vectors, catalog, similarity, wanted or Metrics(), eval_dims, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -159,10 +157,10 @@ class Evaluator:
         parts = self._embed(self.embedder, self._own_rows("train"), full_precision)
         moments = reduce(torch.add, map(second_moments, parts))
         # About the mean only for plain distances: those between unit vectors are angles too.
-        about_mean = (
+        centered = (
             self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
         )
-        axes = principal_axes(sum_over_ranks(moments, self.world), dim, about_mean)
+        axes = principal_axes(sum_over_ranks(moments, self.world), dim, centered)
         return with_pca(self.embedder, from_first_rank(axes, self.world))
 
     def _own_rows(self, split: str) -> npt.NDArray[np.int64]:

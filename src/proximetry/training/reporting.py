@@ -205,9 +205,7 @@ def metrics_table(
     return "\n".join(lines)
 
 
-def _with_dims(
-    name: str, scores: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _with_dims(name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A row, and one for each of its evaluations with fewer dimensions."""
     yield name, scores
     for dim, fewer in scores.get("dims", {}).items():

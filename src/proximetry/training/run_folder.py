@@ -18,7 +18,6 @@ from proximetry import __version__
 from proximetry._common import PART_SUFFIX, atomic_write
 from proximetry.training.recipe import Recipe, differences
 
-
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
 """How long a run waits for another one to leave its folder."""
