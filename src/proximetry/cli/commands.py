@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from proximetry._common import Progress, atomic_write
 from proximetry.cli.recipe_options import RecipeOptions
-from proximetry.metrics.choice import Metrics
+from proximetry.metrics.scores import Metrics
 from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:

@@ -1,23 +1,39 @@
 """Published tables, run again: every row of one, beside what was published.
 
-reproduce("mpa-table4", data="~/cub", seeds=(0, 1, 2))
+reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from proximetry.reproduce.tables import (
-    Claim,
-    Figure,
-    Published,
-    Row,
-    Table,
-    list_tables,
-    shipped_tables,
-)
-from proximetry.reproduce.trouble import Interrupted, ReproduceError
+from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:
-    from proximetry.reproduce.run import reproduce
+    from proximetry.reproduce.runner import Interrupted, reproduce
+    from proximetry.reproduce.table import (
+        Claim,
+        Figure,
+        Published,
+        ReproduceError,
+        Row,
+        Table,
+        list_tables,
+        shipped_tables,
+    )
+
+# Imported when they are asked for: the runner needs torch, options do not.
+_LAZY = {
+    "Claim": "table",
+    "Figure": "table",
+    "Interrupted": "runner",
+    "Published": "table",
+    "ReproduceError": "table",
+    "Row": "table",
+    "Table": "table",
+    "list_tables": "table",
+    "reproduce": "runner",
+    "shipped_tables": "table",
+}
 
 __all__ = [
     "Claim",
@@ -25,6 +41,7 @@ __all__ = [
     "Interrupted",
     "Published",
     "ReproduceError",
+    "ReproduceOptions",
     "Row",
     "Table",
     "list_tables",
@@ -34,9 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what trains when it is asked for: with the networks it takes seconds."""
-    if name == "reproduce":
-        from proximetry.reproduce.run import reproduce
-
-        return reproduce
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a name of `_LAZY`."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

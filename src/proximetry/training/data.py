@@ -88,7 +88,7 @@ class TrainingData:
         self.rows = divide(self.catalog, recipe)
         self._cache = self._put(cache)
         self._eval_rows, self._eval_cache = self._evaluation_cache(
-            cache, preprocessing.resize, recipe
+            preprocessing.resize, recipe
         )
         self._seed = recipe.training.seed
         train = self.catalog.subset(self.rows["train"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ def _finish(run: Run, evaluated: Evaluated | None) -> dict[str, Any]:
         "seed": recipe.training.seed,
         "epochs": state.epoch,
         "drops": run.rates.drops,
-        "weights": run.updater.embedder.weights.to_json(),
+        "weights": asdict(run.updater.embedder.weights),
         "notes": list(run.data.notes),
         "seconds": round(run.clock.seconds["training"], 3),
         "startup_seconds": round(run.clock.seconds["startup"], 3),

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from proximetry._common import atomic_write, closest
 from proximetry.data.datasets import list_datasets
-from proximetry.metrics.choice import Metrics
+from proximetry.metrics.scores import Metrics
 from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES
 
 SHIPPED = Path(__file__).parent / "recipes"
