@@ -151,11 +151,11 @@ import sys
 import proximetry.models.names
 assert proximetry.models.names.POOLINGS and proximetry.models.names.WEIGHTS_SOURCES
 assert not {"torch", "timm", "numpy", "PIL"} & sys.modules.keys()
-sys.modules["PIL"] = None
+sys.modules["timm"] = None
 try:
-    from proximetry.models import Embedder
+    from proximetry.models import list_backbones
 except ModuleNotFoundError as error:
-    assert str(error) == "Embedders need PIL: pip install 'proximetry[images]'", error
+    assert str(error) == "Embedders need timm: pip install 'proximetry[images]'", error
 else:
     raise AssertionError
 """
