@@ -205,7 +205,7 @@ def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path
 
     class Watch(Callback):
         def on_start(self, run):
-            run.updater.embedder.backbone.register_forward_pre_hook(
+            run.updater.embedder.backbone.layers.register_forward_pre_hook(
                 lambda module, inputs: sizes.add((module.training, *inputs[0].shape[2:]))
             )
 

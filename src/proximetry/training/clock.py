@@ -19,7 +19,9 @@ class Stopwatch:
         default_factory=lambda: {"startup": 0.0, "training": 0.0, "evaluation": 0.0, "other": 0.0}
     )
     phase: Phase = "startup"
-    _since: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> float:
         """Begin a phase; return the seconds that the one before has lasted since it was entered."""
@@ -28,7 +30,3 @@ class Stopwatch:
         self.seconds[self.phase] += lasted
         self.phase, self._since = phase, now
         return lasted
-
-    def lap(self) -> float:
-        """Seconds since the present phase was entered."""
-        return time.monotonic() - self._since

@@ -210,7 +210,7 @@ def _finish(run: Run, evaluated: Evaluated | None) -> dict[str, Any]:
         run.folder.write_results(results)
     run.world.wait()
     run.notify("on_end", results)
-    return results
+    return run.folder.read_results()
 
 
 def _evaluate_finally(run: Run, evaluated: Evaluated | None) -> Evaluated:
