@@ -122,3 +122,38 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     dist.all_gather(parts, padded, group=group)
     whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
     return whole.to(rows.device), counts
+
+
+def nearest_rivals(
+    directions: Tensor, per_class: int, block: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each row the cosine with the nearest row of another class, and its index.
+
+    Rows have unit length and stand class by class, `per_class` of each. Among equally near rows
+    the smallest index is taken. Works in tiles of `block` rows, each serving rows and columns.
+    """
+    import torch
+
+    total, device = len(directions), directions.device
+    size = block or by_device(device, cpu=1024, cuda=8192)
+    tiles = list(chunks(total, max(1, size // per_class) * per_class))  # whole classes
+    best = directions.new_full((total,), -torch.inf)
+    rival = torch.zeros(total, dtype=torch.long, device=device)
+
+    def improve(part: slice, others: slice, cosines: Tensor) -> None:
+        value, index = cosines.max(1)
+        better = value > best[part]
+        best[part] = torch.where(better, value, best[part])
+        rival[part] = torch.where(better, index + others.start, rival[part])
+
+    with torch.no_grad():
+        for place, rows in enumerate(tiles):
+            for columns in tiles[place:]:
+                cosines = directions[rows] @ directions[columns].T
+                if columns == rows:
+                    owner = torch.arange(len(cosines), device=device) // per_class
+                    cosines.masked_fill_(owner[:, None] == owner, -torch.inf)
+                else:
+                    improve(columns, rows, cosines.T)
+                improve(rows, columns, cosines)
+    return best, rival

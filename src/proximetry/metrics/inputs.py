@@ -1,26 +1,63 @@
-"""What comes in: embeddings and labels of any common kind, checked and made uniform."""
+"""Embeddings and labels of any common kind, checked and made uniform."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._common import by_device, chunks
+
 Embeddings = Tensor | npt.NDArray[Any]
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
+FloatSimilarity = Literal["cosine", "euclidean", "dot"]
 
 # Rows looked at together when checking or normalising, so temporaries stay small.
 ROWS = 4096
 
 
+def check_similarity(similarity: str, known: Any = Similarity) -> None:
+    """Refuse a similarity nobody knows."""
+    if similarity not in get_args(known):
+        raise ValueError(
+            f"unknown similarity {similarity!r}; choose one of {', '.join(get_args(known))}"
+        )
+
+
+def as_vectors(
+    values: Embeddings | None, similarity: Similarity, name: str, *, allow_empty: bool = False
+) -> Tensor:
+    """Embeddings, or packed codes for the Hamming distance, checked."""
+    check_similarity(similarity)
+    if similarity == "hamming":
+        codes = _as_matrix(values, name, allow_empty)
+        if codes.dtype != torch.uint8:
+            raise ValueError(
+                f"{name} must be packed uint8 codes for the Hamming distance, got {codes.dtype}; "
+                "pack bits with numpy.packbits(bits, axis=1)"
+            )
+        return codes
+    vectors = as_embeddings(values, name, allow_empty=allow_empty)
+    if similarity != "cosine" and len(vectors):
+        largest = float(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).max())
+        if 4 * largest * largest > torch.finfo(vectors.dtype).max:
+            raise ValueError(
+                f"{name} has vectors of length {largest:.3g}: their products overflow "
+                f"{vectors.dtype}; rescale them or use float64"
+            )
+    return vectors
+
+
 def as_embeddings(
-    values: Embeddings, name: str = "embeddings", *, allow_empty: bool = False
+    values: Embeddings | None, name: str = "embeddings", *, allow_empty: bool = False
 ) -> Tensor:
     """A finite floating matrix on its own device: float64 stays, every other float is float32.
 
@@ -30,7 +67,7 @@ def as_embeddings(
     if not matrix.is_floating_point():
         raise ValueError(
             f"{name} must be floating point, got {matrix.dtype}; convert it first, or use "
-            'metric="hamming" for packed uint8 codes'
+            'similarity="hamming" for packed uint8 codes'
         )
     if matrix.dtype != torch.float64:
         matrix = matrix.to(torch.float32)
@@ -38,18 +75,7 @@ def as_embeddings(
     return matrix
 
 
-def as_codes(values: Embeddings, name: str = "embeddings", *, allow_empty: bool = False) -> Tensor:
-    """A matrix of packed binary codes, eight bits to the byte."""
-    matrix = _as_matrix(values, name, allow_empty)
-    if matrix.dtype != torch.uint8:
-        raise ValueError(
-            f"{name} must be packed uint8 codes for the Hamming distance, got {matrix.dtype}; "
-            "pack bits with numpy.packbits(bits, axis=1)"
-        )
-    return matrix
-
-
-def _as_matrix(values: Embeddings, name: str, allow_empty: bool) -> Tensor:
+def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tensor:
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "fiub":
             raise ValueError(f"{name} must hold numbers, got an array of {values.dtype}")
@@ -78,41 +104,40 @@ def check_finite(matrix: Tensor, name: str, *, show: int = 5) -> None:
     # A sum is finite only if every term is, and costs no temporary; the search comes after.
     if bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
         return
-    bad: list[int] = []
-    total = 0
-    for start in range(0, len(matrix), ROWS):
-        rows = (~torch.isfinite(matrix[start : start + ROWS])).any(1).nonzero()[:, 0]
-        total += len(rows)
-        bad += (rows[: show - len(bad)] + start).tolist()
-    if total:
-        listed = ", ".join(map(str, bad)) + (", …" if total > len(bad) else "")
+    bad = [
+        rows.start + row
+        for rows in chunks(len(matrix), ROWS)
+        for row in (~torch.isfinite(matrix[rows])).any(1).nonzero()[:, 0].tolist()
+    ]
+    if bad:
+        listed = ", ".join(map(str, bad[:show])) + (", …" if len(bad) > show else "")
         raise ValueError(
-            f"{name} has NaN or infinite values in {total} of {len(matrix)} rows: {listed}; "
+            f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: {listed}; "
             "drop or recompute these rows"
         )
 
 
-def normalise(matrix: Tensor, *, out_rows: Tensor | None = None) -> Tensor:
-    """Rows of unit length (a row of zeros stays zero), optionally picked in the order ``out_rows``.
+def normalize(matrix: Tensor) -> Tensor:
+    """Rows of unit length (a row of zeros stays zero).
 
     Lengths are taken in float64: squares of small float32 values would vanish.
     """
-    count = len(matrix) if out_rows is None else len(out_rows)
-    result = torch.empty((count, matrix.shape[1]), dtype=matrix.dtype, device=matrix.device)
-    for start in range(0, count, ROWS):
-        stop = min(start + ROWS, count)
-        rows = matrix[start:stop] if out_rows is None else matrix[out_rows[start:stop]]
-        wide = rows.to(torch.float64)
+    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    for rows in chunks(len(matrix), ROWS):
+        wide = matrix[rows].to(torch.float64)
         # Scaling by the largest entry first keeps even float64 squares from vanishing.
         wide = wide / wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        result[start:stop] = wide / length.masked_fill(length == 0, 1.0)
+        result[rows] = wide / length.masked_fill(length == 0, 1.0)
     return result
 
 
-def as_labels(values: Labels, length: int, name: str = "labels") -> npt.NDArray[Any]:
+def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
     """Labels as a one-dimensional NumPy array of int64 or of strings."""
-    if isinstance(values, str) or not isinstance(values, (Tensor, np.ndarray, Sequence)):
+    # Anything that becomes an array will do, a column of a pandas table for one.
+    if isinstance(values, str) or not (
+        isinstance(values, Sequence) or hasattr(values, "__array__")
+    ):
         raise ValueError(f"{name} must be a sequence of integers or strings, got {values!r}")
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1:
@@ -126,9 +151,7 @@ def as_labels(values: Labels, length: int, name: str = "labels") -> npt.NDArray[
         return array if array.dtype.kind == "U" else array.astype(np.int64)
     if array.dtype.kind == "U":
         # A list that mixes numbers and text is turned into text by NumPy without a word.
-        if not isinstance(values, (Tensor, np.ndarray)) and not all(
-            isinstance(entry, str) for entry in values
-        ):
+        if isinstance(values, Sequence) and not all(isinstance(entry, str) for entry in values):
             raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
         return array
     if array.dtype.kind not in "iub":
@@ -147,6 +170,11 @@ def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]
     classes, codes = np.unique(np.concatenate(filled), return_inverse=True)
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
+
+
+def tiles(total: int, width: int, device: torch.device, entries: dict[str, int]) -> Iterator[slice]:
+    """Slices of 0 … total, such that a tile of this width has no more than ``entries``."""
+    return chunks(total, max(1, by_device(device, **entries) // max(1, width)))
 
 
 @contextmanager

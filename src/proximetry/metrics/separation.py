@@ -1,14 +1,12 @@
-"""Inter-class separability of a classifier's weights (seed 003, RegularFace)."""
+"""Separability of classes by their proxies or classifier weights (Zhao et al. 2019)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from proximetry.metrics.arrays import Embeddings, as_embeddings, full_precision, normalise
-
-# Proxies per side of a tile.
-_SIDE = {"cpu": 1024, "cuda": 8192}
+from proximetry._common import nearest_rivals
+from proximetry.metrics.inputs import Embeddings, as_embeddings, full_precision, normalize
 
 
 @dataclass(frozen=True)
@@ -43,26 +41,6 @@ def separability(proxies: Embeddings) -> Separability:
     name = "proxies" if per_class == 1 else f"proxies (row = class · {per_class} + proxy)"
     rows = as_embeddings(proxies.reshape(classes * per_class, shape[-1]), name)
     with full_precision(rows.device):
-        nearest = _nearest(normalise(rows), classes, per_class)
+        cosines, _ = nearest_rivals(normalize(rows), per_class)
+    nearest = cosines.reshape(classes, per_class).amax(1).clamp_(-1, 1)
     return Separability(nearest, float(nearest.mean(dtype=torch.float64)))
-
-
-def _nearest(rows: Tensor, classes: int, per_class: int) -> Tensor:
-    """Largest cosine of each class with another; a tile serves its rows and its columns."""
-    nearest = rows.new_full((classes,), -torch.inf)
-    step = max(1, _SIDE.get(rows.device.type, _SIDE["cpu"]) // per_class)
-    spans = [slice(at, min(at + step, classes)) for at in range(0, classes, step)]
-    for place, left in enumerate(spans):
-        ours = rows[left.start * per_class : left.stop * per_class]
-        for right in spans[place:]:
-            theirs = rows[right.start * per_class : right.stop * per_class]
-            cosines = ours @ theirs.T
-            if per_class > 1:
-                cosines = cosines.reshape(len(ours), -1, per_class).amax(2)
-                cosines = cosines.reshape(-1, per_class, cosines.shape[1]).amax(1)
-            if left == right:
-                cosines.fill_diagonal_(-torch.inf)
-            else:
-                nearest[right] = torch.maximum(nearest[right], cosines.amax(0))
-            nearest[left] = torch.maximum(nearest[left], cosines.amax(1))
-    return nearest.clamp_(-1, 1)

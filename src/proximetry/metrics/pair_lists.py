@@ -1,7 +1,6 @@
 """Pairs for verification: lists of them, their similarities, and templates of several frames."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,21 +10,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry.metrics.arrays import (
+from proximetry.metrics.inputs import (
     Embeddings,
+    FloatSimilarity,
     IntArray,
     Labels,
     as_embeddings,
     as_labels,
+    check_similarity,
     encode,
     full_precision,
-    normalise,
+    normalize,
+    tiles,
 )
 
-PairMetric = Literal["cosine", "euclidean", "dot"]
 Pooling = Literal["mean", "max"]
 
-# Numbers gathered or multiplied at once.
+# Values gathered or multiplied at once.
 _TILE = {"cpu": 2**21, "cuda": 2**26}
 # Frames of one template compared at once with those of another.
 _FRAMES = 512
@@ -108,50 +109,45 @@ def pair_similarities(
     embeddings: Embeddings,
     pairs: Tensor | npt.ArrayLike,
     *,
-    metric: PairMetric = "cosine",
+    similarity: FloatSimilarity = "cosine",
     flipped: Embeddings | None = None,
 ) -> Tensor:
     """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
 
     ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. With ``flipped``, the
-    embeddings of the mirrored images, each image is described by both vectors one after the
-    other, as RegularFace does (512 + 512 = 1024 numbers). A cosine with a zero vector is 0.
+    embeddings of the flipped images, each image is described by both vectors one after the
+    other, as RegularFace does (512 + 512 = 1024 dimensions). A cosine with a zero vector is 0.
     """
-    if metric not in get_args(PairMetric):
-        raise ValueError(f"metric must be one of {', '.join(get_args(PairMetric))}, got {metric!r}")
+    check_similarity(similarity, FloatSimilarity)
     vectors = as_embeddings(embeddings)
-    mirrored = vectors
-    if flipped is not None:
-        mirrored = as_embeddings(flipped, "flipped").to(vectors.device, vectors.dtype)
-        if len(mirrored) != len(vectors):
-            raise ValueError(f"{len(vectors)} embeddings but {len(mirrored)} flipped ones")
     index = _as_pairs(pairs, len(vectors)).to(vectors.device)
-    width = vectors.shape[1] + (mirrored.shape[1] if flipped is not None else 0)
-
-    def described(rows: Tensor) -> Tensor:
-        picked = vectors[rows]
-        return picked if flipped is None else torch.cat([picked, mirrored[rows]], dim=1)
-
+    views = [vectors]
+    if flipped is not None:
+        views.append(as_embeddings(flipped, "flipped").to(vectors.device, vectors.dtype))
+        if len(views[1]) != len(vectors):
+            raise ValueError(f"{len(vectors)} embeddings but {len(views[1])} flipped ones")
+    width = sum(view.shape[1] for view in views)
     result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
-    for tile in _spans(len(index), width, vectors.device):
-        result[tile] = _similarity(described(index[tile, 0]), described(index[tile, 1]), metric)
+    for tile in tiles(len(index), width, vectors.device, _TILE):
+        left, right = (
+            torch.cat([view[side] for view in views], dim=1) for side in index[tile].unbind(1)
+        )
+        result[tile] = _similarity(left, right, similarity)
     return result
 
 
-def _similarity(left: Tensor, right: Tensor, metric: PairMetric) -> Tensor:
+def _similarity(left: Tensor, right: Tensor, similarity: FloatSimilarity) -> Tensor:
     """Row by row, summed in float64 so that nothing depends on how rows were grouped."""
     left, right = left.double(), right.double()
-    if metric == "cosine":
-        return (normalise(left) * normalise(right)).sum(1).clamp(-1, 1)
-    if metric == "dot":
+    if similarity == "cosine":
+        return (normalize(left) * normalize(right)).sum(1).clamp(-1, 1)
+    if similarity == "dot":
         return (left * right).sum(1)
     return (left - right).square().sum(1).sqrt().neg()
 
 
 def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
-    array = pairs.detach().cpu().numpy() if isinstance(pairs, Tensor) else np.asarray(pairs)
-    if array.ndim != 2 or array.shape[1] != 2 or not len(array):
-        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
+    array = _pair_array(pairs)
     if array.dtype.kind not in "iu":
         raise ValueError(f"pairs must be integers (row numbers), got {array.dtype}")
     outside = np.flatnonzero(((array < 0) | (array >= count)).any(1))
@@ -163,9 +159,11 @@ def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def _spans(total: int, width: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, _TILE.get(device.type, _TILE["cpu"]) // max(1, width))
-    return (slice(at, min(at + step, total)) for at in range(0, total, step))
+def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
+    array = np.asarray(pairs.detach().cpu() if isinstance(pairs, Tensor) else pairs)
+    if array.ndim != 2 or array.shape[1] != 2 or not len(array):
+        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
+    return array
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def templates(
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
     share = _weights(weights, codes, ids).to(vectors.device)
     index = torch.from_numpy(codes).to(vectors.device)
-    return Templates(normalise(_pool(vectors, index, share, len(ids))), ids, np.bincount(codes))
+    return Templates(normalize(_pool(vectors, index, share, len(ids))), ids, np.bincount(codes))
 
 
 def _weights(
@@ -229,7 +227,7 @@ def _weights(
 
 def _pool(vectors: Tensor, index: Tensor, share: Tensor, count: int) -> Tensor:
     sums = torch.zeros(count, vectors.shape[1], dtype=torch.float64, device=vectors.device)
-    for tile in _spans(len(vectors), vectors.shape[1], vectors.device):
+    for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):
         sums.index_add_(0, index[tile], vectors[tile].double() * share[tile, None])
     return sums.to(vectors.dtype)
 
@@ -237,7 +235,7 @@ def _pool(vectors: Tensor, index: Tensor, share: Tensor, count: int) -> Tensor:
 def set_similarities(
     embeddings: Embeddings,
     template_ids: Labels,
-    pairs: npt.ArrayLike,
+    pairs: Tensor | npt.ArrayLike,
     *,
     pooling: Pooling = "mean",
 ) -> Tensor:
@@ -248,16 +246,13 @@ def set_similarities(
     """
     if pooling not in get_args(Pooling):
         raise ValueError(f'pooling must be "mean" or "max", got {pooling!r}')
-    vectors = normalise(as_embeddings(embeddings))
+    vectors = normalize(as_embeddings(embeddings))
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
-    wanted = np.asarray(pairs.cpu() if isinstance(pairs, Tensor) else pairs)
-    if wanted.ndim != 2 or wanted.shape[1] != 2 or not len(wanted):
-        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {wanted.shape}")
-    index = _rows_of(ids, wanted)
+    index = _rows_of(ids, _pair_array(pairs))
     if pooling == "mean":
         share = _weights(None, codes, ids).to(vectors.device)
         pooled = _pool(vectors, torch.from_numpy(codes).to(vectors.device), share, len(ids))
-        return pair_similarities(pooled, index, metric="dot")
+        return pair_similarities(pooled, index, similarity="dot")
     with full_precision(vectors.device):
         return _largest(vectors, codes, index)
 
@@ -271,8 +266,8 @@ def _largest(vectors: Tensor, codes: IntArray, pairs: IntArray) -> Tensor:
     order = np.lexsort((counts[pairs[:, 1]], counts[pairs[:, 0]]))
     result = torch.empty(len(pairs), dtype=vectors.dtype, device=vectors.device)
     frames = min(_FRAMES, int(counts.max()))
-    for span in _spans(len(pairs), frames * (frames + vectors.shape[1]), vectors.device):
-        rows = order[span]
+    for tile in tiles(len(pairs), frames * (frames + vectors.shape[1]), vectors.device, _TILE):
+        rows = order[tile]
         left, right = (
             torch.from_numpy(np.stack([starts[side], counts[side]], 1)).to(vectors.device)
             for side in (pairs[rows, 0], pairs[rows, 1])
