@@ -47,16 +47,14 @@ def splits(catalog):
 
 
 def make_cub(home, classes=(1, 100, 101, 200)):
-    lines, labels, boxes = [], [], []
+    lines, labels = [], []
     for number, code in enumerate(classes, start=1):
         name = f"{code:03d}.Bird/Bird_{number:04d}_77.jpg"
         place(home / "images", name)
         lines.append(f"{number} {name}")
         labels.append(f"{number} {code}")
-        boxes.append(f"{number} 1.0 2.0 30.0 40.0")
     (home / "images.txt").write_text("\n".join(lines) + "\n")
     (home / "image_class_labels.txt").write_text("\n".join(labels) + "\n")
-    (home / "bounding_boxes.txt").write_text("\n".join(boxes) + "\n")
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -65,7 +63,6 @@ def test_cub_official(tmp_path, around):
     catalog = open_dataset("cub", tmp_path if around else tmp_path / "CUB_200_2011")
     assert catalog.splits == ("train", "train", "test", "test")
     assert catalog.labels[0] == "001.Bird"
-    assert catalog.boxes[0] == (1.0, 2.0, 30.0, 40.0)
     assert open_image(catalog.file(0)).size == (2, 2)
     assert catalog.notes == (
         "CUB-200-2011 train: 2 of 5864 images, 2 of 100 classes",
@@ -209,7 +206,6 @@ def test_cars_annotations(tmp_path):
     assert catalog.paths[0] == "car_ims/000001.jpg"
     assert catalog.labels == ("Car 1", "Car 98", "Car 99", "Car 196")
     assert catalog.splits == ("train", "train", "test", "test")
-    assert catalog.boxes[0] == (9, 19, 41, 41)
 
 
 def test_cars_devkit(tmp_path):

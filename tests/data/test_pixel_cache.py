@@ -305,6 +305,7 @@ def test_without_locks_the_first_to_finish_wins(catalog, home, monkeypatch):
     assert other_part.exists()
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
 def test_file_systems_that_know_no_locks_at_all(catalog, home, monkeypatch, number):
     def refuse(*_):

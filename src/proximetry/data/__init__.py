@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
-    from proximetry.data.catalog import Catalog, CatalogRow, concatenate
+    from proximetry.data.catalog import Catalog, CatalogRow
     from proximetry.data.datasets import DatasetInfo, list_datasets, open_dataset
     from proximetry.data.datasets.glyphs import glyphs
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
@@ -26,7 +26,6 @@ __all__ = [
     "PixelCache",
     "RandomResizedCrop",
     "Shuffled",
-    "concatenate",
     "glyphs",
     "list_datasets",
     "open_dataset",
@@ -36,7 +35,7 @@ __all__ = [
 
 _MODULES = {
     "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
-    "catalog": ("Catalog", "CatalogRow", "concatenate"),
+    "catalog": ("Catalog", "CatalogRow"),
     "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
     "datasets.glyphs": ("glyphs",),
     "images": ("ImageError", "open_image", "resize_and_center_crop"),

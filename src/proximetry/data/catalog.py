@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proximetry._common import closest, some
 from proximetry.data.csv_parquet import read_csv, read_parquet, write_csv, write_parquet
@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets lo
     import numpy.typing as npt
 
 SPLITS = ("all", "train", "val", "test")
-Box: TypeAlias = tuple[float, float, float, float]
 
 
 class CatalogRow(NamedTuple):
@@ -35,7 +34,6 @@ class CatalogRow(NamedTuple):
     query: bool | None
     gallery: bool | None
     group: str | None
-    box: Box | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Catalog:
         root: the folder that relative paths start from.
         queries, galleries: roles in retrieval, for sets that prescribe them (In-Shop).
         groups: anything coarser than a class, such as the kind of product.
-        boxes: x, y, width and height of the object in pixels; None where unknown.
         notes: what the reader of the data has to say, such as missing images.
     """
 
@@ -61,7 +58,6 @@ class Catalog:
     queries: tuple[bool, ...] | None = None
     galleries: tuple[bool, ...] | None = None
     groups: tuple[str, ...] | None = None
-    boxes: tuple[Box | None, ...] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -218,8 +214,6 @@ class Catalog:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
             lines.append(f"{len(set(self.groups))} groups")
-        if self.boxes is not None:
-            lines.append(f"{sum(b is not None for b in self.boxes)} images have a box")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -253,8 +247,8 @@ class Catalog:
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
-        Columns: path, label; if wanted split, query, gallery, group, and box_x, box_y, box_w,
-        box_h. `root` is the CSV's own folder unless given.
+        Columns: path, label; if wanted split, query, gallery, group. `root` is the CSV's own
+        folder unless given.
         """
         return cls._from_table(read_csv(Path(file)), file, root, check_files)
 
@@ -299,25 +293,6 @@ class Catalog:
 
 
 _COLUMNS = tuple(f.name for f in fields(Catalog) if f.name not in ("root", "notes"))
-
-
-def concatenate(*catalogs: Catalog) -> Catalog:
-    """Put catalogues with the same root and the same columns under one another."""
-    if not catalogs:
-        raise ValueError("concatenate needs at least one catalogue")
-    first = catalogs[0]
-    roots = {c.root for c in catalogs}
-    if len(roots) > 1:
-        raise ValueError(f"catalogues have different roots: {some(sorted(map(str, roots)))}")
-    columns: dict[str, Any] = {}
-    for name in _COLUMNS:
-        values = [getattr(c, name) for c in catalogs]
-        if any((v is None) != (values[0] is None) for v in values):
-            raise ValueError(f"only some of the catalogues have {name}; give it to all or to none")
-        if values[0] is not None:
-            columns[name] = tuple(item for v in values for item in v)
-    notes = tuple(dict.fromkeys(note for c in catalogs for note in c.notes))
-    return replace(first, notes=notes, **columns)
 
 
 def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
@@ -376,29 +351,11 @@ def _problems(catalog: Catalog) -> Iterator[str]:
         for i, flag in enumerate(flags or ()):
             if not isinstance(flag, bool):
                 yield f"row {i + 1}, column {column}: {flag!r} is neither true nor false"
-    for i, box in enumerate(catalog.boxes or ()):
-        if box is not None and not _good_box(box):
-            yield f"row {i + 1}, column box: {box!r} is not x, y ≥ 0 and width, height > 0"
-    yield from _duplicates(catalog)
-
-
-def _good_box(box: Box) -> bool:
-    try:
-        x, y, w, h = box
-        return all(map(math.isfinite, box)) and x >= 0 and y >= 0 and w > 0 and h > 0
-    except (TypeError, ValueError):
-        return False
-
-
-def _duplicates(catalog: Catalog) -> Iterator[str]:
-    # The same picture twice would be its own nearest neighbour. Two boxes of one are fine.
-    keys = list(zip(catalog.paths, catalog.boxes or (None,) * len(catalog), strict=True))
-    if len(set(keys)) == len(keys):
-        return
-    counts = Counter(keys)
-    for i, key in enumerate(keys):
-        if counts[key] > 1:
-            yield f"row {i + 1}, column path: {key[0]!r} is listed {counts[key]} times"
+    # The same picture twice would be its own nearest neighbour.
+    counts = Counter(catalog.paths)
+    for i, path in enumerate(catalog.paths if len(counts) < len(catalog) else ()):
+        if counts[path] > 1:
+            yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
 
 
 def _line(name: str, sizes: Counter[str]) -> str:

@@ -10,7 +10,6 @@ from proximetry._common import atomic_path, closest, need
 
 Columns = dict[str, tuple[object, ...]]
 
-_BOX = ("box_x", "box_y", "box_w", "box_h")
 # Column in the file → field of Catalog.
 _FIELDS = {
     "path": "paths",
@@ -20,7 +19,6 @@ _FIELDS = {
     "gallery": "galleries",
     "group": "groups",
 }
-KNOWN = (*_FIELDS, *_BOX)
 _TRUE = {"true", "1", "yes"}
 _FALSE = {"false", "0", "no", ""}
 
@@ -71,8 +69,8 @@ def read_parquet(file: Path) -> Columns:
 
 def _check_header(file: Path, header: list[str]) -> None:
     for name in header:
-        if name not in KNOWN:
-            hint = closest(name, KNOWN)
+        if name not in _FIELDS:
+            hint = closest(name, _FIELDS)
             if any(mark in name for mark in ";\t|"):
                 hint = ": the columns must be separated by commas."
             raise ValueError(f"{file}: unknown column {name!r}{hint}")
@@ -81,11 +79,6 @@ def _check_header(file: Path, header: list[str]) -> None:
     for name in ("path", "label"):
         if name not in header:
             raise ValueError(f"{file}: the column {name!r} is missing; it has {', '.join(header)}")
-    boxes = [name for name in _BOX if name in header]
-    if boxes and len(boxes) < len(_BOX):
-        raise ValueError(
-            f"{file}: a box needs {', '.join(_BOX)}; only {', '.join(boxes)} are there"
-        )
 
 
 def _to_fields(file: Path, columns: dict[str, list[Any]], rows: int) -> Columns:
@@ -94,11 +87,6 @@ def _to_fields(file: Path, columns: dict[str, list[Any]], rows: int) -> Columns:
         if name in columns:
             convert = _flag if name in ("query", "gallery") else _text
             fields[target] = tuple(_convert(file, name, columns[name], convert))
-    if _BOX[0] in columns:
-        numbers = [list(_convert(file, name, columns[name], _number)) for name in _BOX]
-        fields["boxes"] = tuple(
-            _box(file, i, box) for i, box in enumerate(zip(*numbers, strict=True))
-        )
     return fields
 
 
@@ -125,28 +113,8 @@ def _flag(value: Any) -> bool:
     return word in _TRUE
 
 
-def _number(value: Any) -> float | None:
-    if value is None or value == "":
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError("is not a number") from None
-
-
-def _box(file: Path, i: int, box: tuple[object, ...]) -> tuple[object, ...] | None:
-    known = [side is not None for side in box]
-    if any(known) and not all(known):
-        raise ValueError(f"{file}: row {i + 1}, column box: {box!r} is only part of a box")
-    return box if all(known) else None
-
-
-def _to_columns(fields: Columns) -> dict[str, list[object]]:
-    columns = {n: list(fields[target]) for n, target in _FIELDS.items() if target in fields}
-    if "boxes" in fields:
-        for place, name in enumerate(_BOX):
-            columns[name] = [b[place] if isinstance(b, tuple) else None for b in fields["boxes"]]
-    return columns
+def _to_columns(fields: Columns) -> dict[str, tuple[object, ...]]:
+    return {name: fields[target] for name, target in _FIELDS.items() if target in fields}
 
 
 def write_csv(file: Path, fields: Columns) -> None:
@@ -162,9 +130,7 @@ def write_csv(file: Path, fields: Columns) -> None:
 
 
 def _csv_cell(value: object) -> object:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else value
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def write_parquet(file: Path, fields: Columns) -> None:
@@ -172,7 +138,6 @@ def write_parquet(file: Path, fields: Columns) -> None:
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
     types = {"query": arrow.bool_(), "gallery": arrow.bool_()}
-    types |= {name: arrow.float64() for name in _BOX}
     columns = _to_columns(fields)
     try:
         arrays = [arrow.array(v, types.get(n, arrow.string())) for n, v in columns.items()]

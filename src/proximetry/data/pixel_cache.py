@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -204,11 +203,10 @@ def _map(folder: Path) -> torch.Tensor:
 
 
 def _open(folder: Path, catalog: Catalog, *, verify: bool) -> PixelCache:
-    header, index = read_store(folder, verify=verify)
-    bad = dict(header.bad)
+    index, bad = read_store(folder, verify=verify)
     good = [i for i in range(len(catalog)) if i not in bad]
     reasons = tuple((catalog.paths[i], reason) for i, reason in bad.items())
-    flat = _map(folder) if header.bytes else torch.empty(0, dtype=torch.uint8)
+    flat = _map(folder) if good else torch.empty(0, dtype=torch.uint8)
     return PixelCache(catalog.subset(good), flat, index, reasons, folder if good else None)
 
 
@@ -325,11 +323,10 @@ def _locked(file: Path) -> Iterator[bool]:
     Gives False where the file system has no locks; renaming keeps the store whole even then.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file, fallback_to_soft=False)
-    alone = True
+    lock, alone = FileLock(file), True
     try:
         lock.acquire()
-    except OSError:
+    except (OSError, NotImplementedError):
         alone = False
     try:
         yield alone
@@ -339,20 +336,6 @@ def _locked(file: Path) -> Iterator[bool]:
 
 class BrokenStoreError(ValueError):
     """The files are not what their header says."""
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What a store says about itself."""
-
-    format: str
-    key: str
-    images: int
-    bytes: int
-    index_crc: int
-    pixels_crc: list[int]
-    # Rows of the catalogue that could not be read, with the reason.
-    bad: list[tuple[int, str]]
 
 
 def _write(folder: Path, images: Iterable[tuple[int, Array | str]]) -> None:
@@ -374,7 +357,16 @@ def _write(folder: Path, images: Iterable[tuple[int, Array | str]]) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         np.save(part / "index.npy", np.array(index, dtype=np.int64).reshape(-1, 3))
-        _write_header(part, folder.name, len(index), offset, bad)
+        header = {
+            "format": _FORMAT,
+            "key": folder.name,
+            "bytes": offset,
+            "index_crc": zlib.crc32((part / "index.npy").read_bytes()),
+            "pixels_crc": _checksums(part / "pixels.bin"),
+            "bad": bad,
+        }
+        # A reason may quote a file name that is not UTF-8: JSON escapes it.
+        atomic_write(part / "header.json", json.dumps(header).encode())
         try:
             part.rename(folder)
         except OSError:
@@ -385,42 +377,28 @@ def _write(folder: Path, images: Iterable[tuple[int, Array | str]]) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_header(part: Path, key: str, images: int, size: int, bad: list[tuple[int, str]]) -> None:
-    index_crc = zlib.crc32((part / "index.npy").read_bytes())
-    pixels_crc = _checksums(part / "pixels.bin")
-    header = _Header(_FORMAT, key, images, size, index_crc, pixels_crc, bad)
-    # A reason may quote a file name that is not UTF-8: JSON escapes it.
-    atomic_write(part / "header.json", json.dumps(asdict(header)).encode())
+def read_store(folder: Path, *, verify: bool) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+    """Return the index, and the rows that could not be read with the reasons.
 
-
-def read_store(folder: Path, *, verify: bool) -> tuple[_Header, npt.NDArray[np.int64]]:
-    """Read header and index, and check them; with `verify` every byte of the pixels too."""
-    header = _read_header(folder)
+    What the header says is compared with the files; with `verify` every byte of the pixels too.
+    """
     try:
-        data = (folder / "index.npy").read_bytes()
-        size = (folder / "pixels.bin").stat().st_size
-    except OSError as error:
-        raise BrokenStoreError(f"{folder}: {error}") from error
-    if zlib.crc32(data) != header.index_crc:
-        raise BrokenStoreError(f"{folder}: the index does not match its checksum")
-    if size != header.bytes:
-        raise BrokenStoreError(f"{folder}: pixels.bin has {size} bytes instead of {header.bytes}")
-    if verify and _checksums(folder / "pixels.bin") != header.pixels_crc:
-        raise BrokenStoreError(f"{folder}: the pixels do not match their checksums")
-    index: npt.NDArray[np.int64] = np.load(folder / "index.npy", allow_pickle=False)
-    return header, index
-
-
-def _read_header(folder: Path) -> _Header:
-    try:
-        fields = json.loads((folder / "header.json").read_text(encoding="utf-8"))
-        fields["bad"] = [(int(row), str(reason)) for row, reason in fields["bad"]]
-        header = _Header(**fields)
+        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        pixels, index = folder / "pixels.bin", folder / "index.npy"
+        found = {
+            "format": _FORMAT,
+            "key": folder.name,
+            "bytes": pixels.stat().st_size,
+            "index_crc": zlib.crc32(index.read_bytes()),
+        }
+        if verify:
+            found["pixels_crc"] = _checksums(pixels)
+        for name, value in found.items():
+            if header[name] != value:
+                raise ValueError(f"{name} should be {header[name]!r} and is {value!r}")
+        return np.load(index), {int(row): str(reason) for row, reason in header["bad"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BrokenStoreError(f"{folder}: no readable header: {error}") from error
-    if header.format != _FORMAT or header.key != folder.name:
-        raise BrokenStoreError(f"{folder}: the header is of {header.format!r}, {header.key!r}")
-    return header
+        raise BrokenStoreError(f"{folder}: {error!r}") from error
 
 
 def _checksums(file: Path) -> list[int]:

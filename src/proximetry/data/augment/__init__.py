@@ -2,7 +2,7 @@
 
 from proximetry.data.augment.colors import ColorChanges, ColorJitter, recolor
 from proximetry.data.augment.crops import CenterCrop, RandomResizedCrop
-from proximetry.data.augment.resample import Windows, resample
+from proximetry.data.augment.resample import Windows
 
 __all__ = [
     "CenterCrop",
@@ -11,5 +11,4 @@ __all__ = [
     "RandomResizedCrop",
     "Windows",
     "recolor",
-    "resample",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._common import need, some
-from proximetry.data.catalog import Box, Catalog
+from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import (
     Size,
     dataset,
@@ -52,22 +52,12 @@ def _cub_lists(home: Path) -> Catalog:
     unlabelled = [image for image in names if image not in numbers]
     if unlabelled:
         raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabelled)}")
-    boxes = home / "bounding_boxes.txt"
-    sides = {v[0]: v[1:] for v in fields_of(boxes, 5)} if boxes.is_file() else {}
     return Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
         labels=tuple(name.split("/")[0] for name in names.values()),
         splits=tuple("train" if numbers[image] <= 100 else "test" for image in names),
         root=home,
-        boxes=tuple(_box(*map(float, sides[i])) if i in sides else None for i in names)
-        if sides
-        else None,
     )
-
-
-def _box(x: float, y: float, width: float, height: float) -> Box | None:
-    usable = x >= 0 and y >= 0 and width > 0 and height > 0
-    return (x, y, width, height) if usable else None
 
 
 def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
@@ -143,15 +133,12 @@ def _names(cells: Any) -> list[str]:
 
 def _cars_catalog(home: Path, paths: list[str], rows: Any, names: list[str]) -> Catalog:
     numbers = [int(r["class"]) for r in rows]
-    corners = [[int(r[f"bbox_{c}"]) for c in ("x1", "y1", "x2", "y2")] for r in rows]
     return Catalog(
         paths=tuple(paths),
         # A slash ("Ram C/V Cargo Van Minivan 2012") stays: labels are not file names.
         labels=tuple(names[n - 1] for n in numbers),
         splits=tuple("train" if n <= 98 else "test" for n in numbers),
         root=home,
-        # Corners count from one and are inside the box.
-        boxes=tuple(_box(a - 1, b - 1, c - a + 1, d - b + 1) for a, b, c, d in corners),
     )
 
 
