@@ -17,6 +17,7 @@ from proximetry.data import (
     PixelCache,
     RandomResizedCrop,
     Shuffled,
+    list_datasets,
     open_dataset,
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
@@ -31,7 +32,7 @@ Rows = npt.NDArray[np.int64]
 
 def open_catalog(data: DataConfig) -> Catalog:
     """The catalogue of a recipe's data."""
-    if data.root is None and data.dataset != "glyphs":
+    if data.root is None and not list_datasets()[data.dataset].built_in:
         raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
     return open_dataset(data.dataset, data.root)
 
