@@ -63,4 +63,4 @@ def _options(section: Any) -> Any:
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
-RecipeOptions = Annotated[_options(Recipe), Parameter(name="*")]
+RecipeOptions: Any = Annotated[_options(Recipe), Parameter(name="*")]

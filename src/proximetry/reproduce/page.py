@@ -81,7 +81,9 @@ def _joined(parts: Iterable[str]) -> str:
 def _columns(results: Results) -> dict[str, tuple[str, int | None]]:
     """Metric and dimension of each column, by its heading."""
     table = results.table
-    columns: dict[str, tuple[str, int | None]] = {metric: (metric, None) for metric in table.metrics}
+    columns: dict[str, tuple[str, int | None]] = {
+        metric: (metric, None) for metric in table.metrics
+    }
     first = table.metrics[0]
     return columns | {f"{first}, first {dim} dimensions": (first, dim) for dim in table.dims}
 

@@ -88,9 +88,7 @@ class TrainingData:
             report(note)
         self.rows = divide(self.catalog, recipe)
         self._cache = self._put(cache)
-        self._eval_rows, self._eval_cache = self._evaluation_cache(
-            preprocessing.resize, recipe
-        )
+        self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize, recipe)
         self._seed = recipe.training.seed
         train = self.catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
