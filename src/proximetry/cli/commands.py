@@ -41,7 +41,7 @@ def train(
     fresh: Annotated[bool, Parameter(negative=())] = False,
     config: Path | None = None,
     print_config: Annotated[bool, Parameter(negative=())] = False,
-    overrides: RecipeOptions = {},  # type: ignore[valid-type]  # noqa: B006
+    overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
     """Train an embedder as a recipe says, or continue where a run was cut off.
 

@@ -43,5 +43,5 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: asked.is_set() or parent not in (None, os.getppid())
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
