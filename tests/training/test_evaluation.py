@@ -140,9 +140,9 @@ def test_two_processes_find_the_pca_of_one(reduced, tmp_path):
     ("changes", "message"),
     [
         ({"model.pca_dim": 13}, "model.pca_dim 13 is more than dim 12"),
-        ({"model.pca_dim": 0}, "model.pca_dim must be a whole number of at least 1, got 0"),
+        ({"model.pca_dim": 0}, "model.pca_dim must be greater than or equal to 1, got 0"),
         ({"evaluation.eval_dims": [5]}, r"eval_dims must differ and be below .* 5 dimensions"),
-        ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be a whole number of at least 1"),
+        ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be greater than or equal to 1"),
         ({"evaluation.eval_dims": [2, 2]}, r"evaluation.eval_dims must differ"),
         ({"evaluation.select_by": "recall@3"}, r"select_by 'recall@3' is not computed"),
     ],

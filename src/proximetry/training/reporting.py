@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from proximetry._common import need
+from proximetry.metrics.scores import COUNTS
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
 
@@ -185,7 +186,7 @@ def _recall(scores: Mapping[str, Any]) -> str:
     return f"{name.replace('recall@', 'R@')} {100 * scores[name]:5.1f}"
 
 
-_NOT_SHOWN = ("queries", "queries_without_positive", "dims")
+_NOT_SHOWN = (*COUNTS, "dims")
 
 
 def metrics_table(

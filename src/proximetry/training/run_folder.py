@@ -34,45 +34,31 @@ class RunError(ValueError):
 
 
 class RunFolder:
-    """Where a run writes. Only rank 0 writes; everyone may read."""
+    """Where a run writes. Only rank 0 writes; everyone may read.
+
+    Attributes:
+        recipe: the resolved recipe.
+        environment: versions, seed, command, commit, device.
+        metrics: one JSON object per line and epoch.
+        results: what came out: metrics, protocol, selected epoch.
+        embedder: the folder of the trained embedder.
+        last, best: the newest checkpoint, and that of the selected epoch so far.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.environment = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.results = path / "results.json"
+        self.embedder = path / "embedder"
+        self.last = path / "checkpoints" / "last.safetensors"
+        self.best = path / "checkpoints" / "best.safetensors"
         self._lock: FileLock | None = None
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def last(self) -> Path:
-        """The newest checkpoint."""
-        return self.path / "checkpoints" / "last.safetensors"
-
-    @property
-    def best(self) -> Path:
-        """The checkpoint of the selected epoch so far."""
-        return self.path / "checkpoints" / "best.safetensors"
 
     def of_epoch(self, epoch: int) -> Path:
         """The kept checkpoint of an epoch."""
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line and epoch."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def results(self) -> Path:
-        """What came out: metrics, protocol, selected epoch."""
-        return self.path / "results.json"
-
-    @property
-    def embedder(self) -> Path:
-        """The trained embedder."""
-        return self.path / "embedder"
 
     def begin(self, recipe: Recipe, resume: bool) -> bool:
         """Begin a run here, or continue one; return whether there is a checkpoint to continue.
@@ -89,7 +75,7 @@ class RunFolder:
         continues = self.last.exists()
         if not (continues or self.results.exists()):
             environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
-            atomic_write(self.path / "environment.json", environment.encode())
+            atomic_write(self.environment, environment.encode())
             recipe.save(self.recipe)
         return continues
 
