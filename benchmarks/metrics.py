@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import peak_memory, versions
-from proximetry.metrics import evaluate
+from proximetry.metrics import Metrics, evaluate
 
 DIM = 512
 SIZES = {"sop": (60_502, 11_316), "cub": (5_864, 100)}
-# How far items lie from the middle of their class; gives recall@1 = 0.94 at the larger size.
+# How far items lie from the center of their class; gives recall@1 = 0.94 at the larger size.
 SPREAD = 2.0
 # Queries that pytorch-metric-learning handles at once.
 PEER_BATCH = 1024
@@ -52,19 +52,20 @@ class Stopwatch:
 
 
 def data(size: str, device: str) -> tuple[Tensor, Tensor]:
-    """Vectors around class centres, in no particular order; two items or more to a class."""
+    """Vectors around class centers, in no particular order; two items or more to a class."""
     count, classes = SIZES[size]
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(0, classes, (count - 2 * classes,), generator=generator)
     labels = torch.cat([torch.arange(classes).repeat(2), some])
     labels = labels[torch.randperm(count, generator=generator)]
-    centres = torch.randn(classes, DIM, generator=generator)
-    vectors = torch.randn(count, DIM, generator=generator).mul_(SPREAD).add_(centres[labels])
+    centers = torch.randn(classes, DIM, generator=generator)
+    vectors = torch.randn(count, DIM, generator=generator).mul_(SPREAD).add_(centers[labels])
     return vectors.to(device), labels.to(device)
 
 
 def ours(vectors: Tensor, labels: Tensor) -> Scores:
-    return evaluate(vectors, labels, recall_at=(1, 10, 100, 1000), ndcg_at=(100,))
+    metrics = Metrics(recall_at=(1, 10, 100, 1000), ndcg_at=(100,))
+    return evaluate(vectors, labels, metrics=metrics)
 
 
 def pytorch_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
@@ -138,7 +139,7 @@ def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
         memory = peak_memory(watch, device) / 2**20
         for _ in range(repeats - 1):
             watch()
-        # On a GPU the first run is a warm-up; on a processor it is like any other.
+        # On a GPU the first run is a warm-up; on a CPU it is like any other.
         seconds = statistics.median(watch.seconds[1:] if device == "cuda" else watch.seconds)
         watch.seconds = [seconds]
         ratio = seconds / watches["proximetry"].seconds[0]
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
     parser.add_argument("--repeats", type=int, help="runs behind each median (CPU 1, CUDA 6)")
-    parser.add_argument("--threads", type=int, default=2, help="processor threads")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--skip-peers", action="store_true", help="measure ours alone")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

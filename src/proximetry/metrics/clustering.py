@@ -28,7 +28,7 @@ from proximetry.metrics.scores import CLUSTERING
 
 Average = Literal["arithmetic", "geometric"]
 
-# Entries of one tile of products: large enough to keep the processor busy, small enough to be
+# Entries of one tile of products: large enough to keep the device busy, small enough to be
 # negligible beside the embeddings.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
 # Most terms of the expected mutual information held at once.

@@ -28,7 +28,7 @@ from proximetry.metrics.inputs import (
 # Probes and distractors of one tile of similarities.
 _PROBES = {"cpu": 1024, "cuda": 4096}
 _DISTRACTORS = {"cpu": 4096, "cuda": 16384}
-# Places of a tile searched at once, such that a processor's cache holds them.
+# Places of a tile searched at once, such that a CPU's cache holds them.
 _AT_ONCE = {"cpu": 2**16, "cuda": 2**24}
 # Rows compared one by one in float64 at a time.
 _ROWS = 2**14
@@ -240,48 +240,35 @@ class _Ranker:
                 scale += 0.5 * (self.squares[rows] + reach * reach)
             # Sums run over lanes of 16 values or more, so this bounds their rounding error.
             depth = 16 + vectors.shape[1] / 16
-            self._count_tile(
-                scores, scale * (depth * torch.finfo(scores.dtype).eps), others, people, rows
-            )
-
-    def _count_tile(
-        self, scores: Tensor, tolerance: Tensor, others: Tensor, people: Tensor | None, rows: slice
-    ) -> None:
-        starts = self.trials.starts[rows.start : rows.stop + 1]
-        # The farthest mate comes first; a probe without mates can be beaten by nobody.
-        farthest = self.scores[starts[:-1].clamp(max=len(self.scores) - 1)] - 2 * tolerance
-        farthest = torch.where(starts[1:] > starts[:-1], farthest, torch.inf).to(scores.dtype)
-        row, column = (scores >= farthest[:, None]).nonzero(as_tuple=True)
-        for part in chunks(len(row), self.at_once):
-            self._place(scores, tolerance, others, people, rows, row[part], column[part])
+            tolerance = scale * (depth * torch.finfo(scores.dtype).eps)
+            starts = self.trials.starts[rows.start : rows.stop + 1]
+            # The farthest mate comes first; a probe without mates can be beaten by nobody.
+            farthest = self.scores[starts[:-1].clamp(max=len(self.scores) - 1)] - 2 * tolerance
+            farthest = torch.where(starts[1:] > starts[:-1], farthest, torch.inf).to(scores.dtype)
+            row, column = (scores >= farthest[:, None]).nonzero(as_tuple=True)
+            if people is not None:
+                strangers = people[column] != self.people[rows][row]
+                row, column = row[strangers], column[strangers]
+            for part in chunks(len(row), self.at_once):
+                at, distractor = row[part], column[part]
+                score = scores[at, distractor].double()
+                self._place(at + rows.start, score, tolerance[at], others, distractor)
 
     def _place(
-        self,
-        scores: Tensor,
-        tolerance: Tensor,
-        others: Tensor,
-        people: Tensor | None,
-        rows: slice,
-        row: Tensor,
-        column: Tensor,
+        self, probe: Tensor, score: Tensor, margin: Tensor, others: Tensor, distractor: Tensor
     ) -> None:
-        """Find which mates the distractors in some places of the tile beat."""
-        if people is not None:
-            strangers = people[column] != self.people[rows][row]
-            row, column = row[strangers], column[strangers]
-        score, margin = scores[row, column].double(), tolerance[row]
-        begin, end = self.trials.starts[row + rows.start], self.trials.starts[row + rows.start + 1]
+        """Find which mates some distractors beat, each seen from one probe."""
+        begin, end = self.trials.starts[probe], self.trials.starts[probe + 1]
         beaten = self._mates_up_to(score - margin, begin, end)
         following = self.scores[beaten.clamp(max=len(self.scores) - 1)]
         doubtful = ((beaten < end) & (following <= score + margin)).nonzero()[:, 0]
         for part in chunks(len(doubtful), _ROWS):
             case = doubtful[part]
             beaten[case] = self._settled(
-                row[case] + rows.start, others[column[case]], begin[case], end[case]
+                probe[case], others[distractor[case]], begin[case], end[case]
             )
-        first, last = (int(self.trials.starts[at]) for at in (rows.start, rows.stop))
-        places = beaten[beaten > begin] - 1 - first
-        self.beaten[first:last] += torch.bincount(places, minlength=last - first)
+        places = beaten[beaten > begin] - 1
+        self.beaten.index_add_(0, places, torch.ones_like(places))
 
     def _settled(self, probe: Tensor, others: Tensor, begin: Tensor, end: Tensor) -> Tensor:
         """The same search in float64; equal up to its rounding is a tie."""

@@ -8,7 +8,6 @@ order (similarity falling, index rising), so equal similarities never depend on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from proximetry._common import Progress, by_device, chunks
 from proximetry.metrics.symmetric import applies, search_symmetric
 from proximetry.metrics.task import Block, Task, from_keys, project, reported, to_keys
 
-# Bytes of similarities held at once. A processor works best from its caches; a GPU wants large
+# Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 MOST_ROWS = 8192
@@ -41,10 +40,7 @@ def search_blocks(
 
     Queries of like depth share a block: one large class does not make every list long.
     """
-    gallery = project(task.gallery, task.similarity, "gallery")
-    shared = task.similarity in ("cosine", "dot") and task.queries is task.gallery
-    queries = gallery if shared else project(task.queries, task.similarity, "query")
-    members = _Members.of(task.gallery_codes) if with_ranks else None
+    queries, gallery = project(task.queries, task.gallery, task.similarity)
     order = torch.argsort(depths, stable=True)
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
@@ -53,10 +49,8 @@ def search_blocks(
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)
         ranks = None
-        if members is not None:
-            ranks = _best_ranks(
-                similarities, ids, task.query_codes[rows], task.gallery_codes, members
-            )
+        if with_ranks:
+            ranks = _best_ranks(similarities, ids, task.query_codes[rows], task.gallery_codes)
         yield Block(rows, ids, reported(values, task.similarity), ranks)
         done += len(rows)
         if progress is not None:
@@ -130,47 +124,20 @@ def _order_ties(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, by_value)
 
 
-@dataclass(frozen=True)
-class _Members:
-    """Gallery items by class: those of class c are ``order[starts[c] : starts[c] + counts[c]]``."""
-
-    order: Tensor
-    starts: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, codes: Tensor) -> _Members:
-        counts = torch.bincount(codes)
-        return cls(torch.argsort(codes, stable=True), counts.cumsum(0) - counts, counts)
-
-    def table(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """One row of members per code, and which entries of the row are real."""
-        known = codes < len(self.counts)
-        safe = codes.clamp(max=len(self.counts) - 1)
-        counts = self.counts[safe] * known
-        places = torch.arange(max(1, int(counts.max())), device=codes.device)
-        real = places < counts[:, None]
-        return self.order[(self.starts[safe, None] + places).masked_fill(~real, 0)], real
-
-
-def _best_ranks(
-    similarities: Tensor, ids: Tensor, codes: Tensor, gallery_codes: Tensor, members: _Members
-) -> Tensor:
+def _best_ranks(similarities: Tensor, ids: Tensor, codes: Tensor, gallery_codes: Tensor) -> Tensor:
     """The place of each query's best positive: read from its list, or else counted."""
     hits = (gallery_codes[ids.clamp_min(0)] == codes[:, None]) & (ids >= 0)
     ranks = torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, 0)
     missed = (ranks == 0).nonzero()[:, 0]
     for part in _quarters(missed, len(similarities)):
-        ranks[part] = _count_ranks(similarities[part], *members.table(codes[part]))
+        ranks[part] = _count_ranks(similarities[part], gallery_codes == codes[part, None])
     return ranks
 
 
-def _count_ranks(similarities: Tensor, table: Tensor, real: Tensor) -> Tensor:
-    own = similarities.gather(1, table).masked_fill_(~real, -torch.inf)
+def _count_ranks(similarities: Tensor, positive: Tensor) -> Tensor:
+    own = similarities.masked_fill(~positive, -torch.inf)
     best = own.amax(1, keepdim=True)
-    last = similarities.shape[1]
-    place = torch.where(own == best, table, last).amin(1, keepdim=True)
-    nearer = (similarities > best).sum(1)
-    columns = torch.arange(last, device=similarities.device)
-    tied = ((similarities == best) & (columns < place)).sum(1)
-    return torch.where(best[:, 0] > -torch.inf, 1 + nearer + tied, 0)
+    place = (own == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
+    columns = torch.arange(similarities.shape[1], device=similarities.device)
+    nearer = (similarities > best) | ((similarities == best) & (columns < place))
+    return torch.where(best[:, 0] > -torch.inf, 1 + nearer.sum(1), 0)

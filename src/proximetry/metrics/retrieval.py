@@ -1,4 +1,4 @@
-"""``retrieve``: exact neighbours; ``RetrievalResult``: who was asked, who came back, how near."""
+"""``retrieve``: the exact nearest neighbours of every query, as a ``RetrievalResult``."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RetrievalResult:
         """Whether the lists hold everything there is to find, so that no k is too large."""
         return self.k >= self.gallery_size - int(self.is_self_search)
 
-    def _labelled(self) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
+    def _labeled(self) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
         if self.query_codes is None or self.gallery_codes is None or self.classes is None:
             raise ValueError(
                 "this search was made without labels; give them to retrieve() to know hits"
@@ -108,26 +108,26 @@ class RetrievalResult:
     @property
     def hits(self) -> npt.NDArray[np.bool_]:
         """Which neighbours have the query's label, [queries, k]."""
-        query_codes, gallery_codes, _ = self._labelled()
+        query_codes, gallery_codes, _ = self._labeled()
         found = gallery_codes[np.maximum(self.ids, 0)] == query_codes[:, None]
         return cast("npt.NDArray[np.bool_]", found & (self.ids >= 0))
 
     @property
     def query_labels(self) -> npt.NDArray[Any]:
         """The label of each query."""
-        codes, _, classes = self._labelled()
+        codes, _, classes = self._labeled()
         return classes[codes]
 
     @property
     def gallery_labels(self) -> npt.NDArray[Any]:
         """The label of each gallery item."""
-        _, codes, classes = self._labelled()
+        _, codes, classes = self._labeled()
         return classes[codes]
 
     @property
     def labels(self) -> npt.NDArray[Any]:
         """The label of each neighbour, [queries, k]; look at ``ids`` for places that are empty."""
-        _, codes, classes = self._labelled()
+        _, codes, classes = self._labeled()
         return classes[codes[np.maximum(self.ids, 0)]]
 
     def __getitem__(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from threading import Lock
 
 import torch
@@ -99,12 +99,7 @@ def search_symmetric(
     layout = _Layout.of(task.gallery_codes)
     items = layout.items.clamp_min(0)
     vectors = task.gallery[items]
-    right = project(vectors, task.similarity, "gallery")
-    left = (
-        right
-        if task.similarity in ("cosine", "dot")
-        else project(vectors, task.similarity, "query")
-    )
+    left, right = project(vectors, vectors, task.similarity)
     del vectors
     state = _State(
         keys=torch.empty((len(items), depth), dtype=torch.int64),
@@ -135,8 +130,10 @@ def search_symmetric(
                     _count_nearer(tile, layout.items[rows], state, columns, across=0)
                 _gather_neighbours(tile, layout.items, state, rows, columns)
 
-    pairs = _rounds(layout.tiles)
-    total = len(layout.tiles) + len(pairs)
+    # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
+    count = len(layout.tiles)
+    places = sorted(combinations(range(count), 2), key=lambda pair: sum(pair) % count)
+    pairs = [(layout.tiles[one], layout.tiles[two]) for one, two in places]
 
     def steps(pool: ThreadPoolExecutor) -> Iterator[None]:
         yield from pool.map(start, layout.tiles)  # all of them, before any pair
@@ -145,7 +142,7 @@ def search_symmetric(
     with _thread_pool() as pool:
         for done, _ in enumerate(steps(pool), 1):
             if progress is not None:
-                progress(done, total)
+                progress(done, count + len(pairs))
     for at in layout.tiles:
         _merge(state, at)
     return _finish(task, layout, state, depth, with_ranks)
@@ -184,21 +181,6 @@ class _BufferPool:
         with torch.no_grad():  # a thread of the pool starts with gradients on
             yield buffer
         self._free.append(buffer)
-
-
-def _rounds(tiles: list[slice]) -> list[tuple[slice, slice]]:
-    """Every pair of tiles once, as in a round-robin tournament: consecutive pairs share no tile."""
-    order: list[int | None] = list(range(len(tiles)))
-    if len(order) % 2:
-        order.append(None)
-    half = len(order) // 2
-    pairs = []
-    for _ in range(len(order) - 1):
-        for one, two in zip(order[:half], reversed(order[half:]), strict=True):
-            if one is not None and two is not None:
-                pairs.append((tiles[min(one, two)], tiles[max(one, two)]))
-        order = [order[0], order[-1], *order[1:-1]]
-    return pairs
 
 
 def _product(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
@@ -373,11 +355,7 @@ def _merge(state: _State, at: slice) -> None:
     # Padding has no list to enter and keeps its infinite floor.
     floor = state.floor[at]
     state.floor[at] = torch.where(floor == torch.inf, floor, from_keys(worst)[0])
-    _note_losses(state, at, rivals, worst)
-
-
-def _note_losses(state: _State, at: slice, rivals: Tensor, worst: Tensor) -> None:
-    """Where a best positive has just been pushed out: all that came before it is among rivals."""
+    # Where a best positive has just been pushed out, all that came before it is among the rivals.
     best_keys = to_keys(state.best[at], state.place[at])
     pushed = ((best_keys < worst) & ~state.lost[at]).nonzero()[:, 0]
     if len(pushed):

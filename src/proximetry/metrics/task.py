@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -177,26 +177,28 @@ class Block:
     ranks: Tensor | None
 
 
-def project(vectors: Tensor, similarity: Similarity, side: Literal["query", "gallery"]) -> Tensor:
-    """Vectors whose dot products are similarities: of a query with a gallery item."""
+def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[Tensor, Tensor]:
+    """Queries and gallery items such that their dot products are the similarities."""
     if similarity == "dot":
-        return vectors
+        return queries, gallery
     if similarity == "cosine":
-        return normalize(vectors)
+        items = normalize(gallery)
+        return items if queries is gallery else normalize(queries), items
     if similarity == "euclidean":
         # −|q − g|² = 2 q·g − |q|² − |g|²
-        squares = vectors.square().sum(1, keepdim=True)
-        ones = torch.ones_like(squares)
-        if side == "query":
-            return torch.cat([2 * vectors, squares, ones], dim=1)
-        return torch.cat([vectors, -ones, -squares], dim=1)
+        asked, held = (of.square().sum(1, keepdim=True) for of in (queries, gallery))
+        return (
+            torch.cat([2 * queries, asked, torch.ones_like(asked)], dim=1),
+            torch.cat([gallery, -torch.ones_like(held), -held], dim=1),
+        )
     # Signs s of b bits: −(number of different bits) = (s·s′ − b) / 2, exact in float32.
-    bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
-    signs = (vectors[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
-    ones = torch.ones_like(signs[:, :1])
-    if side == "query":
-        return torch.cat([signs, ones], dim=1)
-    return torch.cat([signs.mul_(0.5), ones * (-signs.shape[1] / 2)], dim=1)
+    bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=gallery.device)
+    left, right = (
+        (of[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
+        for of in (queries, gallery)
+    )
+    ones, half = torch.ones_like(left[:, :1]), torch.full_like(right[:, :1], right.shape[1] / 2)
+    return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)
 
 
 def reported(similarities: Tensor, similarity: Similarity) -> Tensor:

@@ -68,15 +68,69 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Tally:
-    """How many pairs of either kind are accepted at each threshold, and how many there are."""
+    """How many pairs of either kind are accepted at each threshold; the last accepts all."""
 
     different: IntArray
     same: IntArray
     thresholds: FloatArray
 
+    @classmethod
+    def of(cls, values: FloatArray, truth: npt.NDArray[np.bool_]) -> "_Tally":
+        order = np.argsort(-values, kind="stable")
+        values, truth = values[order], truth[order]
+        # Pairs with equal similarity are accepted together: a point only where the value changes.
+        last = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
+        same = np.cumsum(truth)[last]
+        return cls(
+            np.append(0, last + 1 - same), np.append(0, same), np.append(np.inf, values[last])
+        )
+
     @property
     def totals(self) -> tuple[int, int]:
         return int(self.different[-1]), int(self.same[-1])
+
+    def roc(self) -> Roc:
+        different, same = self.totals
+        return Roc(self.different / different, self.same / same, self.thresholds)
+
+    def auc(self) -> float:
+        different, same = self.totals
+        # Twice the area in whole pairs; Python's integers keep it exact at any size.
+        heights = self.same[1:] + self.same[:-1]
+        twice = sum((np.diff(self.different) * heights).tolist())
+        return float(twice / (2 * different * same))
+
+    def eer(self) -> float:
+        different, same = self.totals
+        # False rejects minus false accepts, in units of 1/(different · same): exact integers.
+        excess = (same - self.same) * different - self.different * same
+        at = int(np.argmax(excess <= 0))
+        share = excess[at - 1] / (excess[at - 1] - excess[at])
+        before, after = self.different[at - 1], self.different[at]
+        return float((before + share * (after - before)) / different)
+
+    def tar_at_far(self, far: float) -> float | None:
+        """None where the rate is too low to be measured."""
+        if not 0 < far <= 1:
+            raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
+        # How many false accepts are allowed: 0.29 of 100 are 29, although 0.29 · 100 < 29.
+        exact = far * self.totals[0]
+        nearest = round(exact)
+        allowed = nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
+        if allowed < 1:
+            return None
+        at = int(np.searchsorted(self.different, allowed, side="right")) - 1
+        return float(self.same[at] / self.totals[1])
+
+    def best_threshold(self) -> float:
+        right = self.same + (self.totals[0] - self.different)
+        best = int(np.argmax(right))  # thresholds fall, so the first is the highest
+        if best in (0, len(right) - 1):
+            return math.inf if best == 0 else -math.inf
+        above, below = self.thresholds[best], self.thresholds[best + 1]
+        middle = float(above / 2 + below / 2)
+        # Between neighbouring floats there is no middle; the upper one separates them.
+        return middle if below < middle <= above else float(above)
 
 
 def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
@@ -103,42 +157,18 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
     return values, truth
 
 
-def _tally(values: FloatArray, truth: npt.NDArray[np.bool_]) -> _Tally:
-    order = np.argsort(-values, kind="stable")
-    values, truth = values[order], truth[order]
-    # Pairs with equal similarity are accepted together: a point only where the value changes.
-    last = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
-    same = np.cumsum(truth)[last]
-    return _Tally(
-        np.append(0, last + 1 - same), np.append(0, same), np.append(np.inf, values[last])
-    )
-
-
-def _tally_of(similarities: Values, same: Truth) -> _Tally:
-    return _tally(*_checked(similarities, same))
+def _tally(similarities: Values, same: Truth) -> _Tally:
+    return _Tally.of(*_checked(similarities, same))
 
 
 def roc(similarities: Values, same: Truth) -> Roc:
     """The ROC curve, all its points, ties accepted together."""
-    return _roc(_tally_of(similarities, same))
-
-
-def _roc(tally: _Tally) -> Roc:
-    different, same = tally.totals
-    return Roc(tally.different / different, tally.same / same, tally.thresholds)
+    return _tally(similarities, same).roc()
 
 
 def auc(similarities: Values, same: Truth) -> float:
     """Area under the ROC curve: how often a same pair beats a different one, a tie being half."""
-    return _auc(_tally_of(similarities, same))
-
-
-def _auc(tally: _Tally) -> float:
-    different, same = tally.totals
-    # Twice the area in whole pairs; Python's integers keep it exact at any size.
-    heights = tally.same[1:] + tally.same[:-1]
-    twice = sum((np.diff(tally.different) * heights).tolist())
-    return float(twice / (2 * different * same))
+    return _tally(similarities, same).auc()
 
 
 def eer(similarities: Values, same: Truth) -> float:
@@ -146,17 +176,7 @@ def eer(similarities: Values, same: Truth) -> float:
 
     Between two points the ROC curve is taken to be a straight line.
     """
-    return _eer(_tally_of(similarities, same))
-
-
-def _eer(tally: _Tally) -> float:
-    different, same = tally.totals
-    # False rejects minus false accepts, in units of 1/(different · same): exact integers.
-    excess = (same - tally.same) * different - tally.different * same
-    at = int(np.argmax(excess <= 0))
-    share = excess[at - 1] / (excess[at - 1] - excess[at])
-    before, after = tally.different[at - 1], tally.different[at]
-    return float((before + share * (after - before)) / different)
+    return _tally(similarities, same).eer()
 
 
 def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
@@ -165,32 +185,15 @@ def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     No interpolation: a threshold that really exists. A ``far`` below one in the number of
     different pairs cannot be measured and is refused.
     """
-    tally = _tally_of(similarities, same)
-    if not _measurable(tally, far):
+    tally = _tally(similarities, same)
+    rate = tally.tar_at_far(far)
+    if rate is None:
         different = tally.totals[0]
         raise ValueError(
             f"a FAR of {far:g} cannot be measured with {different} different pairs; the least "
             f"is 1/{different} = {1 / different:.3g}"
         )
-    return _tar_at_far(tally, far)
-
-
-def _measurable(tally: _Tally, far: float) -> bool:
-    if not 0 < far <= 1:
-        raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
-    return _allowed(tally, far) >= 1
-
-
-def _allowed(tally: _Tally, far: float) -> int:
-    """How many false accepts a rate allows; 0.29 of 100 are 29, although 0.29 · 100 < 29."""
-    exact = far * tally.totals[0]
-    nearest = round(exact)
-    return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
-
-
-def _tar_at_far(tally: _Tally, far: float) -> float:
-    at = int(np.searchsorted(tally.different, _allowed(tally, far), side="right")) - 1
-    return float(tally.same[at] / tally.totals[1])
+    return rate
 
 
 def verify(
@@ -215,20 +218,20 @@ def verify(
     thresholds, accuracies = np.empty(len(names)), np.empty(len(names))
     for fold in range(len(names)):
         inside = parts == fold
-        thresholds[fold] = _best_threshold(_tally(values[~inside], truth[~inside]))
+        thresholds[fold] = _Tally.of(values[~inside], truth[~inside]).best_threshold()
         accuracies[fold] = np.mean((values[inside] >= thresholds[fold]) == truth[inside])
-    tally = _tally(values, truth)
-    measurable = {rate: _measurable(tally, rate) for rate in far}
+    tally = _Tally.of(values, truth)
+    rates = {rate: tally.tar_at_far(rate) for rate in far}
     return Verification(
         accuracy=float(accuracies.mean()),
         standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(names))),
         fold_accuracies=accuracies,
         thresholds=thresholds,
-        auc=_auc(tally),
-        eer=_eer(tally),
-        tar_at_far={rate: _tar_at_far(tally, rate) for rate, known in measurable.items() if known},
-        unmeasurable_far=tuple(rate for rate, known in measurable.items() if not known),
-        roc=_roc(tally),
+        auc=tally.auc(),
+        eer=tally.eer(),
+        tar_at_far={rate: tar for rate, tar in rates.items() if tar is not None},
+        unmeasurable_far=tuple(rate for rate, tar in rates.items() if tar is None),
+        roc=tally.roc(),
         same_pairs=tally.totals[1],
         different_pairs=tally.totals[0],
     )
@@ -252,14 +255,3 @@ def _folds(folds: int | Labels, truth: npt.NDArray[np.bool_]) -> tuple[IntArray,
             "different pairs: give fold ids that mix them (folds=…), or order the pairs by fold"
         )
     return parts, names
-
-
-def _best_threshold(tally: _Tally) -> float:
-    right = tally.same + (tally.totals[0] - tally.different)
-    best = int(np.argmax(right))  # thresholds fall, so the first is the highest
-    if best in (0, len(right) - 1):
-        return math.inf if best == 0 else -math.inf
-    above, below = tally.thresholds[best], tally.thresholds[best + 1]
-    middle = float(above / 2 + below / 2)
-    # Between neighbouring floats there is no middle; the upper one separates them.
-    return middle if below < middle <= above else float(above)
