@@ -148,7 +148,11 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
     [
         (["trian"], 2, "train"),
         (["train", "glyphs", "out", "--optimizer.lrr", "3"], 2, "--optimizer.lr"),
-        (["train", "glyphs", "out", "--training.epochs", "many"], 2, "must be a valid integer, got 'many'"),
+        (
+            ["train", "glyphs", "out", "--training.epochs", "many"],
+            2,
+            "must be a valid integer, got 'many'",
+        ),
         (["train", "glyphs", "out", "--optimizer.lr", "-1"], 2, "must be greater than 0"),
         (["train", "glyphs", "out", "--optimizer.lr", ".inf"], 2, "must be a finite number"),
         (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),

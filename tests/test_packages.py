@@ -1,8 +1,10 @@
 """Which package may import which, and how light the light ones are."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,7 @@ def test_a_package_imports_only_what_it_may(package):
 def test_losses_and_metrics_need_torch_and_numpy_alone(package):
     code = f"""
 import sys
+import tomllib
 import torch, numpy
 before = set(sys.modules)
 import proximetry.{package} as package
@@ -65,3 +68,46 @@ assert not third, third
 def test_helpers_for_all_packages_load_neither_torch_nor_numpy():
     code = "import sys, proximetry._common; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+MODULES |= {"fontTools": "fonttools", "pytorch_metric_learning": "pytorch-metric-learning"}
+# Asked for by name where they are wanted, and not ours to install.
+NOT_OURS = {"triton", "wandb", "tensorboard"}
+
+
+def third_party_imports():
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need":
+                names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            for name in names:
+                top = name.split(".")[0]
+                if top not in sys.stdlib_module_names and top != "proximetry":
+                    yield MODULES.get(top, top)
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [line for name, lines in extras.items() if name != "dev" for line in lines]
+    listed += project["dependencies"]
+    declared = {re.split(r"[\[<>=]", line)[0] for line in listed} - {"proximetry"}
+    weights = {name for name in declared if name.endswith("-pytorch-model")}  # found by file
+    asked_for_by_name = {"onnx", "onnxruntime", "onnxscript"}  # models/export.py
+    imported = set(third_party_imports()) - NOT_OURS
+    assert imported <= declared, imported - declared
+    assert declared - weights - asked_for_by_name <= imported
+
+
+def test_the_architecture_page_describes_the_packages_that_there_are():
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    section = page[page.index("## 6. The packages") : page.index("### One of each")]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(ALLOWED)
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)", page):
+        assert (SOURCE / name).is_file() or (SOURCE.parents[1] / name).is_file(), name

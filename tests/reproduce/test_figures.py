@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
+from proximetry.reproduce.results import Results
 
 from proximetry.reproduce import figures, markdown
 from proximetry.reproduce.figures import curve, draw, picture_names, why_no_seconds
-from proximetry.reproduce.results import Results
 from tests.reproduce.small import make_table
 from tests.reproduce.test_statistics import record
 

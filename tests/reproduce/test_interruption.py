@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from proximetry.reproduce.lock import alone, at_work
+from proximetry.reproduce.work import Outcome
+from proximetry.reproduce.workers import Crew
 
 from proximetry import cli
 from proximetry.reproduce import Interrupted, ReproduceError, Table, reproduce, run, work, workers
 from proximetry.reproduce import lock as lock_module
-from proximetry.reproduce.lock import alone, at_work
 from proximetry.reproduce.plan import Job, Options, make_run
 from proximetry.reproduce.records import read_records
-from proximetry.reproduce.work import Outcome
-from proximetry.reproduce.workers import Crew
 from tests.reproduce.small import (
     make_table,
     numbers,

@@ -4,6 +4,9 @@ import copy
 from functools import cache
 from statistics import fmean
 
+from proximetry.reproduce.markdown import page
+from proximetry.reproduce.results import Results
+
 from benchmarks.results_page import (
     HOME,
     PAGE,
@@ -15,9 +18,7 @@ from benchmarks.results_page import (
     twins,
 )
 from proximetry.reproduce import Table
-from proximetry.reproduce.markdown import page
 from proximetry.reproduce.records import read_records
-from proximetry.reproduce.results import Results
 
 
 def test_the_page_of_results_is_up_to_date():

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
+from proximetry.reproduce.markdown import overview, page
+from proximetry.reproduce.results import Results
 
 from proximetry import cli
 from proximetry.reproduce import Interrupted, ReproduceError, Table, reproduce, run, work
-from proximetry.reproduce.markdown import overview, page
 from proximetry.reproduce.records import read_records
-from proximetry.reproduce.results import Results
 from tests.reproduce.small import (
     make_table,
     numbers,

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import yaml
+from proximetry.losses.pairs import PAIR_LOSSES
 
 from proximetry.losses import create
-from proximetry.losses.pairs import PAIR_LOSSES
 from proximetry.reproduce import ReproduceError, Row, Table, list_tables, shipped_tables
 from proximetry.reproduce.plan import Options, make_run, plan
 from proximetry.training import Recipe, RecipeError

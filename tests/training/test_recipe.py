@@ -1,13 +1,16 @@
 """Recipes: YAML and back, inheritance, overrides, and mistakes answered with a suggestion."""
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 import yaml
 
+from proximetry.models import Embedder
 from proximetry.training import Recipe, RecipeError, shipped_recipes
 from proximetry.training.recipe import recipe_keys
+from proximetry.training.run import make_embedder
 
 
 def test_defaults_survive_a_round_trip(tmp_path):
@@ -108,7 +111,10 @@ def test_what_was_said_is_told_apart_from_defaults():
         ({"optimizer": {"lr": True}}, "optimizer.lr must be a number, got True"),
         ({"optimizer": {"name": "adamW"}}, "did you mean 'adamw'"),
         ({"optimizer": 3}, "optimizer must be a valid dictionary .*got 3"),
-        ({"training": {"checkpoint_epochs": 0}}, "checkpoint_epochs must be greater than or equal to 1"),
+        (
+            {"training": {"checkpoint_epochs": 0}},
+            "checkpoint_epochs must be greater than or equal to 1",
+        ),
         ({"training": {"epochs": 2.5}}, "training.epochs must be a valid integer, got 2.5"),
         ({"training": {"epochs": True}}, "training.epochs must be a valid integer, got True"),
         ({"training": {"epochs": "many"}}, "training.epochs must be a valid integer, got 'many'"),
@@ -178,3 +184,16 @@ def test_what_does_not_change_results_can_be_left_out_of_a_comparison():
 def test_the_recipe_module_loads_no_torch():
     code = "import sys, proximetry.training.recipe; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_says_what_accumulate_does():
+    about = dict(recipe_keys())["training.accumulate"].description
+    assert "each batch in this many chunks" in about
+    assert "gradient of the whole batch" in about
+
+
+def test_a_transformer_needs_no_extra_key():
+    recipe = Recipe.load({"model": {"backbone": "vit_tiny_patch16_224", "weights": "none"}})
+    assert make_embedder(recipe.model).architecture.pooling == "token"
+    default = inspect.signature(Embedder.create).parameters["pooling"].default
+    assert Recipe().model.pooling == default == "auto"

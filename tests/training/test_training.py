@@ -131,6 +131,18 @@ def test_a_stopwatch_gives_every_moment_to_one_phase(monkeypatch):
     assert clock.seconds == {"startup": 3, "training": 3, "evaluation": 5, "other": 0}
 
 
+def test_a_checkpoint_says_how_far_the_run_has_come(recipe, tmp_path):
+    recipe = with_(recipe, "training", checkpoint_steps=1)
+    killed_at(6, recipe, tmp_path / "run")
+    state = read_state(RunFolder(tmp_path / "run").last)
+    assert {key: state["state"][key] for key in ("epoch", "batch", "step")} == {
+        "epoch": 1,
+        "batch": 2,
+        "step": 6,
+    }
+    assert "sampler" not in state, "it has no state of its own"
+
+
 def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
     recipe = with_(recipe, "training", epochs=5, checkpoint_epochs=2)
     recipe = with_(recipe, "evaluation", protocol="last")

@@ -59,9 +59,9 @@ def join_processes(device: str | None = None) -> World:
     """Join the processes that torchrun started, or stand alone."""
     alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
     place = resolve_device(device)
-    if place.type == "cuda" and not alone and place.index is None:
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if place.type == "cuda":
+        if place.index is None:
+            place = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)  # Triton launches on the current device
     if alone:
         return World(device=place)
