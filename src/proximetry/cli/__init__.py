@@ -51,6 +51,9 @@ def _run(words: list[str]) -> int:
     except ImportError:
         print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
         return 1
+    from proximetry.training.recipe import RecipeError
+    from proximetry.training.stopping import Stopped
+
     app = make_app()
     if not words:
         app.help_print([])
@@ -59,17 +62,15 @@ def _run(words: list[str]) -> int:
         app(_repeat_lists(app, words))
     except SystemExit as leaving:
         return int(leaving.code or 0)
-    except CycloptsError as error:
+    except (CycloptsError, RecipeError) as error:
         return _complain(error, 2)
+    except Stopped as error:
+        return _complain(error, 130)
     except BrokenPipeError:
         raise
     except (ValueError, ImportError, OSError) as error:
         # A mistake of the user's is a sentence; anything else is ours and keeps its traceback.
-        return _complain(error, 2 if type(error).__name__ == "RecipeError" else 1)
-    except Exception as error:
-        if type(error).__name__ == "Stopped":  # naming the class would import torch
-            return _complain(error, 130)
-        raise
+        return _complain(error, 1)
     return 0
 
 
