@@ -1,23 +1,42 @@
 """Published tables, run again: every row of one, beside what was published.
 
-reproduce("mpa-table4", data="~/cub", seeds=(0, 1, 2))
+reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from proximetry.reproduce.tables import (
-    Claim,
-    Figure,
-    Published,
-    Row,
-    Table,
-    list_tables,
-    shipped_tables,
-)
-from proximetry.reproduce.trouble import Interrupted, ReproduceError
+from proximetry._common import lazy_exports
+from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:
-    from proximetry.reproduce.run import reproduce
+    from proximetry.reproduce.runner import Interrupted, reproduce
+    from proximetry.reproduce.table import (
+        Claim,
+        Figure,
+        Published,
+        ReproduceError,
+        Row,
+        Table,
+        list_tables,
+        shipped_tables,
+    )
+
+# Imported when they are asked for: the runner needs torch, options do not.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Claim": "table",
+        "Figure": "table",
+        "Interrupted": "runner",
+        "Published": "table",
+        "ReproduceError": "table",
+        "Row": "table",
+        "Table": "table",
+        "list_tables": "table",
+        "reproduce": "runner",
+        "shipped_tables": "table",
+    },
+)
 
 __all__ = [
     "Claim",
@@ -25,18 +44,10 @@ __all__ = [
     "Interrupted",
     "Published",
     "ReproduceError",
+    "ReproduceOptions",
     "Row",
     "Table",
     "list_tables",
     "reproduce",
     "shipped_tables",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what trains when it is asked for: with the networks it takes seconds."""
-    if name == "reproduce":
-        from proximetry.reproduce.run import reproduce
-
-        return reproduce
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import atomic_write
+from proximetry._common import atomic_write, need
 from proximetry.reproduce.records import Record
 from proximetry.reproduce.statistics import Sample, sample
-from proximetry.reproduce.tables import Figure, Table
+from proximetry.reproduce.table import Figure, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,12 +32,7 @@ _STYLE: Any = {
 
 def need_matplotlib() -> None:
     """Say early, not after hours of training, that pictures cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "the pictures of this table need matplotlib: pip install 'proximetry[train]'"
-        ) from error
+    need("matplotlib", "train", "drawing the pictures of this table")
 
 
 def picture_names(figure: Figure | None, runs: dict[str, Sequence[Record]]) -> dict[str, str]:
@@ -60,13 +55,13 @@ def why_no_seconds(runs: dict[str, Sequence[Record]]) -> str:
         return "how many runs shared the device was not recorded"
     if at_once - {1}:
         return f"up to {max(n for n in at_once if n is not None)} runs shared the device"
-    cards = sorted({record.card for record in records})
-    return f"the runs were made on several devices ({', '.join(cards)})" if cards[1:] else ""
+    devices = sorted({record.device for record in records})
+    return f"the runs were made on several devices ({', '.join(devices)})" if devices[1:] else ""
 
 
 def draw(table: Table, runs: dict[str, Sequence[Record]], folder: Path) -> list[str]:
     """Draw what the runs so far allow, and return the names of the files."""
-    seconds = f"seconds of training ({_shared(runs, lambda record: record.card)})"
+    seconds = f"seconds of training ({_shared(runs, lambda record: record.device)})"
     paint: dict[str, Callable[[Axes], None]] = {
         "sweep.svg": lambda axes: _sweep(axes, table, runs),
         "epochs.svg": lambda axes: _curves(axes, table, runs, "epoch", "epochs"),

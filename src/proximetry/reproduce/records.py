@@ -1,132 +1,131 @@
 """One JSON file per run: everything a figure needs to be believed, and no path of a machine."""
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from proximetry._common import atomic_write
-from proximetry.reproduce.plan import Job, Run, run_id
-from proximetry.reproduce.trouble import ReproduceError
-from proximetry.training.folder import RunFolder
-from proximetry.training.recipe import Recipe
-from proximetry.training.recipe_values import RecipeError, differences
+from proximetry.models.names import WEIGHTS_SOURCES
+from proximetry.reproduce.plan import Kind, Run, run_id
+from proximetry.reproduce.table import ReproduceError, Table
+from proximetry.training.recipe import (
+    Recipe,
+    RecipeError,
+    Section,
+    differences,
+    validation_sentence,
+)
+
+if TYPE_CHECKING:
+    from proximetry.training.run_folder import RunFolder
 
 _ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
-_WEIGHTS = ("auto", "package", "hub", "none")
+_CURVE = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
 
 
-@dataclass(frozen=True)
-class Record:
-    """What came of a run.
+class Record(Section):
+    """What came of a run. What older runs did not record is None, or missing from a dictionary.
 
     Attributes:
-        curve: epoch, seconds of training so far, loss, and the metrics where they were taken.
+        device: the name of the GPU, or CPU.
         last: epoch and metrics at the end.
-        chosen_epoch: what a selection run chose.
+        selected_epoch: what a selection run selected.
         seconds: of training alone.
-        parallel: how many runs shared the device; None in files that do not say.
-        images: how many images of which split the dataset has; None in files that do not say.
+        curve: epoch, seconds of training so far, loss, and the metrics where they were computed.
+        parallel: how many runs shared the device.
+        images: how many images of which split the dataset has.
+        views: metrics of the held-out classes for other sizes of the images.
     """
 
     table: str
     row: str
     slug: str
     seed: int
-    kind: str
+    kind: Kind
     recipe: dict[str, Any]
     command: str
-    card: str
+    device: str
     environment: dict[str, Any]
     weights: dict[str, Any]
     protocol: str
     notes: list[str]
     last: dict[str, Any]
-    chosen_epoch: int | None
+    selected_epoch: int | None
     seconds: float | None
     startup_seconds: float | None
     curve: list[dict[str, Any]]
     parallel: int | None = None
     images: dict[str, int] | None = None
+    views: dict[str, dict[str, Any]] | None = None
 
     @property
     def id(self) -> str:
         """The name of its file."""
         return run_id(self.slug, self.seed, self.kind)
 
-    def test(self, epoch: int | None = None) -> dict[str, float] | None:
-        """Metrics on the test set at an epoch, or at the end; None where they were not taken."""
-        if epoch is None or epoch == self.last["epoch"]:
-            found: dict[str, float] | None = self.last.get("test")
-            return found
-        return next((line.get("test") for line in self.curve if line["epoch"] == epoch), None)
+    @property
+    def split(self) -> str:
+        """What it is evaluated on: test, or the held-out classes."""
+        return "held_out" if self.kind == "held_out" else "test"
+
+    def metrics(self, epoch: int | None = None, dim: int | None = None) -> dict[str, Any]:
+        """Metrics at an epoch or at the end, of the first dimensions or of all; empty if none."""
+        at = self.last
+        if epoch not in (None, self.last["epoch"]):
+            at = next((line for line in self.curve if line["epoch"] == epoch), {})
+        found: dict[str, Any] = at.get(self.split, {})
+        return found if dim is None else found.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all."""
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
         atomic_write(folder / f"{self.id}.json", text.encode())
 
 
-# What is of next to no consequence for the results: words, pace and safety. Where pixels lie and
-# how many images are embedded at once changes rounding alone: who cuts and who multiplies then
-# adds up in another order.
-_OF_NEXT_TO_NO_CONSEQUENCE = (
-    "name",
-    "about",
-    "data.cache",
-    "training.checkpoint_epochs",
-    "training.checkpoint_steps",
-    "training.keep_every",
-    "training.wandb",
-    "evaluation.batch_size",
-)
+def without_places(recipe: Recipe) -> Recipe:
+    """The recipe less where things lie on this machine."""
+    changes: dict[str, Any] = {"data": {"root": None, "cache_dir": None}}
+    if recipe.model.weights not in WEIGHTS_SOURCES:
+        changes["model.weights"] = Path(recipe.model.weights).name
+    return recipe.override(changes)
 
 
-def without_places(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values, less where things lie on this machine."""
-    values = recipe.to_dict()
-    values["data"] |= {"root": None, "cache_dir": None}
-    if values["model"]["weights"] not in _WEIGHTS:
-        values["model"]["weights"] = Path(values["model"]["weights"]).name
-    return values
-
-
-def make_record(job: Job, folder: RunFolder, card: str, parallel: int) -> Record:
-    """Gather what a finished run left in its folder."""
-    run, recipe = job.run, job.recipe
+def make_record(
+    table: Table, run: Run, folder: "RunFolder", root: str | None, on_gpu: bool, **known: Any
+) -> Record:
+    """Gather what a finished run left in its folder; ``known`` are further fields of the record."""
     results = folder.read_results()
     environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
         weights["origin"] = Path(weights["origin"]).name
-    root = recipe.data.root
-    notes = [note.replace(f"{root}/", "") if root else note for note in results["notes"]]
+    last = dict(results["last"])
+    if run.kind == "held_out":  # a search has no business with the test classes
+        last.pop("test", None)
     return Record(
-        table=job.table,
+        table=table.name,
         row=run.row,
         slug=run.slug,
         seed=run.seed,
         kind=run.kind,
-        recipe=without_places(recipe),
-        command=job.command,
-        card=card,
+        recipe=without_places(run.recipe).to_dict(),
+        device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,
         protocol=results["protocol"],
-        notes=notes,
-        last=results["last"],
-        chosen_epoch=results["chosen"]["epoch"] if run.kind == "selection" else None,
+        notes=[note.replace(f"{root}/", "") if root else note for note in results["notes"]],
+        last=last,
+        selected_epoch=results["selected"]["epoch"] if run.kind == "selection" else None,
         seconds=results.get("seconds"),
         startup_seconds=results.get("startup_seconds"),
-        curve=[_point(line) for line in folder.history()],
-        parallel=parallel,
-        images=job.images,
+        curve=[{key: line[key] for key in _CURVE if key in line} for line in folder.history()],
+        **known,
     )
-
-
-def _point(line: dict[str, Any]) -> dict[str, Any]:
-    wanted = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
-    return {key: line[key] for key in wanted if key in line}
 
 
 def read_record(path: Path) -> Record:
@@ -141,22 +140,17 @@ def read_record(path: Path) -> Record:
             "or use another --out"
         )
     try:
-        needed = [f.name for f in fields(Record) if f.default is MISSING]
-        missing = [name for name in needed if name not in values]
-        unknown = sorted(set(values) - {f.name for f in fields(Record)})
-        if missing or unknown:
-            raise ValueError(f"keys missing: {missing}, unknown: {unknown}")
-        record = Record(**values)
-        if record.id != path.stem or "epoch" not in record.last:
-            raise ValueError(f"it says that it is {record.id}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        record = Record.model_validate(values)
+    except ValidationError as error:
+        raise _damaged(path, validation_sentence(error, Record)) from error
+    if record.id != path.stem or "epoch" not in record.last:
+        raise _damaged(path, f"it says that it is {record.id}")
     return record
 
 
-def _damaged(path: Path, error: Exception) -> ReproduceError:
+def _damaged(path: Path, why: object) -> ReproduceError:
     return ReproduceError(
-        f"{path} is no result of a run that can be read ({error}); remove it, and the same "
+        f"{path} is no result of a run that can be read ({why}); remove it, and the same "
         "command runs it again"
     )
 
@@ -167,23 +161,82 @@ def read_records(folder: Path) -> dict[str, Record]:
 
 
 def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
-    """Refuse what was made with another recipe than the one asked for."""
+    """Refuse what was made with another recipe than the one asked for.
+
+    Keys that do not change results may differ, or only change floating-point rounding.
+    """
     try:
-        there = without_places(Recipe.from_dict(before))
+        there = Recipe.load(before)
     except RecipeError as error:
         raise ReproduceError(
             f"{path} was made with a recipe that this version cannot read ({error}); use another "
             "--out, or remove it"
         ) from error
-    now = without_places(run.recipe)
-    for key in _OF_NEXT_TO_NO_CONSEQUENCE:
-        section, _, name = key.rpartition(".")
-        for values in (there, now):
-            (values[section] if section else values).pop(name)
-    found = differences(there, now)
-    if found:
-        changed = "; ".join(f"{k} is {old!r} there and {new!r} now" for k, old, new in found[:3])
+    old, new = (
+        without_places(recipe).portable(without=("words", "place", "pace"))
+        for recipe in (there, run.recipe)
+    )
+    changed = differences(old, new)
+    if changed:
         raise ReproduceError(
-            f"{path} was made with another recipe: {changed}. Use another --out, or "
+            f"{path} was made with another recipe: {'; '.join(changed[:3])}. Use another --out, or "
             "remove it to run it anew"
         )
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of a table that are there, in its order.
+
+    Attributes:
+        runs_of: the runs that the table shows, by row.
+        selection: the runs that selected the number of epochs, by row.
+    """
+
+    table: Table
+    runs_of: dict[str, Sequence[Record]]
+    selection: dict[str, Record]
+
+    @classmethod
+    def of(cls, table: Table, records: dict[str, Record]) -> "Results":
+        """Sort records into rows, by seed."""
+        known = sorted(records.values(), key=lambda record: record.seed)
+        shown: dict[str, Sequence[Record]] = {
+            row.name: [r for r in known if r.row == row.name and r.kind != "selection"]
+            for row in table.rows
+        }
+        return cls(table, shown, {r.row: r for r in known if r.kind == "selection"})
+
+    @classmethod
+    def read(cls, table: Table, folder: Path) -> "Results":
+        """The runs in a folder."""
+        return cls.of(table, read_records(folder))
+
+    @property
+    def runs(self) -> list[Record]:
+        """The runs that the table shows, row by row."""
+        return [record for records in self.runs_of.values() for record in records]
+
+    @property
+    def everything(self) -> list[Record]:
+        """All runs."""
+        return [*self.runs, *self.selection.values()]
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds of the runs that the table shows."""
+        return sorted({record.seed for record in self.runs})
+
+    @property
+    def notes(self) -> list[str]:
+        """What the runs note about the data, each note once."""
+        return list(dict.fromkeys(note for record in self.everything for note in record.notes))
+
+    def missing(self, seeds: Iterable[int], selection: bool) -> list[str]:
+        """Names of the runs that a complete table would also have."""
+        there = {record.id for record in self.everything}
+        wanted = sorted({*self.seeds, *seeds})
+        names = [run_id(row.slug, seed, "full") for seed in wanted for row in self.table.rows]
+        if selection or self.selection:
+            names += [run_id(row.slug, 0, "selection") for row in self.table.rows]
+        return [name for name in names if name not in there]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proximetry.reproduce.records import Record
-from proximetry.reproduce.tables import Claim, Table
+from proximetry.reproduce.table import Claim, Table
 
 Verdict = Literal[
     "holds",
     "does not hold",
     "within the noise",
-    "one seed, not judged",
+    "one seed, not tested",
     "no seed in common",
     "not run",
 ]
@@ -48,10 +48,12 @@ class Sample:
         return f"{self.mean:.1f}" if self.std is None else f"{self.mean:.1f} ± {self.std:.1f}"
 
 
-def sample(records: Iterable[Record], metric: str, epoch: int | None = None) -> Sample | None:
+def sample(
+    records: Iterable[Record], metric: str, epoch: int | None = None, dim: int | None = None
+) -> Sample | None:
     """A metric over runs in percent, at an epoch or at the end; None if no run has it."""
-    tests = [record.test(epoch) for record in records]
-    values = tuple(100 * test[metric] for test in tests if test is not None and metric in test)
+    found = [record.metrics(epoch, dim) for record in records]
+    values = tuple(100 * metrics[metric] for metrics in found if metric in metrics)
     return Sample(values) if values else None
 
 
@@ -94,8 +96,8 @@ class Finding:
     verdict: Verdict
 
     @property
-    def judged(self) -> bool:
-        """Whether it was put to a test."""
+    def tested(self) -> bool:
+        """Whether there are enough seeds for a test."""
         return len(self.seeds) > 1
 
 
@@ -110,7 +112,7 @@ def examine(claim: Claim, table: Table, runs: dict[str, Sequence[Record]]) -> Fi
         return Finding(claim, published, None, None, (), verdict)
     a, b = (Sample(tuple(values[seed] for seed in seeds)) for values in (better, worse))
     difference, limit = a.mean - b.mean, noise(a, b)
-    verdict = "one seed, not judged" if len(seeds) == 1 else judge(difference, limit)
+    verdict = "one seed, not tested" if len(seeds) == 1 else verdict_on(difference, limit)
     return Finding(claim, published, difference, limit, seeds, verdict)
 
 
@@ -119,8 +121,8 @@ def _by_seed(records: Iterable[Record], metric: str) -> dict[int, float]:
     return {seed: values.mean for seed, values in found if values is not None}
 
 
-def judge(difference: float, limit: float | None) -> Verdict:
-    """Within what chance reaches nothing can be said; nor where seeds do not scatter at all."""
+def verdict_on(difference: float, limit: float | None) -> Verdict:
+    """Nothing can be said within the noise, nor where the seeds do not vary at all."""
     if limit is None or abs(difference) <= limit:
         return "within the noise"
     return "holds" if difference > 0 else "does not hold"

@@ -1,0 +1,33 @@
+"""What a person may say about a reproduction, declared once: here, for Python and the shell."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"help": about})
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """The options of `proximetry reproduce`; what each does is its ``help``."""
+
+    seeds: tuple[int, ...] = _option((0,), "one run per row and seed")
+    rows: tuple[str, ...] = _option((), "only these rows of the table; default: all")
+    parallel: int = _option(1, "number of concurrent runs; seconds are then not compared")
+    backbone: str | None = _option(
+        None, "another network than the table's, such as bn_inception or resnet50.tv_in1k"
+    )
+    weights: str | None = _option(None, "its weights: auto, package, hub, none, or a file")
+    epochs: int | None = _option(
+        None,
+        "another number of epochs; learning-rate drops and evaluation interval scale with it",
+    )
+    selection: bool | None = _option(
+        None, "also select the epoch on held-out classes; default: as the table says"
+    )
+    device: str | None = _option(None, "cpu, cuda or cuda:1; default: cuda where there is one")
+    render: bool = _option(
+        False, "only write README.md and the pictures anew from the results that are there"
+    )
+    keep_runs: bool = _option(False, "keep checkpoints and embedders of the runs")

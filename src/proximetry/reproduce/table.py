@@ -1,0 +1,242 @@
+"""A published table as data: what was run, what came out, and what was claimed.
+
+One YAML file each in the folder ``tables`` beside this file; unknown keys are errors.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from proximetry._common import closest
+from proximetry.training.recipe import (
+    Count,
+    Flag,
+    RecipeError,
+    Section,
+    TrainingConfig,
+    merge,
+    plain_values,
+    read_yaml,
+    validation_sentence,
+)
+
+FOLDER = Path(__file__).parent / "tables"
+_SPOKEN = {"+": "plus", "α": "alpha", "δ": "delta"}
+Percentage = Annotated[float, Field(ge=0, le=100)]
+
+
+class ReproduceError(ValueError):
+    """A table that cannot be run or was not run to its end, and what to do."""
+
+
+class Published(Section):
+    """How the published figures came about.
+
+    Attributes:
+        backbone: the network they were measured with.
+        protocol: how the epoch was selected and how many runs stand behind a figure.
+        note: what else a reader must know.
+        epochs: the number of epochs, where it was published; else that of the table is ours.
+    """
+
+    backbone: str = ""
+    protocol: str = ""
+    note: str = ""
+    epochs: Count | None = None
+
+
+class Row(Section):
+    """One row.
+
+    Attributes:
+        name: as the table prints it.
+        changes: to the recipe that the rows share, by dotted or nested keys.
+        published: metric → published percentage; a metric that was not published is left out.
+        x: place on the horizontal axis of a sweep.
+    """
+
+    name: str
+    changes: dict[str, Any] = {}
+    published: dict[str, Percentage] = {}
+    x: float | None = None
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file name."""
+        spoken = self.name.lower()
+        for sign, word in _SPOKEN.items():
+            spoken = spoken.replace(sign, f" {word} ")
+        return re.sub(r"[^a-z0-9.]+", "-", spoken).strip("-")
+
+
+class Claim(Section):
+    """That one row beats another in a metric."""
+
+    better: str
+    worse: str
+    metric: str = "recall@1"
+
+
+class Figure(Section):
+    """A picture of the table.
+
+    Attributes:
+        kind: sweep draws recall@1 against the x of the rows; curves draws it against epochs, and
+            against seconds of training.
+        label: of the horizontal axis of a sweep.
+        log: whether that axis is logarithmic.
+    """
+
+    kind: Literal["sweep", "curves"] = "sweep"
+    label: str = ""
+    log: Flag = False
+
+
+class Table(Section):
+    """A published table, or a search for a better recipe.
+
+    Attributes:
+        name: of the folder of results; default: of the file.
+        title: one line for people.
+        source: paper, and which of its tables or figures.
+        protocol: last trains on all training classes and evaluates the test set at the last epoch;
+            held_out trains without the held-out classes and evaluates those, never the test set.
+        published: how the published figures came about.
+        recipe: a shipped recipe that the base is laid over, if any.
+        base: changes to it, or a whole recipe: what the rows share.
+        rows: in the order of the table.
+        metrics: the columns.
+        dims: further columns: the first metric for the first d dimensions of the embedding.
+        views: with held_out, further columns: the first metric for other sizes of the evaluated
+            images (pairs of a crop and the short side before it), and with flip test-time
+            augmentation.
+        claims: what the paper says about the order of the rows.
+        selection: whether the number of epochs is also selected on held-out classes.
+        figure: the picture, if any.
+        differences: how our setting differs from the published one, a sentence each.
+    """
+
+    name: str
+    title: str = ""
+    source: str = ""
+    protocol: Literal["last", "held_out"] = "last"
+    published: Published = Published()
+    recipe: str | None = None
+    base: dict[str, Any] = {}
+    rows: tuple[Row, ...]
+    metrics: tuple[str, ...] = ("recall@1",)
+    dims: tuple[Count, ...] = ()
+    views: tuple[tuple[Count, Count], ...] = ()
+    claims: tuple[Claim, ...] = ()
+    selection: Flag = False
+    figure: Figure | None = None
+    differences: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.name):
+            raise ValueError(
+                f"name {self.name!r} must be of small letters, digits, dots and hyphens"
+            )
+        slugs = [row.slug for row in self.rows]
+        if not slugs:
+            raise ValueError("rows is empty: a table has at least one")
+        if not all(slugs):
+            raise ValueError("rows must have names with at least one letter or digit")
+        twice = sorted({row.name for row in self.rows if slugs.count(row.slug) > 1})
+        if twice:
+            raise ValueError(f"rows must have names of their own; not unique are {twice}")
+        if not self.metrics:
+            raise ValueError("metrics is empty: a table has at least one")
+        for claim in self.claims:
+            self.row(claim.better), self.row(claim.worse)
+            if claim.metric not in self.metrics:
+                raise ValueError(f"claims: {claim.metric!r} is not in metrics")
+        if self.figure is not None and self.figure.kind == "sweep":
+            without = [row.name for row in self.rows if row.x is None]
+            if without:
+                raise ValueError(f"a sweep needs x for every row; {without} have none")
+        if self.protocol == "held_out" and (self.selection or self.claims or self.figure):
+            raise ValueError("a table with protocol held_out has no selection, claims or figure")
+        if self.protocol == "last" and self.views:
+            raise ValueError("views are for tables with protocol held_out")
+        assert self.shared is not None  # says what is wrong with the recipe's name
+        return self
+
+    @classmethod
+    def load(cls, source: "str | Path | Mapping[str, Any] | Table") -> "Table":
+        """Make a table of a YAML file, a shipped table's name or plain values."""
+        if isinstance(source, Table):
+            return source
+        path = None if isinstance(source, Mapping) else _find(source)
+        try:
+            values: Any = source
+            if path is not None:
+                values = {"name": path.stem, **read_yaml(path, "table")}
+            return cls.model_validate(values)
+        except ValidationError as error:
+            sentence = validation_sentence(error, cls)
+        except RecipeError as error:
+            sentence = str(error)
+        where = "this is" if path is None else f"{path} holds"
+        raise ReproduceError(f"{where} no table that can be used: {sentence}")
+
+    @cached_property
+    def shared(self) -> dict[str, Any]:
+        """The plain recipe that the rows share."""
+        return merge(plain_values(self.recipe) if self.recipe else {}, self.base)
+
+    def recipe_values(self, row: Row) -> dict[str, Any]:
+        """The plain recipe of a row."""
+        return merge(self.shared, row.changes)
+
+    @property
+    def dataset(self) -> str:
+        """The dataset that the rows share."""
+        return str(self.shared.get("data", {}).get("dataset", "folder"))
+
+    def row(self, name: str) -> Row:
+        """The row of this name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        names = [row.name for row in self.rows]
+        raise ReproduceError(f"there is no row {name!r}{closest(name, names)}")
+
+    def epochs(self, row: Row) -> int:
+        """The epochs of a row."""
+        given = self.recipe_values(row).get("training", {})
+        return int(given.get("epochs", TrainingConfig().epochs))
+
+
+def shipped_tables() -> dict[str, Path]:
+    """The tables that come with the package, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def list_tables() -> str:
+    """A line for every shipped table: name, number of runs, title."""
+    lines = []
+    for name in shipped_tables():
+        table = Table.load(name)
+        rows = len(table.rows)
+        runs = f"{rows} run{'s' * (rows > 1)} per seed" + (
+            f" + {rows} for selection" if table.selection else ""
+        )
+        lines.append(f"{name:26} {runs:34} {table.title}")
+    return "\n".join(lines)
+
+
+def _find(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    known = shipped_tables()
+    if str(source) in known:
+        return known[str(source)]
+    hint = closest(str(source), known)
+    raise ReproduceError(f"no table {str(source)!r}{hint} `proximetry reproduce --list` lists them")
