@@ -1,11 +1,11 @@
-"""A batch of random crops from the pixel cache: one kernel, matrix products, image by image.
+"""A batch of random crops from the pixel cache: one kernel, or image by image.
 
 python -m benchmarks.pixels [--device cuda] [--batch 180] [--crop 224] [--short 288]
 
-Images are random bytes, three to two as most photographs are. On a GPU the kernel and the matrix
-products take the same windows from the same cache; beside them torchvision works through the batch
-on one thread of the CPU. Host is the time until the call returns, which is all that the processor
-spends; the last column is the largest difference from torchvision in grey levels.
+Images are random bytes, three to two as most photographs are. Beside our way torchvision works
+through the same windows on one thread of the CPU. Host is the time until the call returns, which is
+all that the processor spends; the last column is the largest difference from torchvision in grey
+levels.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from torchvision.transforms import InterpolationMode  # type: ignore[import-unty
 from torchvision.transforms.v2 import functional as tv  # type: ignore[import-untyped]
 
 from benchmarks.measure import alternate, peak_memory, versions
-from proximetry.data import PixelCache, TrainTransform, Windows
-from proximetry.data.resample import resample, resample_together
-from proximetry.data.transforms import Interpolation
+from proximetry.data import PixelCache, RandomResizedCrop
+from proximetry.data.augment import Windows
+from proximetry.data.images import Interpolation
 
 Make = Callable[[], torch.Tensor]
 MODES: dict[Interpolation, InterpolationMode] = {
@@ -79,28 +79,26 @@ def device_time(make: Make, repeats: int) -> float:
 def compare(
     pixels: PixelCache, device: str, crop: int, interpolation: Interpolation, repeats: int
 ) -> None:
-    transform = TrainTransform(crop, interpolation=interpolation)
-    rows, size = np.arange(len(pixels)), (crop, crop)
+    transform = RandomResizedCrop(crop, interpolation=interpolation)
+    rows = np.arange(len(pixels))
     windows = transform.draw(pixels, rows, torch.Generator().manual_seed(0))
     there = pixels.to(device)
-    ours = "kernel" if device == "cuda" else "image by image"
-    runs: dict[str, Make] = {
-        ours: lambda: resample(there, rows, windows, size, interpolation),
-        "matrix products": lambda: resample_together(there, rows, windows, size, interpolation),
-    }
+
+    def make() -> torch.Tensor:
+        return transform.apply(there, rows, windows)
+
     expected = by_torchvision(pixels, windows, crop, interpolation)
     single = alternate(
         {"torchvision": lambda: by_torchvision(pixels, windows, crop, interpolation)}, 3
     )
-    for name, make in runs.items():
-        largest = int((make().cpu().int() - expected.int()).abs().max())
-        host = host_time(make, device, repeats)
-        whole = device_time(make, repeats) if device == "cuda" else host
-        memory = peak_memory(make, device) / 2**20
-        print(
-            f"| {interpolation} | {name} | {whole * 1e3:.3f} | {host * 1e3:.3f} "
-            f"| {memory:.0f} | {largest} |"
-        )
+    largest = int((make().cpu().int() - expected.int()).abs().max())
+    host = host_time(make, device, repeats)
+    whole = device_time(make, repeats) if device == "cuda" else host
+    memory = peak_memory(make, device) / 2**20
+    print(
+        f"| {interpolation} | {'kernel' if device == 'cuda' else 'image by image'} "
+        f"| {whole * 1e3:.3f} | {host * 1e3:.3f} | {memory:.0f} | {largest} |"
+    )
     print(f"| {interpolation} | torchvision, CPU | {single['torchvision'] * 1e3:.1f} | | | 0 |")
 
 
@@ -119,7 +117,7 @@ def main() -> None:
     pixels = make_pixels(arguments.batch, arguments.short)
     print(f"{arguments.batch} crops to {arguments.crop} from short sides of {arguments.short}")
     print(f"{versions()}\n")
-    transform = TrainTransform(arguments.crop)
+    transform = RandomResizedCrop(arguments.crop)
     rows, generator = np.arange(len(pixels)), torch.Generator()
     drawn = alternate({"draw": lambda: transform.draw(pixels, rows, generator)}, 50)["draw"]
     print(f"windows drawn on the CPU in {drawn * 1e3:.3f} ms\n")

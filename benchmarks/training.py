@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from proximetry.training.display import Display
+from proximetry.training.folder import RunFolder
+from proximetry.training.trainer import Trainer
+from proximetry.training.world import enter_world
 
 from benchmarks.measure import versions
 from proximetry import metrics
-from proximetry.training.display import Display
-from proximetry.training.folder import RunFolder
 from proximetry.training.recipe import Recipe
-from proximetry.training.trainer import Trainer
-from proximetry.training.world import enter_world
 
 
 def make_images(root: Path, count: int, side: int) -> None:

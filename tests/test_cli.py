@@ -6,8 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+import yaml
 
 from proximetry import cli
+from proximetry.cli.commands import COMMANDS
 from proximetry.training import Recipe, train
 from tests.training.tiny import make_images, make_recipe
 
@@ -32,33 +34,84 @@ def call(capsys, *words):
     return code, printed.out, printed.err
 
 
-def test_a_real_process_knows_its_version_and_helps():
-    done = subprocess.run(
-        [sys.executable, "-m", "proximetry.cli", "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
+def process(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "proximetry", *words], capture_output=True, text=True, check=False
     )
+
+
+def test_a_real_process_knows_its_version_and_answers_a_mistake():
+    done = process("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("proximetry 0.")
-    assert done.stdout.count("proximetry") == 1
-    done = subprocess.run(
-        [sys.executable, "-m", "proximetry.cli", "train", "nonsense", "out"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = process("train", "nonsense", "out")
     assert done.returncode == 2
     assert "no recipe 'nonsense'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_explains_itself(capsys, command):
-    code, out, _ = call(capsys, command, "--help")
-    assert code == 0
-    assert (cli.COMMANDS[command].__doc__ or "").split("\n")[0] in " ".join(out.split())
-    assert "usage: proximetry" in out
+def test_help_of_every_command_needs_no_torch():
+    code = """
+import sys
+from proximetry.cli import main
+for words in (["--help"], *([name, "--help"] for name in sys.argv[1:])):
+    assert main(words) == 0
+heavy = {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, function in COMMANDS.items():
+        assert name in done.stdout
+        assert " ".join(function.__doc__.split("\n")[0].split()) in " ".join(done.stdout.split())
+    assert "--optimizer.lr" in done.stdout
+    assert "--recall-at" in done.stdout
+
+
+def config(capsys, *words):
+    """The recipe that a command would train."""
+    code, out, err = call(capsys, "train", *words, "--print-config")
+    assert code == 0, err
+    return yaml.safe_load(out)
+
+
+def test_options_stand_before_or_after_the_words(capsys, tmp_path):
+    expected = Recipe.load("folder", {"optimizer.lr": 0.5}).to_dict()
+    (tmp_path / "my.yaml").write_text("optimizer: {lr: 0.5}\n")
+    assert config(capsys, "folder", "runs/x", "--config", tmp_path / "my.yaml") == expected
+    assert config(capsys, "--config", tmp_path / "my.yaml", "folder", "runs/x") == expected
+    assert config(capsys, "--optimizer.lr", "0.5", "folder", "runs/x") == expected
+    assert config(capsys, "--device", "cpu", "folder", "--optimizer.lr=0.5", "runs/x") == expected
+    assert expected["model"]["dim"] == 256, "which is the recipe's, not the default"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (["--data.batch_size", "8"], {"data.batch_size": 8}),
+        (["--data.batch-size=8"], {"data.batch_size": 8}),
+        (["--model.flip-tta"], {"model.flip_tta": True}),
+        (["--data.no-flip"], {"data.flip": False}),
+        (["--data.root", "12"], {"data.root": "12"}),
+        (["--data.crop-scale", "0.2", "1"], {"data.crop_scale": [0.2, 1]}),
+        (["--evaluation.metrics.recall-at", "1", "10"], {"evaluation.metrics.recall_at": [1, 10]}),
+        (["--evaluation.metrics.map-at", "5"], {"evaluation.metrics.map_at": [5]}),
+        (["--loss.settings.alpha", "16"], {"loss.settings.alpha": 16}),
+        (
+            ["--loss.name", "mpa", "--loss.settings.tau=0"],
+            {"loss.name": "mpa", "loss.settings.tau": 0},
+        ),
+        (["--loss.name", "arcface"], {"loss.name": "arcface"}),
+        (["--optimizer.clip-value", "null"], {"optimizer.clip_value": None}),
+    ],
+    ids=str,
+)
+def test_every_key_is_an_option(capsys, words, changes):
+    expected = Recipe.load("folder", changes).to_dict()
+    assert config(capsys, "folder", "runs/x", *words) == expected
+    assert config(capsys, *words, "folder", "runs/x") == expected
 
 
 def test_train_with_overrides_and_again(capsys, run, images):
@@ -75,35 +128,41 @@ def test_train_with_overrides_and_again(capsys, run, images):
     code, out, _ = call(capsys, *words)
     assert code == 0
     assert "is complete already" in out
-    code, _, err = call(capsys, *words, "--fresh", "true")
-    assert code == 1
-    assert "already holds a run" in err
-
-
-def test_print_config_shows_the_resolved_recipe(capsys):
-    code, out, _ = call(
-        capsys, "train", "cub-proxy-anchor", "out", "--model.dim", "64", "--print_config"
-    )
+    code, out, _ = call(capsys, *words, "--fresh")
     assert code == 0
-    assert "dim: 64" in out
-    assert "backbone: bn_inception" in out
+    assert "is complete already" not in out
+
+
+def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp_path):
+    words = ["train", run / "tiny.yaml", tmp_path / "out", "--model.backbone"]
+    code, _, err = call(capsys, *words, "small_convnett")
+    assert code == 1
+    assert "small_convnet" in err
+    assert not (tmp_path / "out").exists()
+    code, _, err = call(capsys, *words, "small_convnet")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["trian"], 2, "trian"),
-        (["train", "glyphs", "out", "--optimizer.lrr", "3"], 2, "did you mean --optimizer.lr"),
-        (["train", "glyphs", "out", "--training.epochs", "many"], 2, "many"),
+        (["trian"], 2, "train"),
+        (["train", "glyphs", "out", "--optimizer.lrr", "3"], 2, "--optimizer.lr"),
+        (["train", "glyphs", "out", "--training.epochs", "many"], 2, "whole number, got 'many'"),
         (["train", "glyphs", "out", "--optimizer.lr", "-1"], 2, "must be positive"),
+        (["train", "glyphs", "out", "--optimizer.lr", ".inf"], 2, "must be a finite number"),
+        (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),
+        (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], 2, "nonsense"),
         (["train", "glyps", "out"], 2, "did you mean 'glyphs'"),
+        (["train", "glyphs"], 2, "OUT"),
         (
             ["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"],
             1,
             "data.root is missing",
         ),
+        (["train", "glyphs", "OUT", "--device", "gpu"], 1, "did you mean 'cuda'"),
         (["evaluate", "nowhere", "glyphs"], 1, "nowhere"),
-        (["recipes", "--show", "cub-proxy-ancor"], 1, "did you mean 'cub-proxy-anchor'"),
+        (["recipes", "--show", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
         (["datasets", "--describe", "cubs", "--root", "."], 1, "cub"),
         (["embed", "EMBEDDER", "missing.jpg"], 1, "no image or folder missing.jpg"),
     ],
@@ -111,28 +170,31 @@ def test_print_config_shows_the_resolved_recipe(capsys):
 def test_mistakes_are_one_sentence(capsys, run, tmp_path, words, code, message):
     places = {"EMBEDDER": run / "out" / "embedder", "OUT": tmp_path / "out"}
     got, _, err = call(capsys, *[places.get(word, word) for word in words])
-    assert got == code
+    assert got == code, err
     assert message in err
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_words_it_helps(capsys):
     code, out, _ = call(capsys)
     assert code == 2
-    assert "usage: proximetry" in out
+    assert "Usage: proximetry" in out
 
 
 def test_evaluate(capsys, run, images):
-    words = ["evaluate", run / "out" / "embedder", "folder", "--root", images, "--split", "all"]
-    words += ["--recall_at", "[1,5]", "--clustering", "true", "--out", run / "numbers.json"]
-    code, out, err = call(capsys, *words)
+    words = ["evaluate", "--recall-at", "1", "5", run / "out", "folder", "--root", images]
+    words += ["--split", "all", "--precision-at", "3", "--map-at", "3", "--clustering"]
+    code, out, err = call(capsys, *words, "--out", run / "scores.json", "--eval-dims", "2")
     assert code == 0, err
-    assert "recall@5" in out
-    numbers = json.loads((run / "numbers.json").read_text())
-    assert numbers["queries"] == 48
-    assert 0 < numbers["nmi"] <= 1
-    code, _, err = call(capsys, *words[:5], "--split", "test")
+    for name in ("recall@5", "precision@3", "map@3", "first 2 dimensions"):
+        assert name in out
+    scores = json.loads((run / "scores.json").read_text())
+    assert scores["queries"] == 48
+    assert 0 < scores["nmi"] <= 1
+    assert 0 < scores["dims"]["2"]["recall@1"] <= 1
+    code, _, err = call(capsys, "evaluate", run / "out" / "embedder", "folder", "--root", images)
     assert code == 1
     assert "no rows of split 'test'" in err
 
@@ -142,7 +204,7 @@ def test_embed(capsys, run, images):
     words = ["embed", run / "out" / "embedder", single, images / "class01"]
     code, out, err = call(capsys, *words, "--out", run / "v.npz")
     assert code == 0, err
-    assert "7 vectors of 8 numbers" in out
+    assert "wrote 7 embeddings (dim 8)" in out
     stored = np.load(run / "v.npz")
     assert stored["vectors"].shape == (7, 8)
     assert stored["paths"][0] == str(single)
@@ -169,6 +231,14 @@ def test_recipes_and_datasets(capsys, images):
     code, out, _ = call(capsys, "datasets", "--describe", "folder", "--root", images)
     assert code == 0
     assert "48" in out
+
+
+def test_completion_can_be_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = cli.make_app().install_completion(shell="bash", output=tmp_path / "proximetry.bash")
+    script = path.read_text()
+    for word in ("train", "evaluate", "--recall-at", "--optimizer.lr"):
+        assert word in script
 
 
 def test_a_reader_that_leaves_early_is_no_mistake():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
@@ -36,14 +36,15 @@ def some(items: Iterable[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def need(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional package, or say which extra of this package brings it."""
+def need(module: str, extra: str | None, purpose: str) -> Any:
+    """Import an optional package, or say what to install: an extra of ours, or the package."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
+        source = f"'proximetry[{extra}]'" if extra else package
         raise ModuleNotFoundError(
-            f"{purpose} needs {package}: pip install 'proximetry[{extra}]'", name=package
+            f"{purpose} needs {package}: pip install {source}", name=package
         ) from error
 
 
@@ -95,6 +96,37 @@ def chunks(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def resolve_device(name: str | None = None) -> torch.device:
+    """Return the device of this name, by default CUDA where there is a GPU; refuse others."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        near = ", did you mean 'cuda'?" if name.lower() == "gpu" else closest(name, ("cpu", "cuda"))
+        raise ValueError(f"unknown device {name!r}{near} Known are cpu, cuda, cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() or "no"
+        raise ValueError(
+            f"device {name!r} was asked for, but torch sees {found} CUDA devices here, "
+            "counted from 0"
+        )
+    return device
+
+
+def lazy_exports(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that imports names from submodules when first asked for."""
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{places[name]}"), name)
+
+    return find
+
+
 def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:
     """Return the setting for a kind of device; anything but CUDA counts as a CPU."""
     return cuda if device.type == "cuda" else cpu
@@ -122,3 +154,38 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     dist.all_gather(parts, padded, group=group)
     whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
     return whole.to(rows.device), counts
+
+
+def nearest_rivals(
+    directions: Tensor, per_class: int, block: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each row the cosine with the nearest row of another class, and its index.
+
+    Rows have unit length and stand class by class, `per_class` of each. Among equally near rows
+    the smallest index is taken. Works in tiles of `block` rows, each serving rows and columns.
+    """
+    import torch
+
+    total, device = len(directions), directions.device
+    size = block or by_device(device, cpu=1024, cuda=8192)
+    tiles = list(chunks(total, max(1, size // per_class) * per_class))  # whole classes
+    best = directions.new_full((total,), -torch.inf)
+    rival = torch.zeros(total, dtype=torch.long, device=device)
+
+    def improve(part: slice, others: slice, cosines: Tensor) -> None:
+        value, index = cosines.max(1)
+        better = value > best[part]
+        best[part] = torch.where(better, value, best[part])
+        rival[part] = torch.where(better, index + others.start, rival[part])
+
+    with torch.no_grad():
+        for place, rows in enumerate(tiles):
+            for columns in tiles[place:]:
+                cosines = directions[rows] @ directions[columns].T
+                if columns == rows:
+                    owner = torch.arange(len(cosines), device=device) // per_class
+                    cosines.masked_fill_(owner[:, None] == owner, -torch.inf)
+                else:
+                    improve(columns, rows, cosines.T)
+                improve(rows, columns, cosines)
+    return best, rival

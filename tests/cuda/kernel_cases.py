@@ -223,7 +223,7 @@ def test_gradients_of_gradients_are_refused():
         slope.sum().backward()
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are for cards")
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_a_recorded_norm_moves_its_statistics():
     layer, x = fuse(moving(24, nn.ReLU6)), images(3, 24, 5, 7)
     twin = copy.deepcopy(layer)

@@ -21,11 +21,11 @@ def test_kernels_in_the_interpreter():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the interpreter stands in")
-def test_kernels_on_the_card():
+def test_kernels_on_the_gpu():
     run_cases(__file__, "kernel_cases.py", "cuda")
 
 
-# What the interpreter accepts need not compile. A compiler for cards comes with Triton.
+# What the interpreter accepts need not compile. A compiler for GPUs comes with Triton.
 COMPILE = """
 import sys
 import triton
@@ -36,7 +36,7 @@ from proximetry.cuda import depthwise, norm
 floats = {"x", "y", "dx", "dy"}
 sums = {"weight", "bias", "mean", "variance", "sums", "w"}
 sums |= {"parts", "running_mean", "running_variance"}
-blocks = {"ACT": 2, "BM": 128, "BC": 32, "BP": 16, "S": 2, "K": 5, "MIRROR": False, "LEFT": 1}
+blocks = {"ACT": 2, "BM": 128, "BC": 32, "BP": 16, "S": 2, "K": 5, "FLIP": False, "LEFT": 1}
 blocks["MOVING"] = True
 for name in sys.argv[1:]:
     kernel = getattr(norm, name, None) or getattr(depthwise, name)
@@ -58,7 +58,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_kernels_compile_for_a_card():
+def test_kernels_compile_for_a_gpu():
     pytest.importorskip("triton")
     names = ["_forward_norm", "_backward_norm", "_forward_depthwise"]
     names += ["_statistics", "_join_statistics", "_backward_moving", "_join_sums"]

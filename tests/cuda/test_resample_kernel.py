@@ -6,7 +6,7 @@ The interpreter has to be chosen before Triton is imported, so the cases run in 
 import pytest
 import torch
 
-from proximetry.data import resample
+from proximetry.data.augment.resample import _kernel
 from tests.triton_cases import run_cases
 
 
@@ -15,21 +15,24 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the interpreter stands in")
-def test_on_the_card():
+def test_on_the_gpu():
     run_cases(__file__, "resample_kernel_cases.py", "cuda")
 
 
-def test_without_triton_a_warning_says_so_and_the_matrices_do_it(monkeypatch):
+def test_without_triton_a_warning_says_so_once(monkeypatch):
     module = pytest.importorskip("proximetry.cuda.resample_kernel")
 
     def fail():
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(module, "find_driver", fail)
-    resample._kernel.cache_clear()
+    _kernel.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="without Triton, several times slower: no C compiler"):
-            assert resample._kernel() is None
-        assert resample._kernel() is None  # and says it once
+        with pytest.warns(
+            UserWarning,
+            match="without Triton crops are made on the CPU, several times slower: no C",
+        ):
+            assert _kernel() is None
+        assert _kernel() is None
     finally:
-        resample._kernel.cache_clear()
+        _kernel.cache_clear()

@@ -15,7 +15,7 @@ import unicodedata
 import numpy as np
 from PIL import Image
 
-from proximetry.data.glyphs import FACES, face_characters, load_face
+from proximetry.data.datasets.glyphs import FACES, face_characters, load_face
 
 LIMIT = 0.75
 CASE_LIMIT = 0.55

@@ -6,13 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from proximetry.data import Catalog, concatenate
+from proximetry.data import Catalog
 
 TEXT = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
 )
-FINITE = st.floats(0, 1e6, allow_nan=False)
-BOX = st.tuples(FINITE, FINITE, st.floats(0.25, 1e6), st.floats(0.25, 1e6))
 
 
 @st.composite
@@ -27,7 +25,6 @@ def catalogs(draw, min_rows=0):
         queries=draw(column(st.booleans())) if flags else None,
         galleries=draw(column(st.booleans())) if flags else None,
         groups=draw(st.none() | column(st.just("") | TEXT)),
-        boxes=draw(st.none() | column(st.none() | BOX)),
     )
 
 
@@ -173,9 +170,6 @@ def test_filter():
         ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is none of all, train, val"),
         ({"queries": (True, True)}, "give both columns or neither"),
         ({"queries": (True, 2), "galleries": (True, True)}, "row 2, column query: 2 is neither"),
-        ({"boxes": ((0, 0, 1, 1), (0, 0, 0, 1))}, r"row 2, column box: \(0, 0, 0, 1\)"),
-        ({"boxes": ((0, 0, 1), None)}, "row 1, column box"),
-        ({"boxes": ((0, 0, float("nan"), 1), None)}, "row 1, column box"),
     ],
 )
 def test_validation_names_row_column_and_value(columns, message):
@@ -190,11 +184,6 @@ def test_validation_lists_the_first_few_and_counts_the_rest():
     assert "row 6" not in str(caught.value)
 
 
-def test_two_boxes_of_one_picture_are_fine():
-    boxes = ((0, 0, 1, 1), (1, 1, 1, 1))
-    assert len(Catalog(("x", "x"), ("a", "b"), ("all", "all"), boxes=boxes)) == 2
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -205,9 +194,6 @@ def test_two_boxes_of_one_picture_are_fine():
         ("path,split\nx,train\n", "the column 'label' is missing"),
         ("path,path,label\nx,x,a\n", "'path' appears twice"),
         ("path,label\nx,a\ny\n", "row 2 has 1 fields, the header has 2"),
-        ("path,label,box_x\nx,a,1\n", "a box needs box_x, box_y, box_w, box_h; only box_x"),
-        ("path,label,box_x,box_y,box_w,box_h\nx,a,1,2,3,\n", "row 1, column box: .* only part"),
-        ("path,label,box_x,box_y,box_w,box_h\nx,a,1,2,3,q\n", "column box_h: 'q' is not a number"),
         ("path,label,query,gallery\nx,a,maybe,1\n", "column query: 'maybe' is neither"),
         ("path,label,split\nx,a,dev\n", "row 1, column split: 'dev'"),
         ('path,label\n"x,a\n', "not a CSV file"),
@@ -312,19 +298,6 @@ def test_describe():
     assert lines[3].split() == ["test", "2", "2", "1", "1", "1"]
     assert lines[4].split() == ["together", "6", "3", "1", "2", "3"]
     assert lines[5] == "train and test share 1 classes"
-    a, b = catalog.split_classes(0.5)
-    assert "train and test share no class" in concatenate(a, b).describe()
+    apart = small("aab", splits=("train", "train", "test"))
+    assert "train and test share no class" in apart.describe()
     assert "0 images of 0 classes" in small("").describe()
-
-
-def test_concatenate():
-    a, b = small().split_classes(0.5)
-    both = concatenate(a, b)
-    assert len(both) == 8
-    assert set(both.splits) == {"train", "test"}
-    with pytest.raises(ValueError, match="different roots"):
-        concatenate(a, Catalog(("x",), ("y",), ("all",), root="elsewhere"))
-    with pytest.raises(ValueError, match="only some of the catalogues have groups"):
-        concatenate(a, Catalog(("x",), ("y",), ("all",), groups=("g",)))
-    with pytest.raises(ValueError, match="at least one"):
-        concatenate()

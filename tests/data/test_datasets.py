@@ -1,15 +1,18 @@
 """The public datasets, from small trees made in their layouts."""
 
 import io
+import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from proximetry.data import PixelCache, list_datasets, open_dataset, open_image, shards
+from proximetry.data import Catalog, PixelCache, list_datasets, open_dataset, open_image
+from proximetry.data.datasets import Size, datasets_table
 
 
 def tiny():
@@ -44,16 +47,14 @@ def splits(catalog):
 
 
 def make_cub(home, classes=(1, 100, 101, 200)):
-    lines, labels, boxes = [], [], []
+    lines, labels = [], []
     for number, code in enumerate(classes, start=1):
         name = f"{code:03d}.Bird/Bird_{number:04d}_77.jpg"
         place(home / "images", name)
         lines.append(f"{number} {name}")
         labels.append(f"{number} {code}")
-        boxes.append(f"{number} 1.0 2.0 30.0 40.0")
     (home / "images.txt").write_text("\n".join(lines) + "\n")
     (home / "image_class_labels.txt").write_text("\n".join(labels) + "\n")
-    (home / "bounding_boxes.txt").write_text("\n".join(boxes) + "\n")
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -62,7 +63,6 @@ def test_cub_official(tmp_path, around):
     catalog = open_dataset("cub", tmp_path if around else tmp_path / "CUB_200_2011")
     assert catalog.splits == ("train", "train", "test", "test")
     assert catalog.labels[0] == "001.Bird"
-    assert catalog.boxes[0] == (1.0, 2.0, 30.0, 40.0)
     assert open_image(catalog.file(0)).size == (2, 2)
     assert catalog.notes == (
         "CUB-200-2011 train: 2 of 5864 images, 2 of 100 classes",
@@ -206,7 +206,6 @@ def test_cars_annotations(tmp_path):
     assert catalog.paths[0] == "car_ims/000001.jpg"
     assert catalog.labels == ("Car 1", "Car 98", "Car 99", "Car 196")
     assert catalog.splits == ("train", "train", "test", "test")
-    assert catalog.boxes[0] == (9, 19, 41, 41)
 
 
 def test_cars_devkit(tmp_path):
@@ -267,7 +266,9 @@ def test_inshop(tmp_path, images):
     assert catalog.galleries == (False, False, True)
     assert catalog.groups == ("WOMEN/Dresses", "MEN/Denim", "MEN/Denim")
     assert "1 queries, 1 gallery images" in catalog.describe()
-    assert "In-Shop query: 1 of 14218 images, 1 of 3985 classes" in catalog.notes
+    title = "In-Shop Clothes Retrieval"
+    assert f"{title} query: 1 of 14218 images, 1 of 3985 classes" in catalog.notes
+    assert f"{title} test: 2 of 26830 images, 1 of 3985 classes" in catalog.notes
 
 
 def test_inshop_errors(tmp_path):
@@ -300,7 +301,7 @@ def test_faces(tmp_path, around):
 def test_shards_are_read_in_place(tmp_path):
     pack(tmp_path / "a-00.tar", "x/1.png", "y/2.png", "notes.txt", "lonely.png")
     pack(tmp_path / "a-01.tar", "x/3.png")
-    catalog = shards([tmp_path / "a-00.tar", tmp_path / "a-01.tar"])
+    catalog = Catalog.from_shards([tmp_path / "a-00.tar", tmp_path / "a-01.tar"])
     assert catalog.paths == ("a-00.tar::x/1.png", "a-00.tar::y/2.png", "a-01.tar::x/3.png")
     assert catalog.labels == ("x", "y", "x")
     assert catalog.missing_files() == []
@@ -313,7 +314,7 @@ def test_shards_are_read_in_place(tmp_path):
 
 def test_a_replaced_shard_is_read_again(tmp_path):
     pack(tmp_path / "a.tar", "x/1.png")
-    before = shards([tmp_path / "a.tar"])
+    before = Catalog.from_shards([tmp_path / "a.tar"])
     pack(tmp_path / "a.tar", "x/2.png", "x/3.png")
     assert before.missing_files() == [0]
     with pytest.raises(ValueError, match=r"no member 'x/1\.png'"):
@@ -322,24 +323,24 @@ def test_a_replaced_shard_is_read_again(tmp_path):
 
 def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match="no shards given"):
-        shards([])
+        Catalog.from_shards([])
     with pytest.raises(ValueError, match="is not a file"):
-        shards([tmp_path / "none.tar"])
+        Catalog.from_shards([tmp_path / "none.tar"])
     (tmp_path / "a.tar.gz").write_bytes(b"x")
     with pytest.raises(ValueError, match="must be unpacked first"):
-        shards([tmp_path / "a.tar.gz"])
+        Catalog.from_shards([tmp_path / "a.tar.gz"])
     (tmp_path / "text.tar").write_text("nothing like a tar" * 100)
     with pytest.raises(ValueError, match="not an uncompressed tar"):
-        shards([tmp_path / "text.tar"])
+        Catalog.from_shards([tmp_path / "text.tar"])
     pack(tmp_path / "flat.tar", "lonely.png")
     with pytest.raises(ValueError, match="holds no <class>/<image>"):
-        shards([tmp_path / "flat.tar"])
+        Catalog.from_shards([tmp_path / "flat.tar"])
     pack(tmp_path / "cut.tar", "x/1.png", "x/2.png", data=b"?" * 3000)
     data = (tmp_path / "cut.tar").read_bytes()
     for length in (4096, 4000, 1024):  # between two members, inside one, inside the first
         (tmp_path / "cut.tar").write_bytes(data[:length])
         with pytest.raises(ValueError, match=r"cut short|not an uncompressed tar"):
-            shards([tmp_path / "cut.tar"])
+            Catalog.from_shards([tmp_path / "cut.tar"])
 
 
 def test_members_cannot_reach_outside(tmp_path):
@@ -351,7 +352,7 @@ def test_members_cannot_reach_outside(tmp_path):
         info = tarfile.TarInfo("../x/up.png")
         info.size = len(TINY)
         tar.addfile(info, io.BytesIO(TINY))
-    catalog = shards([tmp_path / "evil.tar"])
+    catalog = Catalog.from_shards([tmp_path / "evil.tar"])
     assert catalog.paths == ("evil.tar::../x/up.png",)
     assert open_image(catalog.file(0)).size == (2, 2)
 
@@ -387,25 +388,50 @@ def test_none_of_the_listed_images(tmp_path):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = [
-        "cub",
-        "cars",
-        "sop",
-        "inshop",
-        "faces",
-        "glyphs",
-        "folder",
-        "csv",
-        "parquet",
-        "shards",
-    ]
-    assert list(list_datasets()) == names
-    assert "CUB_200_2011/images.txt" in list_datasets()["cub"]
+    names = "cub cars faces sop inshop glyphs folder csv parquet shards"
+    known = list_datasets()
+    assert list(known) == names.split()
+    assert all(info.name == name for name, info in known.items())
+    assert known["cub"].train == Size(5864, 100)
+    assert known["inshop"].test.classes == 3985
+    assert str(known["cars"]).startswith(
+        "Cars196: car models, 98 classes for training and 98 for test (cars_annos.mat with"
+    )
+    assert str(known["folder"]).startswith("your own images (<class>/<image>.jpg")
     with pytest.raises(ValueError, match="unknown dataset 'car', did you mean 'cars'"):
         open_dataset("car", tmp_path)
-    module = sys.modules["proximetry.data.glyphs"]
-    monkeypatch.setattr(module, "characters", lambda: tuple("AB"))
+    monkeypatch.setattr("proximetry.data.datasets.glyphs.characters", lambda: tuple("AB"))
     assert open_dataset("glyphs", tmp_path).class_names == ("A", "B")
+
+
+def test_sizes_of_the_parts_of_inshop_add_up():
+    info = list_datasets()["inshop"]
+    assert info.query.images + info.gallery.images == info.test.images
+
+
+def test_the_documentation_has_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    begin, end = "<!-- generated: datasets -->\n", "\n<!-- end -->"
+    assert page.partition(begin)[2].partition(end)[0].strip() == datasets_table()
+
+
+def test_a_catalogue_and_the_list_load_no_heavy_package():
+    code = """
+import sys
+from proximetry.data import Catalog, list_datasets
+print(*map(str, list_datasets().values()), sep="\\n")
+heavy = {"torch", "PIL", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+Catalog(("a.png",), ("a",), ("all",)).describe()
+sys.modules["PIL"] = None
+try:
+    from proximetry.data import PixelCache
+except ModuleNotFoundError as error:
+    assert "pip install 'proximetry[images]'" in str(error), error
+else:
+    raise AssertionError("Pillow was not missed")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_own_folder(tmp_path):

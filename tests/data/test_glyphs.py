@@ -9,7 +9,7 @@ import pytest
 from choose_characters import LIMIT, MIN_FACES, candidates, choose, likeness
 
 from proximetry.data import PixelCache, glyphs, open_image
-from proximetry.data.glyphs import FACES, characters, face_characters, script
+from proximetry.data.datasets.glyphs import FACES, characters, face_characters, script
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +84,14 @@ FEW = """
 import sys
 from unittest.mock import patch
 from proximetry.data import glyphs
-with patch("proximetry.data.glyphs.characters", lambda: tuple("AЖ→ß9")):
+with patch("proximetry.data.datasets.glyphs.characters", lambda: tuple("AЖ→ß9")):
     print(glyphs(side=32, cache=sys.argv[1]).codes.tolist())
 """
 
 
 @pytest.fixture
 def few(monkeypatch):
-    source = sys.modules[glyphs.__module__]
-    monkeypatch.setattr(source, "characters", lambda: tuple("AЖ→ß9"))
+    monkeypatch.setattr("proximetry.data.datasets.glyphs.characters", lambda: tuple("AЖ→ß9"))
 
 
 def test_deterministic_in_another_process(few, catalog, tmp_path):
@@ -138,10 +137,7 @@ def test_goes_through_the_pixel_cache_like_any_set(catalog, tmp_path):
 
 
 def test_missing_fonts_are_explained(monkeypatch, tmp_path):
-    from proximetry.data import glyphs as module
-
-    source = sys.modules[module.__module__]
-    monkeypatch.setattr(source, "find_spec", lambda name: None)
+    monkeypatch.setattr("proximetry.data.datasets.glyphs.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'proximetry\[glyphs\]'"):
         glyphs(cache=tmp_path)

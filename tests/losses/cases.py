@@ -1,18 +1,20 @@
-"""What the loss tests share: one small problem per loss, and the names."""
+"""What the loss tests share: one small problem per loss, and the names, from the registry."""
 
 import torch
 
 from proximetry import losses
+from proximetry.losses.formulation import Problem
 
 NAMES = list(losses.LOSSES)
-SEVERAL = {"soft_triple", "mpa", "mpa_dw", "mpa_ap"}
-SUBCENTRES = {"norm_softmax", "cosface", "arcface", "sphereface"}
+MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]
+SOFT = [name for name in NAMES if losses.LOSSES[name].form.similarity == "soft"]
+SUBCENTRES = [name for name in NAMES if losses.LOSSES[name].form.similarity == "max"]
 
 
 def make(name, classes=7, dim=5, k=None, seed=0, **settings):
-    """A loss in float64 with some proxies per class where it has them."""
+    """A loss with k proxies per class where it can have several."""
     torch.manual_seed(seed)
-    if k is not None and name in SEVERAL | SUBCENTRES:
+    if k is not None and name in MULTI:
         settings["proxies_per_class"] = k
     return losses.create(name, classes, dim, **settings)
 
@@ -21,6 +23,13 @@ def batch(size=9, classes=7, dim=5, seed=1, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, dim, generator=generator, dtype=dtype)
     return x, torch.randint(0, classes, (size,), generator=generator)
+
+
+def problem(loss, x, proxies, y, length):
+    """What the loss hands to its engine."""
+    scale, offset = loss.negative_logit(length)
+    weight = loss.negative_weight(y)
+    return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)
 
 
 def value_and_gradients(loss, x, y):

@@ -1,6 +1,7 @@
 """The losses once more, from the papers, in NumPy float64 and plain loops.
 
-Nothing here is shared with the package. ``x`` is [B, D], ``w`` is [C, K, D], ``y`` is [B].
+Nothing here is shared with the package. ``x`` is [B, D], ``w`` is [C, K, D], ``y`` is [B]. A loss
+with the name ``mpa`` has its formula in the function ``mpa``, with the settings by their names.
 """
 
 import numpy as np
@@ -16,14 +17,14 @@ def cosine(x, w):
 
 
 def soft_similarity(x, w, gamma):
-    """Seed 004 eq. 1."""
+    """Saeki et al. 2021, eq. 1."""
     s = cosine(x, w)
     q = np.exp(s / gamma) / np.exp(s / gamma).sum(-1, keepdims=True)
     return (q * s).sum(-1)
 
 
 def intra_class(w):
-    """Seed 004 eq. 3, with the 1e-5 of the reference implementation."""
+    """Saeki et al. 2021, eq. 3, with the 1e-5 of SoftTriple's code."""
     C, K, _ = w.shape
     if K == 1:
         return 0.0
@@ -56,7 +57,7 @@ def proxy_nca_plus_plus(x, w, y, temperature=1 / 9):
 
 
 def anchor_terms(S, y, alpha, margin):
-    """Seed 001 / seed 004 eq. 6 over similarities [B, C]."""
+    """Kim et al. 2020, eq. 4; Saeki et al. 2021, eq. 6; over similarities [B, C]."""
     B, C = S.shape
     present = sorted(set(y.tolist()))
     pull = 0.0
@@ -77,7 +78,7 @@ def mpa(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
 
 
 def mpa_dw(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
-    """Seed 004 eqs. 12 and 13."""
+    """Saeki et al. 2021, eqs. 12 and 13."""
     S = soft_similarity(x, w, gamma)
     total = 0.0
     for i in range(len(x)):
@@ -88,7 +89,7 @@ def mpa_dw(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
 
 
 def mpa_ap(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
-    """Seed 004 eqs. 15 to 17."""
+    """Saeki et al. 2021, eqs. 15 to 17."""
     S = soft_similarity(x, w, gamma)
     total = 0.0
     for i in range(len(x)):
@@ -104,7 +105,7 @@ def cross_entropy(logits, y):
 
 
 def soft_triple(x, w, y, scale=20.0, gamma=0.1, margin=0.01, tau=0.2):
-    """Seed 004 eqs. 2 to 4, the mean over the batch as in the reference implementation."""
+    """Saeki et al. 2021, eqs. 2 to 4, with the mean over the batch as in the authors' code."""
     z = soft_similarity(x, w, gamma)
     z[np.arange(len(x)), y] -= margin
     return cross_entropy(scale * z, y) + tau * intra_class(w)
@@ -140,18 +141,3 @@ def sphereface(x, w, y, margin=4, lam=1000.0):
         theta = np.arccos(z[i, y[i]])
         z[i, y[i]] = (lam * np.cos(theta) + psi(theta, margin)) / (1 + lam)
     return cross_entropy(np.linalg.norm(x, axis=1, keepdims=True) * z, y)
-
-
-FORMULAS = {
-    "proxy_nca": proxy_nca,
-    "proxy_nca_plus_plus": proxy_nca_plus_plus,
-    "proxy_anchor": proxy_anchor,
-    "soft_triple": soft_triple,
-    "mpa": mpa,
-    "mpa_dw": mpa_dw,
-    "mpa_ap": mpa_ap,
-    "norm_softmax": norm_softmax,
-    "cosface": cosface,
-    "arcface": arcface,
-    "sphereface": sphereface,
-}

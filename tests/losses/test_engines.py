@@ -9,7 +9,7 @@ from proximetry.losses import streamed as streamed_module
 from proximetry.losses.dense import dense
 from proximetry.losses.proxy_loss import DENSE_ENTRIES
 from proximetry.losses.streamed import streamed
-from tests.losses.cases import NAMES, batch, make, value_and_gradients
+from tests.losses.cases import NAMES, batch, make, problem, value_and_gradients
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -27,7 +27,7 @@ def test_streamed_equals_dense_in_float32(name, size, classes, dim, k, entries, 
     second = make(name, classes, dim, k, seed, engine="streamed").eval()
     expected = value_and_gradients(first, x, y)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed_module, "TILE_ENTRIES", {"cpu": entries})
+        patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
         got = value_and_gradients(second, x, y)
     assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-5, abs=1e-6)
     # The gradient of a cosine is what is left of (slope / length) when its radial part is taken
@@ -49,12 +49,10 @@ def test_any_tile_gives_the_same_in_float64(name, tile):
     loss = make(name, k=3).double()
     w = loss.proxies.weight
     length = torch.linalg.vector_norm(x, dim=1)
-    scale, offset = loss.negative_logit(length)
-    weight = loss.negative_weight(y) if loss.row.group == "class" else 0.0
     x = (x / length.unsqueeze(1)).requires_grad_()
+    given = problem(loss, x, w, y, length)
     results = []
-    for engine, extra in ((dense, ()), (streamed, (tile,))):
-        own, negatives = engine(x, w, y, loss.row, loss.gamma, scale, offset, weight, *extra)
+    for own, negatives in (dense(given), streamed(given, tile)):
         total = (own * torch.arange(1.0, 10.0)).sum() + (negatives * 3.0).sum()
         results.append((total.detach(), *torch.autograd.grad(total, (x, w))))
     for got, expected in zip(results[1], results[0], strict=True):
@@ -145,3 +143,14 @@ def test_a_second_derivative_is_refused_by_streaming_not_wrong(name):
     (gradient,) = torch.autograd.grad(loss(x, y), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
+def test_proxies_changed_before_backward_are_noticed(name):
+    x, y = batch()
+    loss = make(name, k=2, engine="streamed").double()
+    value = loss(x.requires_grad_(), y)
+    with torch.no_grad():
+        loss.proxies.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()

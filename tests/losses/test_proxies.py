@@ -192,6 +192,32 @@ def test_parameter_groups_hold_everything_once():
     torch.optim.AdamW(groups)
 
 
+class Parts(nn.Module):
+    """A model that tells its backbone and its head apart, as the Embedder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+        self.backbone.requires_grad_(False)
+
+    def parameter_parts(self):
+        return {"backbone": [*self.backbone.parameters()], "head": [*self.head.parameters()]}
+
+
+def test_parameter_groups_of_a_model_with_parts():
+    model, objective = Parts(), nn.ModuleDict({"loss": make("proxy_anchor")})
+    groups = parameter_groups(model, objective, lr=1e-3, head_lr_multiplier=10.0)
+    assert [g["name"] for g in groups] == ["backbone", "head", "proxies"]
+    assert [g["lr"] for g in groups] == [1e-3, pytest.approx(1e-2), pytest.approx(0.1)]
+    assert [len(g["params"]) for g in groups] == [2, 2, 1]  # frozen ones too: they may thaw
+
+
+def test_parameter_groups_without_proxies_where_that_is_meant():
+    model, objective = Parts(), nn.ModuleDict({"loss": nn.Identity()})
+    groups = parameter_groups(model, objective, lr=1e-3, require_proxies=False)
+    assert [g["name"] for g in groups] == ["backbone", "head"]
+
+
 def test_parameter_groups_refuse_what_would_go_wrong():
     model = nn.Linear(4, 5)
     with pytest.raises(ValueError, match="none of the losses has proxies"):
@@ -205,6 +231,8 @@ def test_parameter_groups_refuse_what_would_go_wrong():
         parameter_groups(model, loss, loss, lr=1e-3)
     with pytest.raises(ValueError, match="lr must be positive, got 0"):
         parameter_groups(model, loss, lr=0)
+    with pytest.raises(ValueError, match="Linear does not"):
+        parameter_groups(model, loss, lr=1e-3, head_lr_multiplier=10.0)
 
 
 def test_training_a_few_steps_separates_classes():

@@ -62,7 +62,7 @@ def test_intra_class_module_uses_its_weight():
 
 
 def exclusive(w):
-    """Seed 003: (1/C) Σ_i max_{j≠i} cos, over proxies of other classes."""
+    """Zhao et al. 2019: (1/C) Σ_i max_{j≠i} cos, over proxies of other classes."""
     C, K, _ = w.shape
     flat = reference.unit(w).reshape(C * K, -1)
     cosine = flat @ flat.T
@@ -163,7 +163,7 @@ def test_center_loss_finds_the_class_means():
         (lambda: CenterLoss(0, 2), "num_classes .* got 0"),
         (lambda: CenterLoss(2, 2, rate=0.0), "rate .* got 0.0"),
         (lambda: CenterLoss(2, 2)(torch.zeros(1, 2), torch.tensor([2])), "label 2"),
-        (lambda: CenterLoss(2, 2)(torch.zeros(1, 3), torch.tensor([1])), "3 wide"),
+        (lambda: CenterLoss(2, 2)(torch.zeros(1, 3), torch.tensor([1])), "3 dimensions"),
     ],
 )
 def test_bad_use(call, message):

@@ -10,14 +10,14 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def similarity_matrix(queries: Array, gallery: Array, metric: str) -> Array:
-    if metric == "hamming":
+def similarity_matrix(queries: Array, gallery: Array, similarity: str) -> Array:
+    if similarity == "hamming":
         bits = np.unpackbits(queries, axis=1)[:, None] != np.unpackbits(gallery, axis=1)[None]
         return -bits.sum(2).astype(np.float64)
     queries, gallery = queries.astype(np.float64), gallery.astype(np.float64)
-    if metric == "euclidean":
+    if similarity == "euclidean":
         return -np.sqrt(((queries[:, None] - gallery[None]) ** 2).sum(2))
-    if metric == "cosine":
+    if similarity == "cosine":
         queries, gallery = _unit(queries), _unit(gallery)
     return queries @ gallery.T
 
@@ -35,13 +35,13 @@ def ranking(similarities: Array, allowed: Array) -> list[int]:
 def rankings(
     queries: Array,
     gallery: Array,
-    metric: str,
+    similarity: str,
     *,
     same_set: bool,
     query_groups: Array | None = None,
     groups: Array | None = None,
 ) -> list[list[int]]:
-    matrix = similarity_matrix(queries, gallery, metric)
+    matrix = similarity_matrix(queries, gallery, similarity)
     lists = []
     for i, row in enumerate(matrix):
         allowed = np.ones(len(row), dtype=bool)
@@ -77,12 +77,12 @@ def evaluate(
 ) -> tuple[dict[str, float], int]:
     """Means over the queries with a positive, and how many have none."""
     rows = []
-    lonely = 0
+    without = 0
     for label, order in zip(query_labels, lists, strict=True):
         relevant = [bool(labels[j] == label) for j in order]
         if any(relevant):
             rows.append(scores(relevant, cutoffs))
         else:
-            lonely += 1
+            without += 1
     names = rows[0] if rows else {}
-    return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}, lonely
+    return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}, without

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from proximetry.metrics import evaluate, evaluate_queries
+from proximetry.metrics import Metrics, evaluate, evaluate_queries
 
 CUTS = (0, 23, 60)  # uneven shares
 EMPTY = (0, 60, 60)  # one process has nothing
-WANTED: dict[str, Any] = {"recall_at": (1, 10), "ndcg_at": 5, "map_at": 5, "precision_at": 3}
+CHOSEN = Metrics(recall_at=(1, 10), ndcg_at=(5,), map_at=(5,), precision_at=(3,))
 
 
 def data() -> dict[str, Any]:
@@ -39,16 +39,16 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     vectors, numbers = given["vectors"], given["numbers"]
     half = torch.from_numpy(vectors).to(torch.bfloat16)
     return {
-        "plain": (vectors, numbers, {"metric": "dot"}),
-        "text": (vectors, given["names"], {"metric": "euclidean"}),
-        "half": (half, torch.from_numpy(numbers), {"metric": "dot"}),
+        "plain": (vectors, numbers, {"similarity": "dot"}),
+        "text": (vectors, given["names"], {"similarity": "euclidean"}),
+        "half": (half, torch.from_numpy(numbers), {"similarity": "dot"}),
         "cosine": (given["smooth"], numbers, {}),
-        "groups": (vectors, numbers, {"metric": "dot", "ignore_groups": given["groups"]}),
+        "groups": (vectors, numbers, {"similarity": "dot", "ignore_groups": given["groups"]}),
         "queries": (
             vectors,
             given["names"],
             {
-                "metric": "dot",
+                "similarity": "dot",
                 "queries": given["queries"],
                 "query_labels": given["names"][::-1].copy(),
             }
@@ -70,10 +70,12 @@ def work(rank: int, file: str, out: str) -> None:
     for label, cuts in (("uneven", CUTS), ("empty", EMPTY)):
         share = slice(cuts[rank], cuts[rank + 1])
         for name, (vectors, labels, options) in cases(share).items():
-            found[f"{label} {name}"] = evaluate(vectors, labels, **options, **WANTED, group=group)
+            found[f"{label} {name}"] = evaluate(
+                vectors, labels, **options, metrics=CHOSEN, group=group
+            )
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
-    found["clustering"] = evaluate(vectors, labels, clustering=True, group=group)
+    found["clustering"] = evaluate(vectors, labels, metrics=Metrics(clustering=True), group=group)
     evaluation = evaluate_queries(vectors, labels, group=group)
     found["per query"] = evaluation.scores["map@r"].tolist()
     for name, spoiled, spoiled_labels in (
@@ -81,7 +83,7 @@ def work(rank: int, file: str, out: str) -> None:
         ("width", vectors[:, : 8 - rank], labels),
         ("kinds", vectors, labels if rank else labels.astype(str)),
         ("nothing", vectors[:0], labels[:0]),
-        ("lonely", vectors, np.arange(len(vectors)) + 100 * rank),
+        ("alone", vectors, np.arange(len(vectors)) + 100 * rank),
     ):
         try:
             evaluate(spoiled, spoiled_labels, group=group)
@@ -108,12 +110,12 @@ def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":
         options["query_labels"] = query_label_order(CUTS if label == "uneven" else EMPTY)
-    assert reports[0][f"{label} {name}"] == evaluate(vectors, labels, **options, **WANTED)
+    assert reports[0][f"{label} {name}"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
 
 
 def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str, Any]]) -> None:
     vectors, labels, _ = cases(slice(None))["cosine"]
-    assert reports[0]["clustering"] == evaluate(vectors, labels, clustering=True)
+    assert reports[0]["clustering"] == evaluate(vectors, labels, metrics=Metrics(clustering=True))
     expected = evaluate_queries(vectors, labels).scores["map@r"]
     np.testing.assert_array_equal(reports[0]["per query"], expected)
 
@@ -121,8 +123,8 @@ def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str,
 def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert "process 1: embeddings has NaN" in report["error nan"]
-        assert "process 0: 8 wide" in report["error width"]
-        assert "process 1: 7 wide" in report["error width"]
+        assert "process 0: 8 dimensions" in report["error width"]
+        assert "process 1: 7 dimensions" in report["error width"]
         assert "use one kind" in report["error kinds"]
         assert report["error nothing"] == "embeddings is empty on every process"
-        assert "none of the 60 queries has a positive" in report["error lonely"]
+        assert "none of the 60 queries has a positive" in report["error alone"]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,22 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
-from proximetry.metrics import evaluate, evaluate_queries, retrieve, score_result
-from proximetry.metrics.scores import Wanted, score_lists
+from proximetry.metrics import Metrics, evaluate, evaluate_queries, retrieve, score_result
+from proximetry.metrics.scores import score_lists
 
 from . import brute
 
 CUTOFFS = (1, 2, 3, 10, 100)
-EVERYTHING: dict[str, Any] = {
-    "recall_at": CUTOFFS,
-    "precision_at": CUTOFFS,
-    "ndcg_at": CUTOFFS,
-    "map_at": CUTOFFS,
-}
+EVERYTHING = Metrics(recall_at=CUTOFFS, precision_at=CUTOFFS, ndcg_at=CUTOFFS, map_at=CUTOFFS)
+RECALL = Metrics(recall_at=(1,), ndcg_at=(), at_r=False, mrr=False)
 
 
-def assert_equal(found: dict[str, float], expected: dict[str, float], lonely: int) -> None:
-    assert found.pop("queries_without_positive") == lonely
+def assert_equal(found: dict[str, float], expected: dict[str, float], without: int) -> None:
+    assert found.pop("queries_without_positive") == without
     found.pop("queries")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -37,7 +36,7 @@ def assert_equal(found: dict[str, float], expected: dict[str, float], lonely: in
     rows=st.integers(2, 40),
     classes=st.integers(1, 30),
     seed=st.integers(0, 10**6),
-    metric=st.sampled_from(["dot", "euclidean", "hamming"]),
+    similarity=st.sampled_from(["dot", "euclidean", "hamming"]),
     kind=st.sampled_from(["plain", "huge", "text"]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     grouped=st.booleans(),
@@ -46,13 +45,13 @@ def test_equals_brute_force(
     rows: int,
     classes: int,
     seed: int,
-    metric: Any,
+    similarity: Any,
     kind: str,
     dtype: torch.dtype,
     grouped: bool,
 ) -> None:
     draw = np.random.default_rng(seed)
-    if metric == "hamming":
+    if similarity == "hamming":
         vectors = torch.from_numpy(draw.integers(0, 256, (rows, 2), dtype=np.uint8))
     else:
         # Few small whole numbers: duplicates and ties, and exact in every type.
@@ -64,16 +63,22 @@ def test_equals_brute_force(
         "text": [f"class {n}" for n in numbers],
     }[kind]
     groups = draw.integers(0, 5, rows) if grouped else None
-    plain = vectors.float().numpy() if metric != "hamming" else vectors.numpy()
-    lists = brute.rankings(plain, plain, metric, same_set=True, query_groups=groups, groups=groups)
-    expected, lonely = brute.evaluate(lists, numbers, numbers, CUTOFFS)
-    if lonely == rows:
+    plain = vectors.float().numpy() if similarity != "hamming" else vectors.numpy()
+    lists = brute.rankings(
+        plain, plain, similarity, same_set=True, query_groups=groups, groups=groups
+    )
+    expected, without = brute.evaluate(lists, numbers, numbers, CUTOFFS)
+    if without == rows:
         with pytest.raises(ValueError, match=f"none of the {rows} queries has a positive"):
-            evaluate(vectors, labels, metric=metric, ignore_groups=groups, **EVERYTHING)
+            evaluate(
+                vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
+            )
         return
-    found = evaluate(vectors, labels, metric=metric, ignore_groups=groups, **EVERYTHING)
-    assert found["queries"] == rows - lonely
-    assert_equal(found, expected, lonely)
+    found = evaluate(
+        vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
+    )
+    assert found["queries"] == rows - without
+    assert_equal(found, expected, without)
 
 
 @settings(max_examples=40)
@@ -85,16 +90,16 @@ def test_query_and_gallery_equal_brute_force(rows: int, asked: int, seed: int) -
     labels, query_labels = draw.integers(0, 6, rows), draw.integers(0, 7, asked)
     query_labels[0] = labels[0]
     lists = brute.rankings(queries, gallery, "euclidean", same_set=False)
-    expected, lonely = brute.evaluate(lists, query_labels, labels, CUTOFFS)
+    expected, without = brute.evaluate(lists, query_labels, labels, CUTOFFS)
     found = evaluate(
         gallery,
         labels,
         queries=queries,
         query_labels=query_labels,
-        metric="euclidean",
-        **EVERYTHING,
+        similarity="euclidean",
+        metrics=EVERYTHING,
     )
-    assert_equal(found, expected, lonely)
+    assert_equal(found, expected, without)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -104,8 +109,8 @@ def test_cosine_equals_brute_force(dtype: torch.dtype) -> None:
     labels = torch.randint(0, 40, (250,), generator=generator).numpy()
     plain = vectors.double().numpy()
     lists = brute.rankings(plain, plain, "cosine", same_set=True)
-    expected, lonely = brute.evaluate(lists, labels, labels, CUTOFFS)
-    assert_equal(evaluate(vectors, labels, **EVERYTHING), expected, lonely)
+    expected, without = brute.evaluate(lists, labels, labels, CUTOFFS)
+    assert_equal(evaluate(vectors, labels, metrics=EVERYTHING), expected, without)
 
 
 def test_millions_of_distinct_labels_stay_distinct() -> None:
@@ -140,11 +145,8 @@ def test_published_example(places: list[int], expected: tuple[float, ...]) -> No
         labels,
         queries=np.ones((1, 1), dtype=np.float32),
         query_labels=[1],
-        metric="dot",
-        recall_at=10,
-        precision_at=10,
-        map_at=10,
-        ndcg_at=10,
+        similarity="dot",
+        metrics=Metrics(recall_at=(10,), precision_at=(10,), map_at=(10,), ndcg_at=(10,)),
     )
     names = ("recall@10", "precision@10", "map@r", "map@10", "ndcg@10")
     assert [round(100 * found[name], 1) for name in names] == list(expected)
@@ -157,40 +159,68 @@ def test_ndcg_equals_scikit_learn(relevant: list[bool], k: int) -> None:
     hits = torch.tensor([relevant])
     positives = hits.sum(1)
     ranks = torch.tensor([relevant.index(True) + 1])
-    wanted = Wanted(recall_at=(), ndcg_at=(k,))
-    found = float(score_lists(hits, positives, ranks, wanted)[f"ndcg@{k}"])
+    chosen = Metrics(recall_at=(), ndcg_at=(k,))
+    found = float(score_lists(hits, positives, ranks, chosen)[f"ndcg@{k}"])
     falling = np.arange(len(relevant), 0, -1)[None]
     outside = ndcg_score(np.array([relevant], dtype=float), falling, k=k)
     assert found == pytest.approx(outside, abs=1e-12)
 
 
-def test_only_what_is_asked_for() -> None:
-    vectors, labels = np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2]
-    found = evaluate(vectors, labels, recall_at=3, ndcg_at=(), at_r=False, mrr=False)
-    assert list(found) == ["recall@3", "queries", "queries_without_positive"]
-    found = evaluate(
-        vectors, labels, recall_at=(), ndcg_at=(), precision_at=2, at_r=False, mrr=False
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        Metrics(),
+        EVERYTHING,
+        RECALL,
+        Metrics(recall_at=(), ndcg_at=(), precision_at=(2,), at_r=False, mrr=False),
+        Metrics(clustering=True),
+    ],
+)
+def test_names_are_the_keys_of_the_result(metrics: Metrics) -> None:
+    found = evaluate(np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2], metrics=metrics)
+    assert list(found) == metrics.names()
+
+
+def test_default_metrics() -> None:
+    assert " ".join(Metrics().names()) == (
+        "recall@1 recall@2 recall@4 recall@8 r_precision map@r mrr ndcg@2 ndcg@4 ndcg@8 "
+        "queries queries_without_positive"
     )
-    assert list(found) == ["precision@2", "queries", "queries_without_positive"]
-    default = evaluate(vectors, labels)
-    assert list(default)[:4] == ["recall@1", "recall@2", "recall@4", "recall@8"]
-    assert {"r_precision", "map@r", "mrr", "ndcg@2", "ndcg@8"} <= set(default)
+    assert all(field.metadata["help"] for field in fields(Metrics))
+
+
+def test_cutoffs_are_ordered_and_may_come_as_a_list() -> None:
+    chosen = Metrics(recall_at=[10, 1, 10])  # type: ignore[arg-type]
+    assert chosen.recall_at == (1, 10)
+    assert chosen == Metrics(recall_at=(1, 10))
+
+
+def test_the_choice_of_metrics_needs_no_torch() -> None:
+    """A recipe and the help of the command line read `Metrics` and should answer at once."""
+    program = """
+import sys
+from proximetry.metrics import Metrics
+from proximetry.metrics.scores import Metrics as same
+assert Metrics is same and Metrics().names()
+assert not {"torch", "numpy"} & set(sys.modules)
+import proximetry.metrics as metrics
+assert all(callable(getattr(metrics, name)) for name in metrics.__all__)
+assert metrics.separability.__name__ == "separability"
+assert "torch" in sys.modules and not hasattr(metrics, "nonsense")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_asking_for_less_changes_nothing() -> None:
     """Short lists and counted ranks give what long lists give."""
     draw = np.random.default_rng(0)
     vectors, labels = draw.integers(-2, 3, (120, 3)).astype(np.float32), draw.integers(0, 50, 120)
-    long = evaluate(vectors, labels, metric="dot", **EVERYTHING)
-    short = evaluate(vectors, labels, metric="dot", recall_at=CUTOFFS, ndcg_at=(), at_r=False)
-    for name, value in short.items():
-        assert long[name] == value, name
-    for k in CUTOFFS:
-        alone = evaluate(
-            vectors, labels, metric="dot", recall_at=k, ndcg_at=k, at_r=False, mrr=False
-        )
-        assert alone[f"recall@{k}"] == long[f"recall@{k}"]
-        assert alone[f"ndcg@{k}"] == long[f"ndcg@{k}"]
+    long = evaluate(vectors, labels, similarity="dot", metrics=EVERYTHING)
+    less = [Metrics(recall_at=CUTOFFS, ndcg_at=(), at_r=False)]
+    less += [Metrics(recall_at=(k,), ndcg_at=(k,), at_r=False, mrr=False) for k in CUTOFFS]
+    for metrics in less:
+        for name, value in evaluate(vectors, labels, similarity="dot", metrics=metrics).items():
+            assert long[name] == value, name
 
 
 def test_one_large_class_among_small_ones() -> None:
@@ -198,13 +228,13 @@ def test_one_large_class_among_small_ones() -> None:
     vectors = draw.integers(-3, 4, (150, 4)).astype(np.float32)
     labels = np.concatenate([np.zeros(100, dtype=int), np.arange(50) // 2 + 1])
     lists = brute.rankings(vectors, vectors, "dot", same_set=True)
-    expected, lonely = brute.evaluate(lists, labels, labels, CUTOFFS)
-    assert_equal(evaluate(vectors, labels, metric="dot", **EVERYTHING), expected, lonely)
+    expected, without = brute.evaluate(lists, labels, labels, CUTOFFS)
+    assert_equal(evaluate(vectors, labels, similarity="dot", metrics=EVERYTHING), expected, without)
 
 
 def test_queries_without_positive_are_left_out_and_counted() -> None:
     vectors = np.array([[0.0], [1.0], [5.0], [6.0], [20.0]], dtype=np.float32)
-    evaluation = evaluate_queries(vectors, ["a", "a", "b", "c", "d"], metric="euclidean")
+    evaluation = evaluate_queries(vectors, ["a", "a", "b", "c", "d"], similarity="euclidean")
     means = evaluation.mean()
     assert (means["queries"], means["queries_without_positive"]) == (2, 3)
     assert means["recall@1"] == 1.0
@@ -243,7 +273,7 @@ def test_bootstrap_intervals() -> None:
     for name, interval in intervals.items():
         assert interval.mean == pytest.approx(evaluation.mean()[name])
         assert interval.low <= interval.mean <= interval.high
-    # For a mean of many values the bounds are those of the normal law.
+    # For a mean of many values the bounds are those of the normal distribution.
     values = evaluation.scores["recall@1"]
     spread = 1.96 * values.std() / math.sqrt(len(values))
     assert intervals["recall@1"].low == pytest.approx(values.mean() - spread, abs=0.006)
@@ -260,41 +290,41 @@ def test_bootstrap_intervals() -> None:
 def test_scores_of_a_result_equal_those_of_evaluate() -> None:
     draw = np.random.default_rng(2)
     vectors, labels = draw.integers(-3, 4, (80, 3)).astype(np.float32), draw.integers(0, 9, 80)
-    wanted: dict[str, Any] = {"recall_at": (1, 5), "precision_at": 5, "ndcg_at": 20, "at_r": True}
-    result = retrieve(vectors, labels, k=79, metric="dot")
-    found = score_result(result, mrr=True, **wanted).mean()
-    assert found == evaluate(vectors, labels, metric="dot", **wanted)
-    some = score_result(result[:10], recall_at=5)
-    assert np.array_equal(
-        some.scores["recall@5"], score_result(result, recall_at=5).scores["recall@5"][:10]
-    )
+    chosen = Metrics(recall_at=(1, 5), precision_at=(5,), ndcg_at=(20,))
+    result = retrieve(vectors, labels, k=79, similarity="dot")
+    found = score_result(result, chosen)
+    assert found.mean() == evaluate(vectors, labels, similarity="dot", metrics=chosen)
+    some = score_result(result[:10], chosen).scores["recall@5"]
+    assert np.array_equal(some, found.scores["recall@5"][:10])
 
 
 def test_a_result_with_short_lists_says_so() -> None:
     vectors = np.arange(20, dtype=np.float32)[:, None]
     labels = np.arange(20) % 2
-    result = retrieve(vectors, labels, k=1, metric="euclidean")
-    with pytest.raises(
-        ValueError, match=r"recall@4 needs lists of 4, but these hold 1; retrieve with k=4"
+    result = retrieve(vectors, labels, k=1, similarity="euclidean")
+    for change, message in (
+        ({"recall_at": (4,)}, "recall@4 needs lists of 4, but these hold 1; retrieve with k=4"),
+        ({"ndcg_at": (5,)}, "ndcg@5 needs lists of 5"),
+        ({"at_r": True}, "r_precision needs lists of 9"),
+        ({"mrr": True}, "mrr needs lists that reach the first positive"),
+        ({"clustering": True}, "clustering needs embeddings"),
     ):
-        score_result(result, recall_at=4)
-    with pytest.raises(ValueError, match=r"map@r and r_precision needs? lists of 9"):
-        score_result(result, at_r=True)
-    with pytest.raises(ValueError, match="mrr needs lists that reach the first positive"):
-        score_result(result, mrr=True)
-    assert score_result(result, recall_at=1).mean()["recall@1"] == 0.0
+        with pytest.raises(ValueError, match=message):
+            score_result(result, replace(RECALL, **change))
+    assert score_result(result, RECALL).mean()["recall@1"] == 0.0
 
 
 def test_complete_lists_answer_any_k() -> None:
     result = retrieve(np.eye(4, dtype=np.float32), [0, 0, 1, 1], k=50)
     assert result.complete
-    assert score_result(result, recall_at=1000).mean()["recall@1000"] == 1.0
+    chosen = replace(RECALL, recall_at=(1000,), precision_at=(100,))
+    assert score_result(result, chosen).mean()["recall@1000"] == 1.0
     ignoring = retrieve(
         np.eye(5, dtype=np.float32), [0, 0, 0, 1, 1], k=2, ignore_groups=[0, 0, 1, 0, 0]
     )
     few = ignoring[0]
     assert few.ids.tolist() == [[2, -1]]
-    assert score_result(few, recall_at=100, precision_at=100).mean()["precision@100"] == 0.01
+    assert score_result(few, chosen).mean()["precision@100"] == 0.01
 
 
 @pytest.mark.parametrize(
@@ -304,14 +334,26 @@ def test_complete_lists_answer_any_k() -> None:
         ({"ndcg_at": (1.5,)}, "ndcg_at must hold whole numbers from 1 up, got 1.5"),
         ({"map_at": (True,)}, "map_at must hold whole numbers"),
         ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "no score is asked for"),
-        ({"metric": "l1"}, "unknown metric 'l1'"),
-        ({"clustering": True, "queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "needs one set"),
-        ({"clustering": True, "metric": "hamming"}, "not the packed codes"),
+    ],
+)
+def test_bad_choices_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Metrics(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "labels must be a sequence of integers or strings, got None"),
+        ({"similarity": "l1"}, "unknown similarity 'l1'"),
+        ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "needs one set"),
+        ({"similarity": "hamming"}, "not the packed codes"),
     ],
 )
 def test_bad_requests_are_refused(change: dict[str, Any], message: str) -> None:
+    request: dict[str, Any] = {"embeddings": np.eye(4), "labels": [0, 0, 1, 1]} | change
     with pytest.raises(ValueError, match=message):
-        evaluate(np.eye(4), [0, 0, 1, 1], **change)
+        evaluate(**request, metrics=Metrics(clustering=True))
 
 
 def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +369,9 @@ def test_clustering_comes_along_when_asked() -> None:
     centres = {"x": 0.0, "y": 2.0, "z": 4.0}
     angles = np.array([centres[label] for label in labels]) + draw.normal(size=60) * 0.05
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    found = evaluate(vectors * draw.uniform(1, 50, (60, 1)), labels, clustering=True)
+    found = evaluate(
+        vectors * draw.uniform(1, 50, (60, 1)), labels, metrics=Metrics(clustering=True)
+    )
     assert found["nmi"] == pytest.approx(1.0)
     assert found["ami"] == pytest.approx(1.0)
     assert found["recall@1"] == 1.0

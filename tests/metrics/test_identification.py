@@ -7,28 +7,28 @@ from hypothesis import strategies as st
 from proximetry.metrics import identification
 from proximetry.metrics.identification import identify
 
-METRICS = ("cosine", "euclidean", "dot")
+SIMILARITIES = ("cosine", "euclidean", "dot")
 
 
-def similarity(probe, others, metric):
+def near(probe, others, similarity):
     """Brute force in float64."""
     probe, others = np.asarray(probe, np.float64), np.asarray(others, np.float64)
-    if metric == "dot":
+    if similarity == "dot":
         return others @ probe
-    if metric == "euclidean":
+    if similarity == "euclidean":
         return -np.sqrt(((others - probe) ** 2).sum(1))
     lengths = np.linalg.norm(others, axis=1) * np.linalg.norm(probe)
     return others @ probe / np.where(lengths == 0, 1, lengths)
 
 
-def brute_force(probes, labels, gallery, gallery_labels, distractors, metric, own, slack=1e-12):
+def brute_force(probes, labels, gallery, gallery_labels, distractors, similarity, own, slack=1e-12):
     rows = []
     for i, label in enumerate(labels):
         pool = distractors
         if pool is None:
             pool = gallery[[other != label for other in gallery_labels]]
-        against = similarity(probes[i], pool, metric)
-        mates = similarity(probes[i], gallery, metric)
+        against = near(probes[i], pool, similarity)
+        mates = near(probes[i], gallery, similarity)
         for j, other in enumerate(gallery_labels):
             if other == label and not (own and i == j):
                 rows.append((i, j, 1 + int((against >= mates[j] - slack).sum())))
@@ -42,15 +42,20 @@ def as_rows(result):
 
 @pytest.fixture
 def tiny_tiles(monkeypatch):
-    monkeypatch.setattr(identification, "_PROBES", {"cpu": 3})
-    monkeypatch.setattr(identification, "_DISTRACTORS", {"cpu": 4})
+    monkeypatch.setattr(identification, "_PROBES", {"cpu": 3, "cuda": 3})
+    monkeypatch.setattr(identification, "_DISTRACTORS", {"cpu": 4, "cuda": 4})
     monkeypatch.setattr(identification, "_ROWS", 5)
-    monkeypatch.setattr(identification, "_AT_ONCE", {"cpu": 2})
+    monkeypatch.setattr(identification, "_AT_ONCE", {"cpu": 2, "cuda": 2})
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), metric=st.sampled_from(METRICS), own=st.booleans(), closed=st.booleans())
-def test_equals_brute_force_with_ties(data, metric, own, closed):
+@given(
+    data=st.data(),
+    similarity=st.sampled_from(SIMILARITIES),
+    own=st.booleans(),
+    closed=st.booleans(),
+)
+def test_equals_brute_force_with_ties(data, similarity, own, closed):
     """Whole numbers in a small range: many exact ties, exact arithmetic."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     width = data.draw(st.integers(1, 4))
@@ -66,14 +71,14 @@ def test_equals_brute_force_with_ties(data, metric, own, closed):
     if own:
         gallery, gallery_labels = probes, labels
     distractors = None if closed else draw(data.draw(st.integers(1, 15)))
-    expected = brute_force(probes, labels, gallery, gallery_labels, distractors, metric, own)
+    expected = brute_force(probes, labels, gallery, gallery_labels, distractors, similarity, own)
     result = identify(
         probes,
         labels,
         None if own else gallery,
         None if own else gallery_labels,
         distractors=distractors,
-        metric=metric,
+        similarity=similarity,
     )
     assert as_rows(result) == sorted(expected)
     ranks = np.array([rank for _, _, rank in expected])
@@ -82,9 +87,9 @@ def test_equals_brute_force_with_ties(data, metric, own, closed):
     assert result.probes_without_mate == count - len(with_mate)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("similarity", SIMILARITIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_real_numbers_over_many_tiles(metric, dtype, tiny_tiles):
+def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):
     torch.manual_seed(0)
     probes = torch.randn(20, 9).to(dtype)
     labels = torch.arange(20) // 4
@@ -95,10 +100,10 @@ def test_real_numbers_over_many_tiles(metric, dtype, tiny_tiles):
         probes.double().numpy(),
         labels.tolist(),
         distractors.double().numpy(),
-        metric,
+        similarity,
         own=True,
     )
-    result = identify(probes, labels, distractors=distractors, metric=metric)
+    result = identify(probes, labels, distractors=distractors, similarity=similarity)
     assert as_rows(result) == sorted(expected)
     assert result.distractors == 57
 
@@ -125,9 +130,9 @@ def test_near_misses_are_told_apart():
     probe, mate = torch.ones(1, 64), torch.rand(1, 64) + 1
     above = torch.nextafter(mate, torch.full_like(mate, 9.0))
     below = torch.nextafter(mate, torch.zeros_like(mate))
-    for metric, others in (("dot", [above, below]), ("euclidean", [below, above])):
+    for similarity, others in (("dot", [above, below]), ("euclidean", [below, above])):
         for other, rank in zip(others, (2, 1), strict=True):
-            result = identify(probe, [0], mate, [0], distractors=other, metric=metric)
+            result = identify(probe, [0], mate, [0], distractors=other, similarity=similarity)
             assert result.ranks.tolist() == [rank]
 
 
@@ -185,7 +190,7 @@ def test_zero_vectors_have_cosine_zero():
 def test_bad_input():
     probes, labels = torch.eye(4), [0, 0, 1, 1]
     with pytest.raises(ValueError, match="'manhattan'"):
-        identify(probes, labels, metric="manhattan")
+        identify(probes, labels, similarity="manhattan")
     with pytest.raises(ValueError, match="ranks"):
         identify(probes, labels, ranks=(0,))
     with pytest.raises(ValueError, match="ranks"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
 
-from proximetry.metrics import RetrievalResult, retrieve
+from proximetry.metrics import Metrics, RetrievalResult, retrieve, score_result
 
 from . import brute
 
@@ -25,22 +25,22 @@ def whole_numbers(seed: int, rows: int, columns: int = 3, high: int = 3) -> Any:
     rows=st.integers(1, 25),
     k=st.integers(1, 40),
     seed=st.integers(0, 10**6),
-    metric=st.sampled_from(["dot", "euclidean", "hamming"]),
+    similarity=st.sampled_from(["dot", "euclidean", "hamming"]),
     grouped=st.booleans(),
 )
 def test_every_item_against_the_others(
-    rows: int, k: int, seed: int, metric: Any, grouped: bool
+    rows: int, k: int, seed: int, similarity: Any, grouped: bool
 ) -> None:
     vectors = whole_numbers(seed, rows)
-    if metric == "hamming":
+    if similarity == "hamming":
         vectors = np.random.default_rng(seed).integers(0, 256, (rows, 2), dtype=np.uint8)
     labels = np.random.default_rng(seed + 1).integers(0, 5, rows)
     groups = np.random.default_rng(seed + 2).integers(0, 4, rows) if grouped else None
     lists = brute.rankings(
-        vectors, vectors, metric, same_set=True, query_groups=groups, groups=groups
+        vectors, vectors, similarity, same_set=True, query_groups=groups, groups=groups
     )
-    result = retrieve(vectors, labels, k=k, metric=metric, ignore_groups=groups)
-    matrix = brute.similarity_matrix(vectors, vectors, metric)
+    result = retrieve(vectors, labels, k=k, similarity=similarity, ignore_groups=groups)
+    matrix = brute.similarity_matrix(vectors, vectors, similarity)
     assert result.k == max(1, min(k, rows - 1))
     for i, order in enumerate(lists):
         kept = order[: result.k]
@@ -58,11 +58,11 @@ def test_every_item_against_the_others(
     asked=st.integers(1, 8),
     k=st.integers(1, 30),
     seed=st.integers(0, 10**6),
-    metric=st.sampled_from(["dot", "euclidean"]),
+    similarity=st.sampled_from(["dot", "euclidean"]),
     grouped=st.booleans(),
 )
 def test_queries_against_a_gallery(
-    rows: int, asked: int, k: int, seed: int, metric: Any, grouped: bool
+    rows: int, asked: int, k: int, seed: int, similarity: Any, grouped: bool
 ) -> None:
     gallery, queries = whole_numbers(seed, rows), whole_numbers(seed + 1, asked)
     draw = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_queries_against_a_gallery(
     groups = draw.integers(0, 3, rows) if grouped else None
     query_groups = draw.integers(0, 4, asked) if grouped else None
     lists = brute.rankings(
-        queries, gallery, metric, same_set=False, query_groups=query_groups, groups=groups
+        queries, gallery, similarity, same_set=False, query_groups=query_groups, groups=groups
     )
     result = retrieve(
         gallery,
@@ -78,7 +78,7 @@ def test_queries_against_a_gallery(
         queries=queries,
         query_labels=query_labels,
         k=k,
-        metric=metric,
+        similarity=similarity,
         ignore_groups=groups,
         query_ignore_groups=query_groups,
     )
@@ -89,14 +89,14 @@ def test_queries_against_a_gallery(
         assert result.positives[i] == sum(labels[j] == query_labels[i] for j in order)
 
 
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_agrees_with_scikit_learn(metric: Any) -> None:
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_agrees_with_scikit_learn(similarity: Any) -> None:
     vectors = np.random.default_rng(0).normal(size=(300, 20))
-    result = retrieve(vectors, np.arange(300) % 10, k=5, metric=metric)
-    outside = NearestNeighbors(n_neighbors=5, metric=metric, algorithm="brute").fit(vectors)
+    result = retrieve(vectors, np.arange(300) % 10, k=5, similarity=similarity)
+    outside = NearestNeighbors(n_neighbors=5, metric=similarity, algorithm="brute").fit(vectors)
     distances, ids = outside.kneighbors()
     assert np.array_equal(result.ids, ids)
-    near = 1 - distances if metric == "cosine" else -distances
+    near = 1 - distances if similarity == "cosine" else -distances
     np.testing.assert_allclose(result.similarities, near, atol=1e-7)
     assert result.similarities.dtype == np.float64
 
@@ -111,10 +111,20 @@ def test_half_precision_is_storage_only(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(stored.similarities, exact.similarities, atol=3e-7)
 
 
+class Column:
+    """A column of a table, such as pandas has: no sequence, but it can become an array."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.asarray(self.values, dtype)
+
+
 def test_inputs_of_all_kinds_agree() -> None:
     vectors = whole_numbers(3, 30)
     numbers = np.arange(30) % 7
-    plain = retrieve(vectors, numbers, metric="dot")
+    plain = retrieve(vectors, numbers, similarity="dot")
     kinds: list[Any] = [
         torch.from_numpy(numbers),
         torch.from_numpy(numbers).to(torch.int8),
@@ -123,16 +133,17 @@ def test_inputs_of_all_kinds_agree() -> None:
         numbers.astype(np.uint64),
         [f"class {n}" for n in numbers],
         np.array([f"class {n}" for n in numbers], dtype=object),
+        Column(numbers),
     ]
     for labels in kinds:
-        again = retrieve(torch.from_numpy(vectors), labels, metric="dot")
+        again = retrieve(torch.from_numpy(vectors), labels, similarity="dot")
         assert np.array_equal(again.ids, plain.ids)
         assert np.array_equal(again.hits, plain.hits)
     flipped = np.ascontiguousarray(vectors[:, ::-1])[:, ::-1]
-    assert np.array_equal(retrieve(flipped, numbers, metric="dot").ids, plain.ids)
+    assert np.array_equal(retrieve(flipped, numbers, similarity="dot").ids, plain.ids)
     swapped = vectors.astype(">f4")
     swapped.flags.writeable = False
-    assert np.array_equal(retrieve(swapped, numbers, metric="dot").ids, plain.ids)
+    assert np.array_equal(retrieve(swapped, numbers, similarity="dot").ids, plain.ids)
 
 
 def test_labels_above_float32_stay_apart() -> None:
@@ -154,14 +165,14 @@ def test_vanishing_and_zero_vectors() -> None:
 def test_gradients_and_inputs_are_left_alone() -> None:
     vectors = torch.randn(20, 4, requires_grad=True)
     before = vectors.detach().clone()
-    retrieve(vectors, torch.arange(20) % 3, k=3, metric="euclidean")
+    retrieve(vectors, torch.arange(20) % 3, k=3, similarity="euclidean")
     assert torch.equal(vectors.detach(), before)
     assert vectors.grad is None
 
 
 @pytest.fixture
 def result() -> RetrievalResult:
-    return retrieve(whole_numbers(0, 12), [f"c{i % 4}" for i in range(12)], k=4, metric="dot")
+    return retrieve(whole_numbers(0, 12), [f"c{i % 4}" for i in range(12)], k=4, similarity="dot")
 
 
 def test_saves_and_loads(result: RetrievalResult, tmp_path: Path) -> None:
@@ -169,7 +180,7 @@ def test_saves_and_loads(result: RetrievalResult, tmp_path: Path) -> None:
     again = RetrievalResult.load(path)
     for name in ("ids", "similarities", "query_codes", "gallery_codes", "classes", "positives"):
         assert np.array_equal(getattr(again, name), getattr(result, name)), name
-    assert (again.metric, again.is_self_search) == ("dot", True)
+    assert (again.similarity, again.is_self_search) == ("dot", True)
     assert [file.name for file in tmp_path.iterdir()] == ["found.npz"]
 
 
@@ -224,7 +235,7 @@ def test_slices(result: RetrievalResult) -> None:
 
 def test_shows_itself(result: RetrievalResult) -> None:
     assert repr(result) == (
-        "RetrievalResult(12 queries against each other, k=4, metric='dot', 4 classes)"
+        "RetrievalResult(12 queries against each other, k=4, similarity='dot', 4 classes)"
     )
     text = str(result)
     assert "c0 → " in text
@@ -237,10 +248,35 @@ def test_values_must_fit_together(result: RetrievalResult) -> None:
 
     with pytest.raises(ValueError, match="matrices of one shape"):
         replace(result, ids=result.ids[:, :2])
-    with pytest.raises(ValueError, match="query codes for"):
+    with pytest.raises(ValueError, match="query_codes has 3 entries, expected 12"):
         replace(result, query_codes=result.query_codes[:3])
     with pytest.raises(ValueError, match="between −1 and 11"):
         replace(result, ids=result.ids + 11)
+    with pytest.raises(ValueError, match="give all of query_codes, gallery_codes, classes"):
+        replace(result, positives=None)
+
+
+def test_searching_needs_no_labels(tmp_path: Path) -> None:
+    vectors, queries = whole_numbers(0, 12), whole_numbers(1, 7)
+    for asked, labels in (({}, None), ({"queries": queries}, np.arange(7) % 4)):
+        plain = retrieve(vectors, similarity="dot", **asked)
+        if labels is not None:
+            asked["query_labels"] = labels
+        known = retrieve(vectors, np.arange(12) % 4, similarity="dot", **asked)
+        assert np.array_equal(plain.ids, known.ids)
+        assert np.array_equal(plain.similarities, known.similarities)
+        assert plain.positives is None
+        for name in ("hits", "labels", "query_labels", "gallery_labels"):
+            with pytest.raises(ValueError, match="made without labels"):
+                getattr(plain, name)
+        with pytest.raises(ValueError, match="made without labels"):
+            score_result(plain, Metrics(recall_at=(1,)))
+        again = RetrievalResult.load(plain[2:5].save(tmp_path / "plain.npz"))
+        assert np.array_equal(again.ids, plain.ids[2:5])
+        assert again.gallery_size == 12
+        assert again.classes is None
+        assert "no labels" in repr(plain)
+        assert f"  0 → {plain.ids[0, 0]} " in str(plain)
 
 
 GOOD = np.eye(4, dtype=np.float32)
@@ -257,17 +293,17 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"labels": [1.0, 2.0, 1.0, 2.0]}, "integers or strings, got float64"),
     ({"labels": ["a", 1, "b", 2]}, "mixes strings"),
     ({"labels": "abcd"}, "sequence of integers or strings"),
-    ({"labels": None}, "sequence of integers or strings"),
     ({"labels": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "above 2"),
     ({"k": 0}, "k must be a whole number from 1 up, got 0"),
     ({"k": 2.5}, "got 2.5"),
-    ({"metric": "manhattan"}, "unknown metric 'manhattan'; choose one of cosine"),
-    ({"metric": "hamming"}, "packed uint8 codes"),
-    ({"embeddings": GOOD * 1e20, "metric": "dot"}, "overflow torch.float32"),
-    ({"queries": GOOD}, "queries is given but query_labels is not"),
+    ({"similarity": "manhattan"}, "unknown similarity 'manhattan'; choose one of cosine"),
+    ({"similarity": "hamming"}, "packed uint8 codes"),
+    ({"embeddings": GOOD * 1e20, "similarity": "dot"}, "overflow torch.float32"),
+    ({"queries": GOOD}, "give labels and query_labels together"),
+    ({"queries": GOOD, "labels": None, "query_labels": [0, 1, 0, 1]}, "and query_labels together"),
     ({"query_labels": [1, 2, 3, 4]}, "query_labels is given but queries is not"),
     ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given but queries is not"),
-    ({"queries": GOOD[:, :3], "query_labels": [0, 1, 0, 1]}, "queries are 3 wide and embeddings 4"),
+    ({"queries": GOOD[:, :3], "query_labels": [0, 1, 0, 1]}, "queries have 3 dimensions"),
     ({"queries": GOOD.astype(np.float64), "query_labels": [0, 1, 0, 1]}, "use one type for both"),
     ({"queries": GOOD, "query_labels": ["a", "b", "a", "b"]}, "use one kind for both"),
     ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),

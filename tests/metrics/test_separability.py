@@ -1,4 +1,4 @@
-from importlib import import_module
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,10 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proximetry.metrics.separability import separability
-
-# In the package the function hides its module of the same name.
-module = import_module("proximetry.metrics.separability")
+from proximetry._common import nearest_rivals
+from proximetry.metrics import separability, separation
 
 
 def brute_force(proxies):
@@ -35,11 +33,24 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
     shape = (classes, width) if per_class is None else (classes, per_class, width)
     proxies = np.random.default_rng(seed).normal(size=shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SIDE", {"cpu": side})
+        patch.setattr(separation, "nearest_rivals", partial(nearest_rivals, block=side))
         result = separability(proxies)
     expected = brute_force(proxies)
     np.testing.assert_allclose(result.per_class.numpy(), expected, rtol=0, atol=1e-14)
     assert result.mean == pytest.approx(expected.mean(), abs=1e-14)
+
+
+@pytest.mark.parametrize("block", [2, 8, None])
+@pytest.mark.parametrize("per_class", [1, 2])
+def test_equally_near_rivals_go_by_index(block, per_class):
+    """Few directions: every row has copies in many classes."""
+    rows = torch.eye(4, dtype=torch.float64)[np.random.default_rng(0).integers(0, 4, 60)]
+    cosines, rivals = nearest_rivals(rows, per_class, block)
+    for i, row in enumerate(rows):
+        near = rows @ row
+        near[i // per_class * per_class : (i // per_class + 1) * per_class] = -torch.inf
+        assert cosines[i] == near.max()
+        assert rivals[i] == int((near == near.max()).nonzero()[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

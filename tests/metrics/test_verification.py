@@ -10,10 +10,10 @@ from scipy.interpolate import interp1d
 from scipy.optimize import brentq
 from sklearn import metrics as reference
 
-from proximetry.metrics import pairs as pairs_module
-from proximetry.metrics.verification import (
+from proximetry.metrics import (
     auc,
     eer,
+    pair_lists,
     pair_similarities,
     read_pairs,
     roc,
@@ -198,29 +198,31 @@ def test_bad_input_to_verify():
         verify(values, same, folds=[1] * 19)
 
 
-@pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot"])
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_pair_similarities(metric, mirrored, monkeypatch):
-    monkeypatch.setattr(pairs_module, "_TILE", {"cpu": 50})
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean", "dot"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_pair_similarities(similarity, flip, monkeypatch):
+    monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 50, "cuda": 50})
     rng = np.random.default_rng(0)
     vectors, flipped = rng.normal(size=(2, 12, 7))
     vectors[3] = flipped[3] = 0
     pairs = rng.integers(0, 12, (40, 2))
-    both = np.concatenate([vectors, flipped], 1) if mirrored else vectors
+    both = np.concatenate([vectors, flipped], 1) if flip else vectors
     left, right = both[pairs[:, 0]], both[pairs[:, 1]]
     expected = {
         "dot": (left * right).sum(1),
         "euclidean": -np.linalg.norm(left - right, axis=1),
         "cosine": (left * right).sum(1)
         / np.maximum(np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1), 1e-300),
-    }[metric]
-    found = pair_similarities(vectors, pairs, metric=metric, flipped=flipped if mirrored else None)
+    }[similarity]
+    found = pair_similarities(
+        vectors, pairs, similarity=similarity, flipped=flipped if flip else None
+    )
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
     half = pair_similarities(
         torch.tensor(vectors, dtype=torch.float16),
         torch.tensor(pairs),
-        metric=metric,
-        flipped=torch.tensor(flipped) if mirrored else None,
+        similarity=similarity,
+        flipped=torch.tensor(flipped) if flip else None,
     )
     assert half.dtype == torch.float32
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-2)
@@ -233,7 +235,7 @@ def test_bad_input_to_pair_similarities():
     with pytest.raises(ValueError, match=r"pair 0 is \(-1, 2\)"):
         pair_similarities(vectors, [[-1, 2]])
     with pytest.raises(ValueError, match="'manhattan'"):
-        pair_similarities(vectors, [[0, 1]], metric="manhattan")
+        pair_similarities(vectors, [[0, 1]], similarity="manhattan")
     with pytest.raises(ValueError, match=r"\[M, 2\]"):
         pair_similarities(vectors, [0, 1])
     with pytest.raises(ValueError, match=r"\[M, 2\]"):
@@ -289,7 +291,7 @@ def test_malformed_pairs_are_named(tmp_path, old, new, message):
 
 
 def test_templates_are_normalised_weighted_means(monkeypatch):
-    monkeypatch.setattr(pairs_module, "_TILE", {"cpu": 12})
+    monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 12, "cuda": 12})
     rng = np.random.default_rng(0)
     vectors, weights = rng.normal(size=(20, 5)), rng.random(20)
     ids = np.array([f"video {i}" for i in rng.integers(0, 6, 20)])
@@ -337,8 +339,8 @@ def test_sets_are_compared_frame_by_frame(seed, pooling, frames, tile):
     reduce = {"mean": np.mean, "max": np.max}[pooling]
     expected = [reduce(unit[ids == a] @ unit[ids == b].T) for a, b in pairs]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs_module, "_FRAMES", frames)
-        patch.setattr(pairs_module, "_TILE", {"cpu": tile})
+        patch.setattr(pair_lists, "_FRAMES", frames)
+        patch.setattr(pair_lists, "_TILE", {"cpu": tile, "cuda": tile})
         found = set_similarities(vectors, ids, pairs, pooling=pooling)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
 

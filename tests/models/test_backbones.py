@@ -97,7 +97,7 @@ def test_bn_inception_block_written_out():
 
 
 def test_an_impossible_size_is_said():
-    with pytest.raises(ValueError, match=r"bn_inception cannot take pictures of 120×120"):
+    with pytest.raises(ValueError, match=r"bn_inception cannot take images of 120×120"):
         Embedder.create("bn_inception", weights="none", image_size=120)
 
 

@@ -1,12 +1,17 @@
 import copy
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import proximetry.models
 from proximetry.models import Embedder, GeM, freeze_batchnorm, set_batchnorm_momentum
+from proximetry.models.names import POOLINGS
+from proximetry.models.pooling import make_pooling
 
 
 def small(dim=16, **settings):
@@ -112,11 +117,53 @@ def test_every_parameter_gets_a_gradient():
         ({"resize": -3}, "resize must be .* got -3"),
         ({"image_size": 64, "resize": 32}, "resize 32 is smaller"),
         ({"pooling": "mean"}, "pooling must be one of .* got 'mean'"),
+        ({"similarity": "dot"}, "similarity must be one of 'cosine', 'euclidean', got 'dot'"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         Embedder.create("test_resnet", **{"weights": "none", **settings})
+
+
+@pytest.mark.parametrize(
+    ("normalize", "similarity", "expected"),
+    [
+        (True, None, "cosine"),
+        (False, None, "euclidean"),
+        (False, "cosine", "cosine"),
+        (True, "euclidean", "euclidean"),
+    ],
+)
+def test_similarity_follows_the_normalization_unless_given(normalize, similarity, expected):
+    embedder = small(normalize=normalize, similarity=similarity)
+    assert embedder.architecture.similarity == expected
+
+
+def test_every_name_of_a_pooling_is_known():
+    for name in POOLINGS:
+        if name != "auto":
+            assert isinstance(make_pooling(name), nn.Module)
+
+
+def test_names_load_no_torch_and_a_missing_package_is_named():
+    code = """
+import sys
+import proximetry.models.names
+assert proximetry.models.names.POOLINGS and proximetry.models.names.WEIGHTS_SOURCES
+assert not {"torch", "timm", "numpy", "PIL"} & sys.modules.keys()
+sys.modules["timm"] = None
+try:
+    from proximetry.models import list_backbones
+except ModuleNotFoundError as error:
+    assert str(error) == "Embedders need timm: pip install 'proximetry[images]'", error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in proximetry.models.__all__:
+        assert getattr(proximetry.models, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        proximetry.models.nothing  # noqa: B018
 
 
 def norms(module):

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ def embedder():
     return Embedder.create("test_resnet", 8, weights="none", image_size=64, resize=72).eval()
 
 
-def picture(seed, height=80, width=100, mode="RGB"):
+def image_of(seed, height=80, width=100, mode="RGB"):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
@@ -37,7 +38,7 @@ def reference(embedder, image):
 
 
 def test_equals_torchvisions_pipeline(embedder):
-    images = [picture(seed, 50 + 9 * seed, 120 - 8 * seed) for seed in range(7)]
+    images = [image_of(seed, 50 + 9 * seed, 120 - 8 * seed) for seed in range(7)]
     found = embedder.encode(images, batch_size=3)
     assert found.shape == (7, 8)
     assert (found.dtype, found.device.type) == (torch.float32, "cpu")
@@ -46,7 +47,7 @@ def test_equals_torchvisions_pipeline(embedder):
 
 
 def test_every_kind_of_source_gives_the_same(embedder, tmp_path):
-    image = picture(1)
+    image = image_of(1)
     image.save(tmp_path / "a.png")
     array = np.asarray(image).copy()
     sources = [
@@ -66,7 +67,7 @@ def test_every_kind_of_source_gives_the_same(embedder, tmp_path):
 
 
 def test_any_mode_and_orientation(embedder, tmp_path):
-    image = picture(2)
+    image = image_of(2)
     gray = np.asarray(image.convert("L")).copy()
     as_rgb = Image.fromarray(gray).convert("RGB")
     expected = embedder.encode([as_rgb])
@@ -85,20 +86,61 @@ def test_any_mode_and_orientation(embedder, tmp_path):
 
 
 def test_batches_and_workers_do_not_matter(embedder):
-    images = [picture(seed) for seed in range(5)]
+    images = [image_of(seed) for seed in range(5)]
     expected = embedder.encode(images, batch_size=5, workers=1)
     for batch, workers in ((1, 1), (2, 3), (64, None)):
         found = embedder.encode(images, batch, workers=workers)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_flip_appends_the_mirrored_picture(embedder):
-    image = picture(3)
-    mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    both = embedder.encode([image], flip=True)
+def test_flip_appends_the_flipped_image_of(embedder):
+    image = image_of(3)
+    flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    both = embedder.encode([image], concat_flip=True)
     assert both.shape == (1, 16)
     torch.testing.assert_close(both[:, :8], embedder.encode([image]))
-    torch.testing.assert_close(both[:, 8:], embedder.encode([mirrored]), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(both[:, 8:], embedder.encode([flipped]), rtol=1e-3, atol=1e-4)
+
+
+def test_concat_flip_is_refused_with_flip_tta(embedder):
+    both = copy.deepcopy(embedder)
+    both.architecture = replace(embedder.architecture, flip_tta=True)
+    with pytest.raises(ValueError, match="concat_flip adds nothing"):
+        both.encode([image_of(1)], concat_flip=True)
+
+
+@pytest.mark.parametrize("backbone", ["test_resnet", "bn_inception", "test_vit", "test_convnext"])
+@pytest.mark.parametrize("flip_tta", [False, True])
+def test_encode_gives_the_bits_of_embed(backbone, flip_tta):
+    """Pixels from the files or from a cache, in whatever layout: the same vectors."""
+    torch.manual_seed(0)
+    size = None if backbone == "test_vit" else 64
+    embedder = Embedder.create(
+        backbone, 8, weights="none", image_size=size, layer_norm=True, flip_tta=flip_tta
+    )
+    images = [image_of(seed, 180 + seed, 170 + 2 * seed) for seed in range(5)]
+    expected = embedder.encode(images, batch_size=2)
+    pixels = torch.stack([embedder.preprocessing.pixels(image) for image in images])
+    layouts = (torch.contiguous_format, torch.channels_last)
+    embedder.train()
+    for batches in [pixels.contiguous(memory_format=layout).split(2) for layout in layouts]:
+        assert torch.equal(torch.cat([embedder.embed(batch) for batch in batches]), expected)
+        features = [embedder.pixel_features(batch) for batch in batches]
+        assert torch.equal(torch.cat([embedder.project(part) for part in features]), expected)
+    assert all(part.training for part in embedder.modules())
+    assert not embedder.pixel_features(pixels).requires_grad
+
+
+def test_flip_tta_averages_the_features_outside_training(embedder):
+    both = copy.deepcopy(embedder)
+    both.architecture = replace(embedder.architecture, flip_tta=True)
+    pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    views = [embedder.pixel_features(view) for view in (pixels, pixels.flip(3))]
+    torch.testing.assert_close(both.pixel_features(pixels), (views[0] + views[1]) / 2)
+    torch.testing.assert_close(both.embed(pixels), both.embed(pixels.flip(3)))
+    ready = freeze_batchnorm(both).preprocessing.normalize(pixels)
+    assert torch.equal(both.train().features(ready), both.features(ready.clone()))
+    torch.testing.assert_close(both.features(ready), views[0])
 
 
 def test_modes_come_back_and_statistics_stay():
@@ -107,43 +149,43 @@ def test_modes_come_back_and_statistics_stay():
     embedder.head.eval()
     before = [part.training for part in embedder.modules()]
     state = {key: value.clone() for key, value in embedder.state_dict().items()}
-    first = embedder.encode([picture(1)])
+    first = embedder.encode([image_of(1)])
     assert [part.training for part in embedder.modules()] == before
     assert all(torch.equal(value, state[key]) for key, value in embedder.state_dict().items())
-    assert torch.equal(first, embedder.eval().encode([picture(1)]))
+    assert torch.equal(first, embedder.eval().encode([image_of(1)]))
     with pytest.raises(ValueError, match="image 0"):
         embedder.train().encode(["missing.png"])
     assert embedder.training
 
 
 def test_result_is_an_ordinary_tensor(embedder):
-    vectors = embedder.encode([picture(1)])
+    vectors = embedder.encode([image_of(1)])
     assert not vectors.is_inference()
     vectors.requires_grad_().sum().backward()
 
 
 def test_a_half_precision_network_encodes(embedder):
     half = copy.deepcopy(embedder).to(torch.bfloat16)
-    found = half.encode([picture(1)])
+    found = half.encode([image_of(1)])
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, embedder.encode([picture(1)]), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(found, embedder.encode([image_of(1)]), rtol=0.1, atol=0.1)
 
 
-def test_progress_counts_pictures(embedder):
+def test_progress_counts_images(embedder):
     seen = []
-    embedder.encode([picture(seed) for seed in range(5)], 2, progress=seen.append)
+    embedder.encode([image_of(seed) for seed in range(5)], 2, progress=seen.append)
     assert seen == [2, 4, 5]
 
 
 def test_nothing_gives_an_empty_table(embedder):
     assert embedder.encode([]).shape == (0, 8)
-    assert embedder.encode([], flip=True).shape == (0, 16)
+    assert embedder.encode([], concat_flip=True).shape == (0, 16)
 
 
-def test_bad_pictures_are_named_with_their_place(embedder, tmp_path):
+def test_bad_images_are_named_with_their_place(embedder, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"image 1: .*bad\.jpg"):
-        embedder.encode([picture(1), tmp_path / "bad.jpg"])
+        embedder.encode([image_of(1), tmp_path / "bad.jpg"])
     for wrong, message in (
         (torch.zeros(4, 4, 3), "uint8"),
         (torch.zeros(3, 9, 9, dtype=torch.uint8), "channels go last"),
@@ -154,8 +196,8 @@ def test_bad_pictures_are_named_with_their_place(embedder, tmp_path):
             embedder.encode([wrong])
 
 
-def test_one_picture_is_not_a_list(embedder, tmp_path):
-    for one in ("a.png", tmp_path, picture(1), np.zeros((9, 9, 3), np.uint8), b"x"):
+def test_one_image_is_not_a_list(embedder, tmp_path):
+    for one in ("a.png", tmp_path, image_of(1), np.zeros((9, 9, 3), np.uint8), b"x"):
         with pytest.raises(ValueError, match=r"write \[image\]"):
             embedder.encode(one)
 
@@ -163,4 +205,4 @@ def test_one_picture_is_not_a_list(embedder, tmp_path):
 @pytest.mark.parametrize("settings", [{"batch_size": 0}, {"workers": 0}])
 def test_bad_settings_are_named(embedder, settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))} must be at least 1, got 0"):
-        embedder.encode([picture(1)], **settings)
+        embedder.encode([image_of(1)], **settings)

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def run(path, pixels):
     [
         ("test_vit", {"normalize": False}),
         ("bn_inception", {"pooling": "gem"}),
-        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, "mirror": True}),
+        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, "flip_tta": True}),
     ],
 )
 def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
@@ -37,13 +38,16 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
     for batch in (1, 5):
         pixels = torch.randint(0, 256, (batch, 3, 64, 64)).float()
         with torch.inference_mode():
-            expected = embedder(embedder.preprocessing.normalise(pixels))
+            expected = embedder(embedder.preprocessing.normalize(pixels))
         torch.testing.assert_close(run(tmp_path / "e.onnx", pixels), expected, rtol=1e-3, atol=1e-4)
     model = onnx.load(tmp_path / "e.onnx")
     props = {entry.key: entry.value for entry in model.metadata_props}
-    stored = Preprocessing.from_json(json.loads(props["preprocessing"]))
-    assert stored == embedder.preprocessing
-    assert json.loads(props["architecture"]) == embedder.architecture.to_json()
+    before, inside = json.loads(props["preprocessing"]), json.loads(props["normalization"])
+    assert before.keys() == {"resize", "crop", "interpolation"}
+    assert Preprocessing.from_json({**before, **inside}) == embedder.preprocessing
+    assert "must not be applied again" in props["input"]
+    assert json.loads(props["architecture"]) == asdict(embedder.architecture)
+    assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
 
 

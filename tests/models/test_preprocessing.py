@@ -1,42 +1,45 @@
 import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
 from proximetry.models import Embedder, Preprocessing
-from proximetry.models.encoding import resize_and_crop
 
 IMAGENET = Preprocessing(256, (224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def change(**values):
-    return Preprocessing.from_json({**IMAGENET.to_json(), **values})
-
-
 def test_json_round_trip():
-    for pixels in (IMAGENET, change(channels="BGR", crop=(112, 96), interpolation="bilinear")):
-        assert Preprocessing.from_json(json.loads(json.dumps(pixels.to_json()))) == pixels
+    for pixels in (
+        IMAGENET,
+        replace(IMAGENET, channels="BGR", crop=(112, 96), interpolation="bilinear"),
+    ):
+        assert Preprocessing.from_json(json.loads(json.dumps(asdict(pixels)))) == pixels
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.float16])
-def test_normalise_is_torchvisions(dtype):
+def test_normalize_is_torchvisions(dtype):
     pixels = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
     expected = T.Normalize(IMAGENET.mean, IMAGENET.std)(pixels.double() / 255)
-    found = IMAGENET.normalise(pixels.to(dtype))
+    found = IMAGENET.normalize(pixels.to(dtype))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_normalise_bgr_written_out():
+def test_normalize_bgr_written_out():
     pixels = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)
-    wanted = change(channels="BGR", scale=1.0, mean=(104.0, 117.0, 128.0), std=(1.0, 1.0, 1.0))
-    assert wanted.normalise(pixels).flatten().tolist() == [30 - 104, 20 - 117, 10 - 128]
+    wanted = replace(
+        IMAGENET, channels="BGR", scale=1.0, mean=(104.0, 117.0, 128.0), std=(1.0, 1.0, 1.0)
+    )
+    assert wanted.normalize(pixels).flatten().tolist() == [30 - 104, 20 - 117, 10 - 128]
 
 
 def test_backbones_want_their_published_pixels():
@@ -49,7 +52,7 @@ def test_backbones_want_their_published_pixels():
     )
     face = Embedder.create("sphereface20", weights="none").preprocessing
     assert (face.crop, face.resize) == ((112, 96), 96)
-    white = face.normalise(torch.full((1, 3, 1, 1), 255.0))
+    white = face.normalize(torch.full((1, 3, 1, 1), 255.0))
     assert white.flatten().tolist() == [(255 - 127.5) / 128] * 3
 
 
@@ -57,7 +60,7 @@ def test_backbones_want_their_published_pixels():
     ("values", "message"),
     [
         ({"resize": 0}, "resize"),
-        ({"resize": 200}, "padded with black"),
+        ({"resize": 200}, "resize 200 is smaller than the crop 224×224"),
         ({"crop": (224,)}, "crop"),
         ({"crop": (0, 3)}, "crop"),
         ({"mean": (0.1, 0.2)}, "mean"),
@@ -65,17 +68,30 @@ def test_backbones_want_their_published_pixels():
         ({"scale": 0.0}, "scale"),
         ({"channels": "GRB"}, "'GRB'"),
         ({"interpolation": "nearest"}, "'nearest'"),
-        ({"colour": 1}, "colour"),
     ],
 )
 def test_bad_values_are_named(values, message):
     with pytest.raises(ValueError, match=message):
-        change(**values)
+        replace(IMAGENET, **values)
 
 
-def test_normalise_refuses_other_shapes():
+def test_unknown_and_missing_keys_are_named():
+    with pytest.raises(ValueError, match="keys: colour"):
+        Preprocessing.from_json({**asdict(IMAGENET), "colour": 1})
+    with pytest.raises(ValueError, match="keys: crop"):
+        Preprocessing.from_json({k: v for k, v in asdict(IMAGENET).items() if k != "crop"})
+
+
+@pytest.mark.parametrize("channels", ["RGB", "BGR"])
+def test_normalize_keeps_the_memory_layout(channels):
+    pixels = torch.zeros(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    found = replace(IMAGENET, channels=channels).normalize(pixels)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_normalize_refuses_other_shapes():
     with pytest.raises(ValueError, match=r"\[3, 4, 4\]"):
-        IMAGENET.normalise(torch.zeros(3, 4, 4))
+        IMAGENET.normalize(torch.zeros(3, 4, 4))
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,14 +102,34 @@ def test_normalise_refuses_other_shapes():
     crop=st.tuples(st.integers(4, 70), st.integers(4, 70)),
     kind=st.sampled_from(["bilinear", "bicubic"]),
 )
-def test_resize_and_crop_is_torchvisions(height, width, side, crop, kind):
+def test_pixels_are_torchvisions(height, width, side, crop, kind):
     pixels = np.random.default_rng(height * 91 + width).integers(0, 256, (height, width, 3))
     image = Image.fromarray(pixels.astype(np.uint8))
-    wanted = change(resize=max(side, min(crop)), crop=crop, interpolation=kind)
-    reference = T.Compose(
-        [
-            T.Resize(wanted.resize, InterpolationMode(kind), antialias=True),
-            T.CenterCrop(wanted.crop),
-        ]
-    )
-    assert np.array_equal(np.array(resize_and_crop(image, wanted)), np.array(reference(image)))
+    wanted = replace(IMAGENET, resize=max(side, min(crop)), crop=crop, interpolation=kind)
+    resize = T.Resize(wanted.resize, InterpolationMode(kind), antialias=True)
+    resized = resize(image)
+    if resized.height < crop[0] or resized.width < crop[1]:
+        size = f"{resized.height}×{resized.width} pixels, too few for a crop of {crop[0]}×{crop[1]}"
+        with pytest.raises(ValueError, match=size):
+            wanted.pixels(image)
+        return
+    expected = T.PILToTensor()(T.CenterCrop(crop)(resized))
+    found = wanted.pixels(image)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [(90, 61), (64, 64), (75, 200)])
+@pytest.mark.parametrize(("side", "crop"), [(57, (40, 50)), (64, (64, 64)), (200, (33, 32))])
+@pytest.mark.parametrize("kind", ["bilinear", "bicubic"])
+def test_the_documented_function_gives_the_same_bytes(size, side, crop, kind, tmp_path):
+    """What whoever deploys the ONNX file is told to do."""
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    code = re.search(r"def load_pixels\(.*?\n\n", page.read_text(), re.DOTALL)[0]
+    names = {"np": np, "Image": Image, "ImageOps": ImageOps}
+    exec(code, names)
+    noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    wanted = replace(IMAGENET, resize=side, crop=crop, interpolation=kind)
+    found = names["load_pixels"](tmp_path / "a.png", side, crop, kind)
+    assert np.array_equal(found, wanted.pixels(tmp_path / "a.png").numpy())

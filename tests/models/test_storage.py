@@ -30,7 +30,7 @@ def equal(one, other):
     ("backbone", "settings"),
     [
         ("test_resnet", {"pooling": "gem-learned", "layer_norm": True}),
-        ("test_vit", {}),
+        ("test_vit", {"similarity": "euclidean", "flip_tta": True}),
         ("test_convnext", {"pooling": "avg+max", "normalize": False}),
         ("sphereface20", {}),
         ("small_convnet", {"resize": 70}),
@@ -70,7 +70,7 @@ def test_what_was_saved_with_it_comes_back(tmp_path):
 
 def test_loading_leaves_random_numbers_alone_and_asks_no_hub(tmp_path, monkeypatch):
     make().save(tmp_path / "e")
-    monkeypatch.setattr("proximetry.models.hub.hub_file", lambda name: pytest.fail("asked"))
+    monkeypatch.setattr("proximetry.models.weights._hub_file", lambda name: pytest.fail("asked"))
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     Embedder.load(tmp_path / "e")
@@ -187,6 +187,7 @@ def test_damage_is_said(tmp_path):
     make().save(tmp_path / "e")
     path = tmp_path / "e" / "embedder.json"
     good = path.read_text()
+    architecture = json.loads(good)["architecture"]
 
     for changes, message in (
         ({"version": 99}, "format version 99"),
@@ -194,6 +195,7 @@ def test_damage_is_said(tmp_path):
         ({"tensors": {"file": "../../etc/passwd"}}, "names no weights file"),
         ({"tensors": None}, "names no weights file"),
         ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
+        ({"architecture": {**architecture, "similarity": "?"}}, "damaged: similarity must be"),
         ({"preprocessing": {}}, "damaged"),
         ({"weights": {}}, "damaged"),
     ):

@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from proximetry import losses
-from proximetry.training.world import average_gradients, enter_world, gather, leave_world
+from proximetry.training.distributed import (
+    average_gradients, gather, join_processes, leave_processes
+)
 torch.set_num_threads(1)
-world = enter_world("cpu")
+world = join_processes("cpu")
 torch.manual_seed(0)
 x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 5, (10,))
 cut = 7  # uneven shares
@@ -48,7 +50,7 @@ for name in losses.LOSSES:
     worst[name] = max(differences)
 if world.leads:
     open(sys.argv[1], "w").write(json.dumps(worst))
-leave_world(world)
+leave_processes(world)
 """
 
 RUN = """
@@ -101,7 +103,6 @@ def recipe_for(images, cache, **training):
         images,
         cache,
         model={"freeze_batchnorm": True},
-        loss={"companions": [12], "distill": 5.0},
         optimizer={"name": "sgd", "lr": 1e-3},
         data={"sampler": "balanced", "images_per_class": 2},
         training={"epochs": 2, **training},
@@ -125,8 +126,8 @@ def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(images, ca
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)
     double = json.loads((tmp_path / "two" / "results.json").read_text())
-    assert double["chosen"]["held_out"]["map@r"] == pytest.approx(
-        single["chosen"]["held_out"]["map@r"], abs=0.02
+    assert double["selected"]["held_out"]["map@r"] == pytest.approx(
+        single["selected"]["held_out"]["map@r"], abs=0.02
     )
     # A run begun on two ranks ends on one.
     longer = recipe_for(images, cache, epochs=3)

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from proximetry.training import RecipeError, train
-from proximetry.training.display import Display, PlainDisplay, RichDisplay, make_display
+from proximetry.training import train
+from proximetry.training.reporting import Display, PlainDisplay, RichDisplay, make_display
 from tests.training.tiny import with_
 
 
@@ -36,7 +36,7 @@ def test_weights_and_biases_gets_every_epoch_when_asked(recipe, tmp_path, monkey
 
 def test_weights_and_biases_that_is_not_installed(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RecipeError, match="pip install wandb"):
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
         train(with_(recipe, "training", wandb="birds"), tmp_path / "run")
 
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from proximetry.training.recipe import Schedule
+from proximetry.training.recipe import ScheduleConfig
 from proximetry.training.schedule import LearningRates
 
 
 def rates(epochs=10, **settings):
-    return LearningRates(Schedule(**settings), epochs, [1.0, 100.0])
+    return LearningRates(ScheduleConfig(**settings), epochs, [1.0, 100.0])
 
 
 def test_formulas():
@@ -30,7 +30,7 @@ def test_step_equals_torchs_scheduler():
     reference = torch.optim.SGD([parameter], lr=0.3)
     scheduler = torch.optim.lr_scheduler.StepLR(reference, 4, 0.7)
     ours = torch.optim.SGD([{"params": [parameter], "lr": 0.3}])
-    mine = LearningRates(Schedule(name="step", every=4, factor=0.7), 20, [0.3])
+    mine = LearningRates(ScheduleConfig(name="step", every=4, factor=0.7), 20, [0.3])
     for epoch in range(20):
         mine.apply(ours, epoch)
         assert ours.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
@@ -50,7 +50,7 @@ def test_plateau_equals_torchs_scheduler():
         scheduler.step(value)
         mine.observe(value, epoch)
         assert mine.factor(epoch + 1) == pytest.approx(reference.param_groups[0]["lr"])
-    assert len(mine.falls) == round(-math.log10(reference.param_groups[0]["lr"]))
+    assert len(mine.drops) == round(-math.log10(reference.param_groups[0]["lr"]))
 
 
 def test_plateau_remembers_over_a_restart():

@@ -1,7 +1,5 @@
 """A tiny dataset of coloured squares and a recipe that trains on it in a second."""
 
-import dataclasses
-
 import numpy as np
 from PIL import Image
 
@@ -54,10 +52,8 @@ def tiny_values(cache, **changes):
 def make_recipe(root, cache, **changes):
     """A recipe for `make_images`."""
     data = {"root": str(root), **changes.pop("data", {})}
-    return Recipe.from_dict(tiny_values(cache, data=data, **changes))
+    return Recipe.load(tiny_values(cache, data=data, **changes))
 
 
 def with_(recipe, section, **keys):
-    return dataclasses.replace(
-        recipe, **{section: dataclasses.replace(getattr(recipe, section), **keys)}
-    )
+    return recipe.override({section: keys})

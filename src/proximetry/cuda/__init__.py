@@ -1,4 +1,5 @@
-"""Triton kernels of `proximetry.cuda.fused`; tensors are channels-last: [N, H, W, C] in memory.
+"""The fast path on NVIDIA GPUs: Triton kernels, the layers that use them, and CUDA graphs.
 
-Each has a plain torch twin in the tests. Sums are taken in float32, whatever the tensors are.
+Kernels of layers take channels-last tensors, [N, H, W, C] in memory, and sum in float32 whatever
+the tensors are. Each has a plain torch twin in the tests.
 """

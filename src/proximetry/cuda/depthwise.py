@@ -34,9 +34,23 @@ def _put(base, value, n, row, column, H, W, C, c, inside):
 
 
 @triton.jit
-def _weights(w, row, column, C, c, K: tl.constexpr):
+def _weight(w, row, column, C, c, K: tl.constexpr):
     mask = (c < C) & (row < K)
     return tl.load(w + (row * K + column) * C + c, mask=mask, other=0.0)[None, :]
+
+
+@triton.jit
+def _weights(w, row, C, c, K: tl.constexpr, FLIP: tl.constexpr):
+    """One row of the kernel; of the five columns, one of size three has the first three."""
+    w0 = _weight(w, row, K - 1 if FLIP else 0, C, c, K)
+    w1 = _weight(w, row, K - 2 if FLIP else 1, C, c, K)
+    w2 = _weight(w, row, K - 3 if FLIP else 2, C, c, K)
+    w3 = w0
+    w4 = w0
+    if K == 5:
+        w3 = _weight(w, row, 1 if FLIP else 3, C, c, K)
+        w4 = _weight(w, row, 0 if FLIP else 4, C, c, K)
+    return w0, w1, w2, w3, w4
 
 
 @triton.jit
@@ -54,26 +68,20 @@ def _pick(i: tl.constexpr, w0, w1, w2, w3, w4):
     return w
 
 
+@triton.jit
+def _add(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
+    """total + v · wᵢ, if the kernel has a column i."""
+    if (i >= 0) and (i < K):
+        total += v * _pick(i, w0, w1, w2, w3, w4)
+    return total
+
+
 @triton.jit(do_not_specialize=_ANY)
 def _forward_depthwise(
-    x,
-    w,
-    y,
-    N,
-    H,
-    W,
-    C,
-    HO,
-    WO,
-    strips,
-    PT,
-    PL,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    MIRROR: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, w, y,
+    N, H, W, C, HO, WO, strips, PT, PL,
+    K: tl.constexpr, S: tl.constexpr, FLIP: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     # A strip is four neighbours of a row of the result: what they share is read once.
     c, part = share(C, BC)
     strip = part * BP + tl.arange(0, BP)
@@ -87,25 +95,13 @@ def _forward_depthwise(
     d = tl.zeros((BP, BC), tl.float32)
     e = tl.zeros((BP, BC), tl.float32)
     for k in tl.static_range(K):
-        kh = K - 1 - k if MIRROR else k
-        w0 = _weights(w, kh, K - 1 if MIRROR else 0, C, c, K)
-        w1 = _weights(w, kh, K - 2 if MIRROR else 1, C, c, K)
-        w2 = _weights(w, kh, K - 3 if MIRROR else 2, C, c, K)
-        w3 = w0
-        w4 = w0
-        if K == 5:
-            w3 = _weights(w, kh, 1 if MIRROR else 3, C, c, K)
-            w4 = _weights(w, kh, 0 if MIRROR else 4, C, c, K)
+        w0, w1, w2, w3, w4 = _weights(w, K - 1 - k if FLIP else k, C, c, K, FLIP)
         for j in tl.static_range(3 * S + K):
             v = _tap(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
-            if j < K:
-                a += v * _pick(j, w0, w1, w2, w3, w4)
-            if (j >= S) and (j - S < K):
-                b += v * _pick(j - S, w0, w1, w2, w3, w4)
-            if (j >= 2 * S) and (j - 2 * S < K):
-                d += v * _pick(j - 2 * S, w0, w1, w2, w3, w4)
-            if j >= 3 * S:
-                e += v * _pick(j - 3 * S, w0, w1, w2, w3, w4)
+            a = _add(a, v, j, K, w0, w1, w2, w3, w4)
+            b = _add(b, v, j - S, K, w0, w1, w2, w3, w4)
+            d = _add(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
+            e = _add(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
     _put(y, a, n, row, first, HO, WO, C, c, inside)
     _put(y, b, n, row, first + 1, HO, WO, C, c, inside)
     _put(y, d, n, row, first + 2, HO, WO, C, c, inside)
@@ -114,23 +110,10 @@ def _forward_depthwise(
 
 @triton.jit(do_not_specialize=_ANY)
 def _input_depthwise_strided(
-    dy,
-    w,
-    dx,
-    N,
-    H,
-    W,
-    C,
-    HO,
-    WO,
-    half,
-    strips,
-    PT,
-    LEFT: tl.constexpr,
-    K: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    dy, w, dx,
+    N, H, W, C, HO, WO, half, strips, PT,
+    LEFT: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     # Stride 2. Rows of one parity together, so that each meets the same rows of the kernel.
     c, part = share(C, BC)
     parity = part % 2
@@ -145,38 +128,20 @@ def _input_depthwise_strided(
     d = tl.zeros((BP, BC), tl.float32)
     e = tl.zeros((BP, BC), tl.float32)
     begin = (parity + PT) % 2
+    # Column `first + t` meets dy at first / 2 + o through the kernel's column t + LEFT − 2 o,
+    # and o falls from `last`.
+    last: tl.constexpr = (3 + LEFT) // 2
     for i in tl.static_range((K + 1) // 2):
         kh = begin + 2 * i
         above = (row + PT - kh) // 2
         fits = inside & (row + PT - kh >= 0)
-        w0 = _weights(w, kh, 0, C, c, K)
-        w1 = _weights(w, kh, 1, C, c, K)
-        w2 = _weights(w, kh, 2, C, c, K)
-        w3 = w0
-        w4 = w0
-        if K == 5:
-            w3 = _weights(w, kh, 3, C, c, K)
-            w4 = _weights(w, kh, 4, C, c, K)
-        # Column `first + t` meets dy at first / 2 + o through the kernel's column t + LEFT − 2 o,
-        # and o falls from (3 + LEFT) / 2.
-        for j in tl.static_range((3 + LEFT) // 2 + (K - LEFT) // 2 + 1):
-            v = _tap(dy, n, above, first // 2 + (3 + LEFT) // 2 - j, HO, WO, C, c, fits)
-            if (0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
-                0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
-            ):
-                a += v * _pick(0 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
-                1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
-            ):
-                b += v * _pick(1 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
-                2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
-            ):
-                d += v * _pick(2 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
-            if (3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j >= 0) and (
-                3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j < K
-            ):
-                e += v * _pick(3 + LEFT - 2 * ((3 + LEFT) // 2) + 2 * j, w0, w1, w2, w3, w4)
+        w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K, False)
+        for j in tl.static_range(last + (K - LEFT) // 2 + 1):
+            v = _tap(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
+            a = _add(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            b = _add(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            d = _add(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            e = _add(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
     _put(dx, a, n, row, first, H, W, C, c, inside)
     _put(dx, b, n, row, first + 1, H, W, C, c, inside)
     _put(dx, d, n, row, first + 2, H, W, C, c, inside)
@@ -185,24 +150,10 @@ def _input_depthwise_strided(
 
 @triton.jit(do_not_specialize=_ANY)
 def _weight_depthwise(
-    x,
-    dy,
-    sums,
-    N,
-    H,
-    W,
-    C,
-    HO,
-    WO,
-    strips,
-    programs,
-    PT,
-    PL,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, dy, sums,
+    N, H, W, C, HO, WO, strips, programs, PT, PL,
+    K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     # One row of the kernel and one block of channels; every program takes its part of the strips.
     c, both = share(C, BC)
     kh = both % K
@@ -261,12 +212,12 @@ def depthwise(
     stride: int,
     before: tuple[int, int],
     size: tuple[int, int],
-    mirror: bool = False,
+    flip: bool = False,
 ) -> Tensor:
     """Return the depthwise convolution of `size`; `weight` is [kernel², C] in float32.
 
     `before` is the padding above and to the left; what is missing below and to the right
-    follows from the size. `mirror` turns the kernel round by 180 degrees.
+    follows from the size. `flip` turns the kernel by 180 degrees.
     """
     batch, channels, height, width = x.shape
     y = _new(batch, channels, *size, like=x)
@@ -274,7 +225,7 @@ def depthwise(
     grid = (triton.cdiv(channels, CHANNELS) * triton.cdiv(strips, _STRIPS),)
     _forward_depthwise[grid](
         x, weight, y, batch, height, width, channels, *size, strips, *before,
-        K=kernel, S=stride, MIRROR=mirror, BP=_STRIPS, BC=CHANNELS,
+        K=kernel, S=stride, FLIP=flip, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return y
 
@@ -291,7 +242,7 @@ def depthwise_input(
     batch, channels, below, across = dy.shape
     if stride == 1:
         turned = (kernel - 1 - before[0], kernel - 1 - before[1])
-        return depthwise(dy, weight, kernel, 1, turned, size, mirror=True)
+        return depthwise(dy, weight, kernel, 1, turned, size, flip=True)
     dx = _new(batch, channels, *size, like=dy)
     half = triton.cdiv(size[0], 2)
     strips = batch * half * triton.cdiv(size[1], 4)

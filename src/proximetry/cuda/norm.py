@@ -20,7 +20,7 @@ _ANY = ["rows", "programs"]
 
 # Rows of one program.
 _ROWS = 128
-# Programs that share the rows when sums over them are wanted: a few for each of a card's
+# Programs that share the rows when sums over them are wanted: a few for each of a GPU's
 # multiprocessors (four on an H200), since the sums of every one have to be joined.
 _PROGRAMS = 528
 # Channels and parts at once when the parts of these programs are joined: few channels, so that
@@ -91,20 +91,10 @@ def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr)
 
 @triton.jit(do_not_specialize=_ANY)
 def _join_statistics(
-    parts,
-    mean,
-    variance,
-    running_mean,
-    running_variance,
-    batches,
-    momentum,
-    rows,
-    C,
-    programs,
-    BM: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    parts, mean, variance, running_mean, running_variance, batches,
+    momentum, rows, C, programs,
+    BM: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Statistics of all rows from those of the parts; moves the running ones."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     origin = tl.load(parts + c, mask=c < C, other=0.0)
@@ -137,19 +127,10 @@ def _join_statistics(
 
 @triton.jit(do_not_specialize=_ANY)
 def _forward_norm(
-    x,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    eps,
-    rows,
-    C,
-    ACT: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, y, weight, bias, mean, variance,
+    eps, rows, C,
+    ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     c, part = share(C, BC)
     inside, place = _tile(part * BM, rows, C, c, BM)
     scale, offset, average, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
@@ -164,23 +145,10 @@ def _forward_norm(
 
 @triton.jit(do_not_specialize=_ANY)
 def _backward_norm(
-    x,
-    dy,
-    dx,
-    weight,
-    bias,
-    mean,
-    variance,
-    eps,
-    parts,
-    rows,
-    C,
-    programs,
-    MOVING: tl.constexpr,
-    ACT: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, dy, dx, weight, bias, mean, variance,
+    eps, parts, rows, C, programs,
+    MOVING: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     c, part = share(C, BC)
     scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)
@@ -199,21 +167,10 @@ def _backward_norm(
 
 @triton.jit(do_not_specialize=_ANY)
 def _backward_moving(
-    x,
-    dy,
-    dx,
-    weight,
-    bias,
-    mean,
-    variance,
-    eps,
-    sums,
-    rows,
-    C,
-    ACT: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, dy, dx, weight, bias, mean, variance,
+    eps, sums, rows, C,
+    ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """The gradient of x when every row moves the statistics; `sums` are the whole ones, [2, C]."""
     c, part = share(C, BC)
     inside, place = _tile(part * BM, rows, C, c, BM)

@@ -9,19 +9,7 @@ import triton
 import triton.language as tl
 
 # What a row of the table says about an image, in this order; lengths in pixels, offset in bytes.
-FIELDS = (
-    "offset",
-    "stride",
-    "top",
-    "left",
-    "height",
-    "width",
-    "flip",
-    "scaled_height",
-    "scaled_width",
-    "first_row",
-    "first_column",
-)
+FIELDS = ("offset", "stride", "top", "left", "height", "width", "flip")
 
 # A warp writes 32 pixels of a line; a thread makes four below each other, which share the weights
 # across.
@@ -35,8 +23,8 @@ def resample_fused(
 
     Args:
         flat: the pixels of all images, uint8, three bytes to a pixel.
-        table: int64 [image, FIELDS], on the device of `flat`. Windows are taken to lie inside
-            their images: it is for the caller to have checked that.
+        table: int64 [image, FIELDS], on the device of `flat`: the window of each image that is
+            scaled to the result. It is for the caller to check that windows lie inside.
         size: height and width of the result.
         interpolation: "bilinear" or "bicubic".
     """
@@ -83,15 +71,13 @@ def _resample(
     tiles: tl.constexpr = across * ((HEIGHT + ROWS - 1) // ROWS)
     image = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    entry = table + image * 11  # FIELDS, by number
+    entry = table + image * 7  # FIELDS, by number
     # An image has fewer than 2³¹ bytes; all images together need not.
     line_bytes = tl.load(entry + 1).to(tl.int32) * 3
     window = tl.load(entry + 2).to(tl.int32) * line_bytes + tl.load(entry + 3).to(tl.int32) * 3
     source = flat + tl.load(entry) + window
     height, width = tl.load(entry + 4).to(tl.int32), tl.load(entry + 5).to(tl.int32)
     flip = tl.load(entry + 6).to(tl.int32)
-    scaled_height, scaled_width = tl.load(entry + 7).to(tl.int32), tl.load(entry + 8).to(tl.int32)
-    first_row, first_column = tl.load(entry + 9).to(tl.int32), tl.load(entry + 10).to(tl.int32)
 
     row = tile // across * ROWS + tl.arange(0, ROWS)[:, None]
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -102,10 +88,10 @@ def _resample(
     column = tl.minimum(column, WIDTH - 1)
     column = tl.where(flip != 0, WIDTH - 1 - column, column)
 
-    first_y, from_y = _begin(first_row + row, height, scaled_height, SUPPORT)
-    first_x, from_x = _begin(first_column + column, width, scaled_width, SUPPORT)
-    step_y, taps_y = _spacing(height, scaled_height, SUPPORT)
-    step_x, taps_x = _spacing(width, scaled_width, SUPPORT)
+    first_y, from_y = _begin(row, height, HEIGHT, SUPPORT)
+    first_x, from_x = _begin(column, width, WIDTH, SUPPORT)
+    step_y, taps_y = _spacing(height, HEIGHT, SUPPORT)
+    step_x, taps_x = _spacing(width, WIDTH, SUPPORT)
 
     # The sums are divided by after the loops, not in them: as what comes out of a loop, they would
     # have to be handed from thread to thread every time.
@@ -143,7 +129,7 @@ def _resample(
 
 
 @triton.jit
-def _begin(result, length, scaled, SUPPORT: tl.constexpr):
+def _begin(result, length, scaled: tl.constexpr, SUPPORT: tl.constexpr):
     """First pixel under the filter, and where it lies from the centre in widths of the filter.
 
     The centre is (result + 1/2) · length / scaled and the filter reaches SUPPORT · max(1, length /
@@ -158,11 +144,11 @@ def _begin(result, length, scaled, SUPPORT: tl.constexpr):
 
 
 @triton.jit
-def _spacing(length, scaled, SUPPORT: tl.constexpr):
+def _spacing(length, scaled: tl.constexpr, SUPPORT: tl.constexpr):
     """Distance between pixels in widths of the filter, and how many it can cover."""
     longer = tl.maximum(length, scaled)
     taps = (2 * SUPPORT * longer + scaled - 1) // scaled
-    return scaled.to(tl.float32) / longer.to(tl.float32), taps
+    return tl.cast(scaled, tl.float32) / longer.to(tl.float32), taps
 
 
 @triton.jit

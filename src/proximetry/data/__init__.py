@@ -1,28 +1,51 @@
-"""Which images there are, and how they reach the model."""
+"""Which images there are, and how they reach the model.
 
-from proximetry.data.catalog import Catalog, Row, concatenate
-from proximetry.data.datasets import list_datasets, open_dataset, shards
-from proximetry.data.decode import ImageError, open_image
-from proximetry.data.glyphs import glyphs
-from proximetry.data.pixels import PixelCache
-from proximetry.data.resample import Windows
-from proximetry.data.samplers import ClassBalanced, Shuffled
-from proximetry.data.transforms import EvalTransform, TrainTransform
+Names are imported when they are first used: a catalogue needs neither torch nor Pillow.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
+    from proximetry.data.catalog import Catalog, CatalogRow
+    from proximetry.data.datasets import DatasetInfo, list_datasets, open_dataset
+    from proximetry.data.datasets.glyphs import glyphs
+    from proximetry.data.images import ImageError, open_image, resize_and_center_crop
+    from proximetry.data.pixel_cache import PixelCache
+    from proximetry.data.samplers import ClassBalanced, Shuffled
 
 __all__ = [
     "Catalog",
+    "CatalogRow",
+    "CenterCrop",
     "ClassBalanced",
-    "EvalTransform",
+    "ColorJitter",
+    "DatasetInfo",
     "ImageError",
     "PixelCache",
-    "Row",
+    "RandomResizedCrop",
     "Shuffled",
-    "TrainTransform",
-    "Windows",
-    "concatenate",
     "glyphs",
     "list_datasets",
     "open_dataset",
     "open_image",
-    "shards",
+    "resize_and_center_crop",
 ]
+
+_MODULES = {
+    "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
+    "catalog": ("Catalog", "CatalogRow"),
+    "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
+    "datasets.glyphs": ("glyphs",),
+    "images": ("ImageError", "open_image", "resize_and_center_crop"),
+    "pixel_cache": ("PixelCache",),
+    "samplers": ("ClassBalanced", "Shuffled"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

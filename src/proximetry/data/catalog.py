@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proximetry._common import closest, some
-from proximetry.data.checks import SPLITS, Box, check
+from proximetry.data.csv_parquet import read_csv, read_parquet, write_csv, write_parquet
 from proximetry.data.folders import scan_folder
-from proximetry.data.tables import read_csv, read_parquet, write_csv, write_parquet
-from proximetry.data.tar_members import is_shard_path, shard_members, split_shard_path
+from proximetry.data.tar_shards import is_shard_path, scan_shards, shard_members, split_shard_path
+
+if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
+    import numpy as np
+    import numpy.typing as npt
+
+SPLITS = ("all", "train", "val", "test")
 
 
-class Row(NamedTuple):
+class CatalogRow(NamedTuple):
     """One image: where it is, what it shows, what it is for."""
 
     path: str
@@ -29,7 +34,6 @@ class Row(NamedTuple):
     query: bool | None
     gallery: bool | None
     group: str | None
-    box: Box | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class Catalog:
         root: the folder that relative paths start from.
         queries, galleries: roles in retrieval, for sets that prescribe them (In-Shop).
         groups: anything coarser than a class, such as the kind of product.
-        boxes: x, y, width and height of the object in pixels; None where unknown.
         notes: what the reader of the data has to say, such as missing images.
     """
 
@@ -55,7 +58,6 @@ class Catalog:
     queries: tuple[bool, ...] | None = None
     galleries: tuple[bool, ...] | None = None
     groups: tuple[str, ...] | None = None
-    boxes: tuple[Box | None, ...] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -64,25 +66,18 @@ class Catalog:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
-        check(self, _COLUMNS)
+        _check(self)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[CatalogRow]:
         return (self.row(i) for i in range(len(self)))
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> CatalogRow:
         """Return one line of the table."""
-        return Row(
-            self.paths[i],
-            self.labels[i],
-            self.splits[i],
-            None if self.queries is None else self.queries[i],
-            None if self.galleries is None else self.galleries[i],
-            None if self.groups is None else self.groups[i],
-            None if self.boxes is None else self.boxes[i],
-        )
+        columns: list[Any] = [getattr(self, name) for name in _COLUMNS]
+        return CatalogRow._make(None if column is None else column[i] for column in columns)
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -92,6 +87,8 @@ class Catalog:
     @cached_property
     def codes(self) -> npt.NDArray[np.int64]:
         """The class of every image as a number, 0 … classes − 1."""
+        import numpy as np
+
         place = {name: i for i, name in enumerate(self.class_names)}
         codes = np.array([place[label] for label in self.labels], dtype=np.int64)
         codes.flags.writeable = False
@@ -106,6 +103,8 @@ class Catalog:
         self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
     ) -> Catalog:
         """Return the given rows, by number or by a mask, in the order given."""
+        import numpy as np
+
         chosen = np.asarray(rows)
         if chosen.dtype == np.bool_:
             if chosen.shape != (len(self),):
@@ -135,31 +134,17 @@ class Catalog:
         gallery: bool | None = None,
     ) -> Catalog:
         """Return the rows that meet every condition given."""
-        return self.subset(
-            self.mask(split=split, labels=labels, group=group, query=query, gallery=gallery)
-        )
-
-    def mask(
-        self,
-        *,
-        split: str | None = None,
-        labels: Iterable[str] | None = None,
-        group: str | None = None,
-        query: bool | None = None,
-        gallery: bool | None = None,
-    ) -> npt.NDArray[np.bool_]:
-        """Return a mask over the rows: which meet every condition given."""
-        keep = np.ones(len(self), dtype=np.bool_)
+        keep = list(range(len(self)))
         if split is not None:
             if split not in SPLITS:
                 raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
-            keep &= np.array([s == split for s in self.splits], dtype=np.bool_)
+            keep = [i for i in keep if self.splits[i] == split]
         if labels is not None:
             wanted = {labels} if isinstance(labels, str) else set(labels)
             unknown = sorted(wanted - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
-            keep &= np.array([label in wanted for label in self.labels], dtype=np.bool_)
+            keep = [i for i in keep if self.labels[i] in wanted]
         for name, values, value in (
             ("group", self.groups, group),
             ("query", self.queries, query),
@@ -168,8 +153,8 @@ class Catalog:
             if value is not None:
                 if values is None:
                     raise ValueError(f"this catalogue has no {name} column to filter by")
-                keep &= np.array([v == value for v in values], dtype=np.bool_)
-        return keep
+                keep = [i for i in keep if values[i] == value]
+        return self.subset(keep)
 
     def split_classes(
         self,
@@ -186,6 +171,8 @@ class Catalog:
             seed: decides which classes go where; the order of the rows does not matter.
             names: the split that each part's rows are marked with.
         """
+        import numpy as np
+
         counts = _class_counts(parts, len(self.class_names))
         if len(names) != len(counts):
             raise ValueError(f"{len(counts)} parts need {len(counts)} names, got {tuple(names)}")
@@ -196,10 +183,6 @@ class Catalog:
             piece = self.subset(part_of[self.codes] == part)
             pieces.append(replace(piece, splits=(name,) * len(piece)))
         return tuple(pieces)
-
-    def with_notes(self, *notes: str) -> Catalog:
-        """Return the same table with more notes."""
-        return replace(self, notes=self.notes + notes)
 
     def missing_files(self) -> list[int]:
         """Return the rows whose file or shard member does not exist."""
@@ -216,9 +199,23 @@ class Catalog:
 
     def describe(self) -> str:
         """Say in a few lines how many images and classes there are, and in which splits."""
-        from proximetry.data.describe import describe
-
-        return describe(self)
+        members: dict[str, Counter[str]] = {}
+        for label, split in zip(self.labels, self.splits, strict=True):
+            members.setdefault(split, Counter())[label] += 1
+        order = [s for s in SPLITS if s in members]
+        rows = [_line(split, members[split]) for split in order]
+        if len(order) > 1:
+            rows.append(_line("together", Counter(self.labels)))
+        lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]
+        lines.append(_columns("split", "images", "classes", "smallest", "median", "largest"))
+        lines += rows
+        lines += [_overlap(a, b, members) for a, b in combinations(order, 2)]
+        if self.queries is not None and self.galleries is not None:
+            lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
+        if self.groups is not None:
+            lines.append(f"{len(set(self.groups))} groups")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     @classmethod
     def from_folder(cls, root: str | os.PathLike[str]) -> Catalog:
@@ -228,8 +225,17 @@ class Catalog:
         are the classes and the outer names the splits. Files that are no images, and folders
         without any, are counted in `notes`.
         """
-        found = scan_folder(Path(root))
-        return cls(found.paths, found.labels, found.splits, Path(root), notes=found.notes)
+        paths, labels, splits, notes = scan_folder(Path(root))
+        return cls(paths, labels, splits, Path(root), notes=notes)
+
+    @classmethod
+    def from_shards(cls, files: Sequence[str | os.PathLike[str]]) -> Catalog:
+        """Read tar files that hold <class>/<image>; the images stay where they are.
+
+        A class may be spread over several shards. The class is the folder next to the image.
+        """
+        root, paths, labels = scan_shards([Path(file) for file in files])
+        return cls(paths, labels, ("all",) * len(paths), root)
 
     @classmethod
     def from_csv(
@@ -241,8 +247,8 @@ class Catalog:
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
-        Columns: path, label; if wanted split, query, gallery, group, and box_x, box_y, box_w,
-        box_h. `root` is the CSV's own folder unless given.
+        Columns: path, label; if wanted split, query, gallery, group. `root` is the CSV's own
+        folder unless given.
         """
         return cls._from_table(read_csv(Path(file)), file, root, check_files)
 
@@ -289,25 +295,6 @@ class Catalog:
 _COLUMNS = tuple(f.name for f in fields(Catalog) if f.name not in ("root", "notes"))
 
 
-def concatenate(*catalogs: Catalog) -> Catalog:
-    """Put catalogues with the same root and the same columns under one another."""
-    if not catalogs:
-        raise ValueError("concatenate needs at least one catalogue")
-    first = catalogs[0]
-    roots = {c.root for c in catalogs}
-    if len(roots) > 1:
-        raise ValueError(f"catalogues have different roots: {some(sorted(map(str, roots)))}")
-    columns: dict[str, Any] = {}
-    for name in _COLUMNS:
-        values = [getattr(c, name) for c in catalogs]
-        if any((v is None) != (values[0] is None) for v in values):
-            raise ValueError(f"only some of the catalogues have {name}; give it to all or to none")
-        if values[0] is not None:
-            columns[name] = tuple(item for v in values for item in v)
-    notes = tuple(dict.fromkeys(note for c in catalogs for note in c.notes))
-    return replace(first, notes=notes, **columns)
-
-
 def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     shares: list[float] = [parts, 1 - parts] if isinstance(parts, float | int) else list(parts)
     if all(isinstance(s, int) for s in shares):
@@ -330,3 +317,57 @@ def _exists(path: str) -> bool:
         return os.path.isfile(path)
     shard, member = split_shard_path(path)
     return os.path.isfile(shard) and member in shard_members(shard)
+
+
+def _check(catalog: Catalog) -> None:
+    """Raise one error that lists the first offending rows, columns and values."""
+    size = len(catalog.paths)
+    for name in _COLUMNS:
+        values = getattr(catalog, name)
+        if values is not None and len(values) != size:
+            raise ValueError(f"{name} has {len(values)} entries, paths has {size}")
+    if (catalog.queries is None) != (catalog.galleries is None):
+        raise ValueError("query and gallery come together: give both columns or neither")
+    problems = list(_problems(catalog))
+    if problems:
+        listed = "; ".join(problems[:5])
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{listed}{more}")
+
+
+def _problems(catalog: Catalog) -> Iterator[str]:
+    for column, values in (
+        ("path", catalog.paths),
+        ("label", catalog.labels),
+        ("group", catalog.groups),
+    ):
+        for i, value in enumerate(values or ()):
+            if not isinstance(value, str) or (not value and column != "group") or "\0" in value:
+                yield f"row {i + 1}, column {column}: {value!r} is not a usable text"
+    for i, split in enumerate(catalog.splits):
+        if split not in SPLITS:
+            yield f"row {i + 1}, column split: {split!r} is none of {', '.join(SPLITS)}"
+    for column, flags in (("query", catalog.queries), ("gallery", catalog.galleries)):
+        for i, flag in enumerate(flags or ()):
+            if not isinstance(flag, bool):
+                yield f"row {i + 1}, column {column}: {flag!r} is neither true nor false"
+    # The same picture twice would be its own nearest neighbour.
+    counts = Counter(catalog.paths)
+    for i, path in enumerate(catalog.paths if len(counts) < len(catalog) else ()):
+        if counts[path] > 1:
+            yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
+
+
+def _line(name: str, sizes: Counter[str]) -> str:
+    counts = list(sizes.values()) or [0]
+    numbers = (sum(counts), len(sizes), min(counts), median(counts), max(counts))
+    return _columns(name, *(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers))
+
+
+def _columns(first: str, *others: str) -> str:
+    return f"{first:8}" + "".join(f"{cell:>10}" for cell in others)
+
+
+def _overlap(a: str, b: str, members: dict[str, Counter[str]]) -> str:
+    shared = len(members[a].keys() & members[b].keys())
+    return f"{a} and {b} share {shared} classes" if shared else f"{a} and {b} share no class"

@@ -1,13 +1,12 @@
-"""Which images make up which batch: seeded, the same on any number of ranks, resumable.
+"""Which images make up which batch: a function of the seed, the epoch and the batch's number.
 
-A sampler describes one fixed sequence of *global* batches. Every rank walks the same sequence
-and takes its own contiguous slice, so the number of ranks changes nothing but who computes what.
-A position is (epoch, batch), and everything follows from the seed and the position.
+Samplers keep no state of their own, so any batch can be had at any time: processes take their
+slices of the same global batch, and a run continues where it stopped.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,77 +18,28 @@ _SHUFFLE, _CLASSES, _IMAGES = 0, 1, 2
 
 
 class _BatchSampler(ABC):
-    """Walks global batches from a position; iterating runs to the end of the current epoch."""
+    """Iterating gives the batches of `epoch`, as torch's DataLoader wants of a batch_sampler."""
 
-    def __init__(self, batch_size: int, batches: int, seed: int, rank: int, world: int) -> None:
-        if not 0 <= rank < world:
-            raise ValueError(f"rank must be from 0 to world - 1 = {world - 1}, got {rank}")
-        if batch_size % world:
-            raise ValueError(
-                f"a global batch of {batch_size} cannot be shared evenly by {world} ranks; "
-                f"use a multiple of {world}"
-            )
+    def __init__(self, batch_size: int, batches: int, seed: int) -> None:
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
-        self.batch_size, self.seed, self.rank, self.world = batch_size, seed, rank, world
+        self.batch_size, self.seed, self.epoch = batch_size, seed, 0
         self._batches = batches
-        self._position = (0, 0)
 
     def __len__(self) -> int:
+        """Batches in an epoch."""
         return self._batches
 
     def __iter__(self) -> Iterator[Indices]:
-        epoch, first = self._position
-        for number in range(first, len(self)):
-            # The position moves on before the batch is handed out: whoever saves it after
-            # training on this batch continues with the next one.
-            last = number + 1 == len(self)
-            self._position = (epoch + 1, 0) if last else (epoch, number + 1)
-            yield self.local_batch(epoch, number)
+        return (self.batch(self.epoch, number) for number in range(len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate over, as with torch's DistributedSampler."""
+        self.epoch = epoch
 
     @abstractmethod
     def batch(self, epoch: int, number: int) -> Indices:
-        """Return the indices of one global batch."""
-
-    @abstractmethod
-    def _settings(self) -> dict[str, int]:
-        """Return what decides the sequence; the number of ranks does not."""
-
-    def local_batch(self, epoch: int, number: int) -> Indices:
-        """Return this rank's slice of one global batch."""
-        whole = self.batch(epoch, number)
-        start, stop = (len(whole) * r // self.world for r in (self.rank, self.rank + 1))
-        return whole[start:stop]
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Epoch and number of the batch that comes next."""
-        return self._position
-
-    def set_position(self, epoch: int, batch: int = 0) -> None:
-        """Continue from the given batch of the given epoch."""
-        if epoch < 0 or not 0 <= batch <= len(self):
-            raise ValueError(
-                f"position must be an epoch ≥ 0 and a batch from 0 to {len(self)}, "
-                f"got epoch {epoch}, batch {batch}"
-            )
-        self._position = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position and what the sequence depends on."""
-        epoch, batch = self._position
-        return {"epoch": epoch, "batch": batch, **self._settings()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where the state was taken; the sequence must be the same one."""
-        for name, value in self._settings().items():
-            if name not in state:
-                raise ValueError(f"the sampler's state lacks {name!r}; it has {', '.join(state)}")
-            if state[name] != value:
-                raise ValueError(
-                    f"the sampler's state was saved with {name} {state[name]}, this one has {value}"
-                )
-        self.set_position(state["epoch"], state["batch"])
+        """Return the images of one batch."""
 
 
 class Shuffled(_BatchSampler):
@@ -97,23 +47,12 @@ class Shuffled(_BatchSampler):
 
     Args:
         n: number of images.
-        batch_size: images per global batch, all ranks together.
-        drop_last: leave out the images that do not fill a last batch. Without it the last batch
-            is smaller, and ranks may get slices that differ by one image.
+        batch_size: images per batch, of all processes together.
+        drop_last: leave out the images that do not fill a last batch.
         seed: decides the order.
-        rank, world: this process and the number of processes.
     """
 
-    def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        *,
-        drop_last: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
+    def __init__(self, n: int, batch_size: int, *, drop_last: bool = True, seed: int = 0) -> None:
         if n < 1 or batch_size < 1:
             raise ValueError(f"n and batch_size must be positive, got {n} and {batch_size}")
         if drop_last and n < batch_size:
@@ -123,20 +62,17 @@ class Shuffled(_BatchSampler):
             )
         full, rest = divmod(n, batch_size)
         batches = full + (rest > 0 and not drop_last)
-        super().__init__(batch_size, batches, seed, rank, world)
-        self.n, self.drop_last = n, drop_last
+        super().__init__(batch_size, batches, seed)
+        self.n = n
         self._order: tuple[int, Indices] | None = None
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """Return the indices of one global batch."""
+        """Return the images of one batch."""
         if self._order is None or self._order[0] != epoch:
             draw = np.random.default_rng([self.seed, _SHUFFLE, epoch])
             self._order = (epoch, draw.permutation(self.n))
         start = number * self.batch_size
         return self._order[1][start : start + self.batch_size]
-
-    def _settings(self) -> dict[str, int]:
-        return {"n": self.n, "batch_size": self.batch_size, "seed": self.seed}
 
 
 class ClassBalanced(_BatchSampler):
@@ -149,10 +85,9 @@ class ClassBalanced(_BatchSampler):
 
     Args:
         codes: the class of every image; any whole numbers.
-        classes_per_batch: different classes in a global batch.
+        classes_per_batch: different classes in a batch, of all processes together.
         images_per_class: images of each (m).
         seed: decides rounds and decks.
-        rank, world: this process and the number of processes.
         batches_per_epoch: as many as n images fill (at least one) unless given.
     """
 
@@ -163,8 +98,6 @@ class ClassBalanced(_BatchSampler):
         images_per_class: int,
         *,
         seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
         batches_per_epoch: int | None = None,
     ) -> None:
         labels = np.asarray(codes)
@@ -187,16 +120,15 @@ class ClassBalanced(_BatchSampler):
         batches = max(1, labels.size // size) if batches_per_epoch is None else batches_per_epoch
         if batches < 1:
             raise ValueError(f"batches_per_epoch must be positive, got {batches}")
-        super().__init__(size, batches, seed, rank, world)
+        super().__init__(size, batches, seed)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
-        self.n = labels.size
         self._members = np.split(np.argsort(places, kind="stable"), np.cumsum(sizes)[:-1])
         everything = np.arange(len(sizes))
         self._round = _Deck(everything, classes_per_batch, (seed, _CLASSES))
         self._decks: dict[int, _Deck] = {}
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """Return the indices of one global batch, class by class."""
+        """Return the images of one batch, class by class."""
         turn = epoch * len(self) + number
         chosen = self._round.turn(turn)
         # Every class comes once per round, so its own turn is the number of the round.
@@ -210,15 +142,6 @@ class ClassBalanced(_BatchSampler):
             seed = (self.seed, _IMAGES, code)
             self._decks[code] = _Deck(self._members[code], self.images_per_class, seed)
         return self._decks[code]
-
-    def _settings(self) -> dict[str, int]:
-        return {
-            "n": self.n,
-            "classes_per_batch": self.classes_per_batch,
-            "images_per_class": self.images_per_class,
-            "batches_per_epoch": len(self),
-            "seed": self.seed,
-        }
 
 
 class _Deck:

@@ -1,4 +1,4 @@
-"""Proxy-based losses for metric learning: one table, one engine, plain modules.
+"""Proxy-based losses for metric learning: one formulation, two engines, plain modules.
 
     loss = ProxyAnchor(num_classes=100, dim=512)
     loss(embeddings, labels).backward()
@@ -7,12 +7,17 @@ Each loss holds its proxies in ``loss.proxies``; hand them to the optimiser with
 `parameter_groups`. Regularisers are modules over the proxies and can be added to any loss.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from proximetry._common import closest
 from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
-from proximetry.losses.proxies import Proxies, parameter_groups
-from proximetry.losses.proxy_loss import ProxyLoss
+from proximetry.losses.declaration import Setting, check_all, setting
+from proximetry.losses.formulation import LossForm
+from proximetry.losses.pair_losses import PAIR_LOSSES
+from proximetry.losses.param_groups import parameter_groups
+from proximetry.losses.proxies import Proxies
+from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
 from proximetry.losses.regularizers import CenterLoss, ExclusiveRegularizer, IntraClassRegularizer
 from proximetry.losses.softmax import (
     ArcFace,
@@ -23,33 +28,32 @@ from proximetry.losses.softmax import (
     SoftTriple,
     SphereFace,
 )
-from proximetry.losses.table import Row
-
-#: Every proxy loss by its name in recipes and on the command line.
-LOSSES: dict[str, type[ProxyLoss]] = {
-    "proxy_nca": ProxyNCA,
-    "proxy_nca_plus_plus": ProxyNCAPlusPlus,
-    "proxy_anchor": ProxyAnchor,
-    "soft_triple": SoftTriple,
-    "mpa": MPA,
-    "mpa_dw": MPADW,
-    "mpa_ap": MPAAP,
-    "norm_softmax": NormSoftmax,
-    "cosface": CosFace,
-    "arcface": ArcFace,
-    "sphereface": SphereFace,
-}
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
-    """Make a loss by name; the settings are those of its class, and unknown ones are errors."""
+    """Make a proxy loss by name; unknown names and settings and bad values are ValueErrors."""
     if name not in LOSSES:
-        known = ", ".join(LOSSES)
-        raise ValueError(f"unknown loss {name!r}{closest(name, LOSSES)} Known: {known}")
-    try:
-        return LOSSES[name](num_classes, dim, **settings)
-    except TypeError as error:
-        raise ValueError(f"loss {name!r}: {error}") from error
+        raise ValueError(f"unknown loss {name!r}{closest(name, LOSSES)}")
+    check_settings(name, settings)
+    return LOSSES[name](num_classes, dim, **settings)
+
+
+def loss_settings(name: str) -> dict[str, Setting]:
+    """Return what can be set of a loss, a proxy loss or ``"pairs/<name>"``, by name."""
+    known = {loss: cls.settings for loss, cls in LOSSES.items()}
+    known |= {f"pairs/{loss}": form.all_settings for loss, form in PAIR_LOSSES.items()}
+    if name not in known:
+        raise ValueError(f"unknown loss {name!r}{closest(name, known)}")
+    return known[name]()
+
+
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Check the name and the settings of a loss without making it; a mistake is a ValueError.
+
+    ``name`` is that of a proxy loss or ``"pairs/<name>"``; the sentences are those that making the
+    loss would give.
+    """
+    check_all(f"loss {name!r}", loss_settings(name), settings)
 
 
 __all__ = [
@@ -57,25 +61,25 @@ __all__ = [
     "MPA",
     "MPAAP",
     "MPADW",
+    "PAIR_LOSSES",
     "ArcFace",
     "CenterLoss",
     "CosFace",
     "ExclusiveRegularizer",
     "IntraClassRegularizer",
+    "LossForm",
     "NormSoftmax",
     "Proxies",
     "ProxyAnchor",
     "ProxyLoss",
     "ProxyNCA",
     "ProxyNCAPlusPlus",
-    "Row",
+    "Setting",
     "SoftTriple",
     "SphereFace",
+    "check_settings",
     "create",
+    "loss_settings",
     "parameter_groups",
+    "setting",
 ]
-
-
-def check_settings(name, settings):
-    if not name.startswith("pairs/"):
-        create(name, 2, 2, **settings)

@@ -1,39 +1,24 @@
 """Proxy-Anchor and the multi-proxy anchor family: logarithms of 1 + Σ, positives pulled apart."""
 
+from dataclasses import InitVar
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from proximetry.losses import checks
-from proximetry.losses.proxy_loss import Engine, ProxyLoss
-from proximetry.losses.table import Row
+from proximetry.losses.checks import count, finite, non_negative, one_of, positive
+from proximetry.losses.declaration import setting
+from proximetry.losses.formulation import LossForm
+from proximetry.losses.proxy_loss import ProxyLoss
 
 NegativeClasses = Literal["all", "absent"]
 
 
-class ProxyAnchor(ProxyLoss):
-    """Proxy-Anchor (Kim et al. 2020; seed 001): every class gathers the whole batch around it.
+class _AnchorLogits:
+    """The logits of Proxy-Anchor, which the multi-proxy family shares."""
 
-    ``(1/|P⁺|) Σ_c log(1 + Σ_{y=c} e^{−α(s−δ)}) + (1/C) Σ_c log(1 + Σ_{y≠c} e^{α(s+δ)})``,
-    P⁺ the classes in the batch, δ = ``margin``.
-    """
-
-    row = Row(similarity="single", group="class", combination="apart")
-    settings = {"alpha": checks.positive, "margin": checks.finite}  # noqa: RUF012
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        alpha: float = 32.0,
-        margin: float = 0.1,
-        *,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(num_classes, dim, engine=engine)
-        self.alpha = alpha
-        self.margin = margin
+    alpha: float
+    margin: float
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """−α(S − δ): large while the sample is far from its class."""
@@ -44,41 +29,43 @@ class ProxyAnchor(ProxyLoss):
         return self.alpha, self.alpha * self.margin
 
 
-class MPA(ProxyAnchor):
-    """Multi-proxies anchor loss (seed 004 eqs. 6 and 7): Proxy-Anchor with K proxies per class.
+class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
+    """Proxy-Anchor (Kim et al. 2020, eq. 4): every class gathers the whole batch around it.
+
+    ``(1/|P⁺|) Σ_c log(1 + Σ_{y=c} e^{−α(s−δ)}) + (1/C) Σ_c log(1 + Σ_{y≠c} e^{α(s+δ)})``,
+    P⁺ the classes in the batch, α = ``alpha``, δ = ``margin``.
+    """
+
+    form = LossForm("single", by="class", join="apart")
+    alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
+    margin: float = setting(finite, "margin δ", default=0.1)
+
+
+class _MultiProxyAnchor(_AnchorLogits, ProxyLoss):
+    """The settings that the losses of Saeki et al. 2021 have in common."""
+
+    proxies_per_class: InitVar[int] = setting(count, "proxies per class K", default=10)
+    alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
+    margin: float = setting(finite, "margin δ", default=0.1)
+    gamma: float = setting(positive, "temperature γ of the soft assignment", default=0.1)
+    tau: float = setting(non_negative, "weight τ of the intra-class term", default=0.2)
+
+
+class MPA(_MultiProxyAnchor, name="mpa"):
+    """Multi-proxies anchor (Saeki et al. 2021, eqs. 6, 7): Proxy-Anchor with K proxies per class.
 
     S is the soft assignment of eq. 1 with temperature ``gamma``; ``tau`` weighs eq. 3. The paper
     states neither α (32 agrees with its Proxy-Anchor rerun) nor C⁻: ``negative_classes="all"``
     takes every class, as Proxy-Anchor does, ``"absent"`` those that are not in the batch.
     """
 
-    row = Row(similarity="soft", group="class", combination="apart")
-    settings = {  # noqa: RUF012
-        **ProxyAnchor.settings,
-        "gamma": checks.positive,
-        "tau": checks.non_negative,
-    }
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        proxies_per_class: int = 10,
-        alpha: float = 32.0,
-        margin: float = 0.1,
-        gamma: float = 0.1,
-        tau: float = 0.2,
-        *,
-        negative_classes: NegativeClasses = "all",
-        engine: Engine = "auto",
-    ) -> None:
-        ProxyLoss.__init__(self, num_classes, dim, proxies_per_class, engine=engine)
-        checks.one_of("negative_classes", negative_classes, get_args(NegativeClasses))
-        self.negative_classes: NegativeClasses = negative_classes
-        self.alpha = alpha
-        self.margin = margin
-        self.gamma = gamma
-        self.tau = tau
+    form = LossForm("soft", by="class", join="apart")
+    negative_classes: NegativeClasses = setting(
+        one_of(*get_args(NegativeClasses)),
+        "C⁻: every class, or those not in the batch",
+        default="all",
+        kw_only=True,
+    )
 
     def negative_weight(self, labels: Tensor) -> float | Tensor:
         """1/|C⁻| for the classes of C⁻, 0 for the others."""
@@ -90,40 +77,20 @@ class MPA(ProxyAnchor):
         return absent / absent.sum().clamp(min=1.0)
 
 
-class _SampleWiseMPA(MPA):
-    """What MPA-DW and MPA-AP share: MPA's logits and penalty, grouped by sample."""
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        proxies_per_class: int = 10,
-        alpha: float = 32.0,
-        margin: float = 0.1,
-        gamma: float = 0.1,
-        tau: float = 0.2,
-        *,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(
-            num_classes, dim, proxies_per_class, alpha, margin, gamma, tau, engine=engine
-        )
-
-
-class MPADW(_SampleWiseMPA):
-    """MPA-DW (seed 004 eqs. 12 and 13): MPA's logits summed over the classes of each sample.
+class MPADW(_MultiProxyAnchor, name="mpa_dw"):
+    """MPA-DW (Saeki et al. 2021, eqs. 12, 13): MPA's logits summed over the classes of a sample.
 
     ``mean_i [ log(1 + e^{−α(S_iy−δ)}) + log(1 + Σ_{c≠y} e^{α(S_ic+δ)}) ]``. The gradient of a
     sample does not depend on the rest of the batch.
     """
 
-    row = Row(similarity="soft", group="sample", combination="apart")
+    form = LossForm("soft", by="sample", join="apart")
 
 
-class MPAAP(_SampleWiseMPA):
-    """MPA-AP (seed 004 eqs. 16 and 17): positives and negatives of a sample in one logarithm.
+class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
+    """MPA-AP (Saeki et al. 2021, eqs. 16, 17): all logits of a sample in one logarithm.
 
     ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. Never above MPA-DW.
     """
 
-    row = Row(similarity="soft", group="sample", combination="together")
+    form = LossForm("soft", by="sample", join="together")

@@ -1,21 +1,46 @@
-"""Refuse bad settings and bad batches with a sentence that names the offending value."""
+"""Checks of settings and batches: what is refused, with a sentence that names the value."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+T = TypeVar("T")
 
-def finite(name: str, value: float) -> float:
+
+@dataclass(frozen=True)
+class Check(Generic[T]):
+    """Called with a name and a value, returns the value as it is stored, or refuses it."""
+
+    kind: str
+    """What is accepted, in a word or two, for tables."""
+    function: Callable[[str, Any], T]
+
+    def __call__(self, name: str, value: Any) -> T:
+        """Return the checked value; a bad one is a ValueError that says ``name``."""
+        return self.function(name, value)
+
+
+def check(kind: str) -> Callable[[Callable[[str, Any], T]], Check[T]]:
+    """Make a function of (name, value) a `Check`."""
+    return lambda function: Check(kind, function)
+
+
+@check("float")
+def finite(name: str, value: Any) -> float:
     """Return ``value`` as a float; refuse anything that is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
 
-def positive(name: str, value: float) -> float:
+@check("float > 0")
+def positive(name: str, value: Any) -> float:
     """Return ``value`` as a float; refuse zero and below."""
     number = finite(name, value)
     if number <= 0:
@@ -23,7 +48,8 @@ def positive(name: str, value: float) -> float:
     return number
 
 
-def non_negative(name: str, value: float) -> float:
+@check("float ≥ 0")
+def non_negative(name: str, value: Any) -> float:
     """Return ``value`` as a float; refuse anything below zero."""
     number = finite(name, value)
     if number < 0:
@@ -31,18 +57,39 @@ def non_negative(name: str, value: float) -> float:
     return number
 
 
-def count(name: str, value: int) -> int:
+@check("int ≥ 1")
+def count(name: str, value: Any) -> int:
     """Return ``value``; refuse anything but a whole number of at least one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return value
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return ``value``; refuse anything that is not among ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+@check("bool")
+def boolean(name: str, value: Any) -> bool:
+    """Return ``value``; refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
     return value
+
+
+def one_of(*choices: str) -> Check[str]:
+    """Make a check that refuses anything that is not among ``choices``."""
+
+    def choose(name: str, value: Any) -> str:
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        return str(value)
+
+    return Check(", ".join(f'"{choice}"' for choice in choices), choose)
+
+
+def optional(inner: Check[T]) -> Check[T | None]:
+    """Make a check that also takes None."""
+    return Check(
+        f"{inner.kind} or None", lambda name, value: None if value is None else inner(name, value)
+    )
 
 
 def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
@@ -52,7 +99,7 @@ def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
     if embeddings.shape[0] == 0:
         raise ValueError(f"the batch is empty: embeddings have shape {list(embeddings.shape)}")
     if dim is not None and embeddings.shape[1] != dim:
-        raise ValueError(f"embeddings are {embeddings.shape[1]} wide, the proxies {dim}")
+        raise ValueError(f"embeddings have {embeddings.shape[1]} dimensions, the proxies {dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
     if labels.dtype not in _INTEGERS:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proximetry.losses import checks
-from proximetry.losses.similarity import unit
-from proximetry.losses.sums import add_rows_
+from proximetry.losses.similarity import add_rows_, unit
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
+_INIT = checks.one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
@@ -70,7 +70,7 @@ class Proxies(nn.Module):
             checks.count("proxies_per_class", proxies_per_class),
             checks.count("dim", dim),
         )
-        checks.one_of("init", init, get_args(Init))
+        _INIT("init", init)
         self.init: Init = init
         self.weight = nn.Parameter(draw(shape, init, generator))
         self.register_buffer("names_utf8", _encode(_checked_names(names, num_classes)))
@@ -87,7 +87,7 @@ class Proxies(nn.Module):
 
     @property
     def dim(self) -> int:
-        """The width of a proxy, D."""
+        """The dimension of a proxy, D."""
         return self.weight.shape[2]
 
     @property
@@ -130,7 +130,7 @@ class Proxies(nn.Module):
         exchanged there, its moments kept for the old classes and zero for the new.
         """
         names = None if isinstance(new_classes, int) else list(new_classes)
-        added = checks.count("new_classes", len(names) if names is not None else new_classes)  # type: ignore[arg-type]
+        added = checks.count("new_classes", len(names) if names is not None else new_classes)
         known = self.names
         if (known is None) != (names is None):
             raise ValueError(
@@ -156,7 +156,7 @@ class Proxies(nn.Module):
     ) -> Tensor:
         shape = (added, self.proxies_per_class, self.dim)
         if init is None or isinstance(init, str):
-            checks.one_of("init", init or self.init, get_args(Init))
+            _INIT("init", init or self.init)
             fresh = draw(shape, init or self.init, seed)
         elif isinstance(init, Tensor):
             fresh = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
@@ -189,46 +189,6 @@ class Proxies(nn.Module):
         """Shape and start, for ``print(loss)``."""
         classes, k, dim = self.weight.shape
         return f"num_classes={classes}, proxies_per_class={k}, dim={dim}, init={self.init!r}"
-
-
-def parameter_groups(
-    model: nn.Module,
-    *losses: nn.Module,
-    lr: float,
-    proxy_lr_multiplier: float = 100.0,
-    weight_decay: float | None = None,
-) -> list[dict[str, Any]]:
-    """Optimiser groups for a model and its losses, with the proxies' own learning rate.
-
-    Proxies are parameters of the loss, easily forgotten, and want a much larger learning rate than
-    the network (100 times in the published recipes). Refuses losses without parameters to train
-    twice over: a parameter given to two groups, or a call that holds no proxies at all.
-    """
-    lr = checks.positive("lr", lr)
-    multiplier = checks.positive("proxy_lr_multiplier", proxy_lr_multiplier)
-    proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
-    if not proxies:
-        raise ValueError("none of the losses has proxies; pass the loss modules after the model")
-    special = {id(p) for p in proxies}
-    rest = [p for loss in losses for p in loss.parameters() if id(p) not in special]
-    groups: list[dict[str, Any]] = [
-        {"name": "model", "params": _trainable(model.parameters()), "lr": lr},
-        {"name": "proxies", "params": _trainable(proxies), "lr": lr * multiplier},
-        {"name": "loss", "params": _trainable(rest), "lr": lr},
-    ]
-    seen: set[int] = set()
-    for group in groups:
-        members = [id(p) for p in group["params"]]
-        if seen & set(members) or len(set(members)) < len(members):
-            raise ValueError(f"a parameter of group {group['name']!r} was given twice")
-        seen.update(members)
-        if weight_decay is not None:
-            group["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
-    return [group for group in groups if group["params"]]
-
-
-def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
 
 
 def _directions(

@@ -9,15 +9,14 @@ from torch.autograd.function import once_differentiable
 
 from proximetry.losses import checks
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.similarity import inverse_length, unit
-from proximetry.losses.sums import add_rows_
+from proximetry.losses.similarity import add_rows_, inverse_length, unit
 
 #: Entries of a block that a regulariser holds at once.
 BLOCK_ENTRIES = 2**20
 
 
 class IntraClassRegularizer(nn.Module):
-    """SoftTriple's term (seed 004 eq. 3): draws the proxies of one class together.
+    """Draws the proxies of one class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
     proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet. Only the K × K
@@ -34,7 +33,7 @@ class IntraClassRegularizer(nn.Module):
 
 
 def intra_class_distance(weight: Tensor) -> Tensor:
-    """Seed 004 eq. 3 of proxies [C, K, D]."""
+    """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
     if weight.ndim != 3:
         raise ValueError(f"proxies must be [classes, K, dim], got {list(weight.shape)}")
     classes, k, dim = weight.shape
@@ -62,11 +61,11 @@ class _BlockSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, term: Callable[[Tensor], Tensor], step: int, wanted: bool
+        ctx: Any, weight: Tensor, term: Callable[[Tensor], Tensor], step: int, grad_enabled: bool
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.term, ctx.step = term, step
-        total, ctx.ready = _block_pass(weight, term, step, wanted and ctx.needs_input_grad[0])
+        total, ctx.ready = _block_pass(weight, term, step, grad_enabled and ctx.needs_input_grad[0])
         return total
 
     @staticmethod
@@ -80,13 +79,13 @@ class _BlockSum(torch.autograd.Function):
 
 
 def _block_pass(
-    weight: Tensor, term: Callable[[Tensor], Tensor], step: int, wanted: bool
+    weight: Tensor, term: Callable[[Tensor], Tensor], step: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    gradient = torch.empty_like(weight) if wanted else None
+    gradient = torch.empty_like(weight) if with_gradient else None
     total = weight.new_zeros(())
     for start in range(0, weight.shape[0], step):
-        block = weight[start : start + step].detach().requires_grad_(wanted)
-        with torch.set_grad_enabled(wanted):
+        block = weight[start : start + step].detach().requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
             value = term(block)
         total += value.detach()
         if gradient is not None:
@@ -95,7 +94,7 @@ def _block_pass(
 
 
 class ExclusiveRegularizer(nn.Module):
-    """RegularFace's term (seed 003): pushes every class away from its nearest rival.
+    """Pushes every class away from its nearest rival (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``. With several proxies per class, each looks for
     its nearest proxy of another class. The rivals are found tile by tile without gradient, half

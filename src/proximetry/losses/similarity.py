@@ -1,9 +1,11 @@
 """From proxies to one similarity per class: S(x, c), forwards and (for the tiles) backwards."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from proximetry.losses.table import Similarity
+Similarity = Literal["single", "soft", "max", "mean"]
 
 #: Vectors shorter than this have no direction: they count as zero and receive no gradient.
 SHORTEST = 1e-12
@@ -31,7 +33,7 @@ def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D] of lengths 1 / ``inverse``.
 
     Scaling the products by the lengths is cheaper than scaling the proxies when the batch is
-    smaller than the embedding is wide. K comes first so that what follows runs along long rows.
+    smaller than the embedding dimension. K comes first so that what follows runs along long rows.
     """
     classes, k, dim = weight.shape
     s = (x @ weight.reshape(classes * k, dim).T) * inverse.reshape(-1)
@@ -41,7 +43,7 @@ def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
 def reduce_proxies(s: Tensor, similarity: Similarity, gamma: float) -> Tensor:
     """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
 
-    ``soft`` is seed 004 eq. 1: the mean of the cosines weighted by softmax(s / gamma).
+    ``soft`` is Saeki et al. 2021, eq. 1: the mean of the cosines weighted by softmax(s / gamma).
     """
     if s.shape[0] == 1:
         return s[0]
@@ -73,3 +75,14 @@ def spread_gradient(
             return (grad / s.shape[0]).expand_as(s).contiguous()
         case "single":
             raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")
+
+
+def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Add each of ``values`` to one of the rows of ``to``, in an order that is fixed.
+
+    On CUDA ``index_add`` adds in whatever order its threads arrive, so runs with the same seed
+    would differ in their last digits; ``index_put`` sorts first.
+    """
+    if to.is_cuda:
+        return to.index_put_((rows,), values, accumulate=True)
+    return to.index_add_(0, rows, values)

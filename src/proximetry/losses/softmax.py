@@ -1,67 +1,63 @@
 """The softmax family: a sample chooses among the classes; margins make its own class harder."""
 
 import math
+from dataclasses import InitVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from proximetry.losses import checks
-from proximetry.losses.proxy_loss import Engine, ProxyLoss
-from proximetry.losses.table import Row
+from proximetry.losses.checks import boolean, check, count, finite, non_negative, positive
+from proximetry.losses.declaration import setting
+from proximetry.losses.formulation import LossForm
+from proximetry.losses.proxy_loss import ProxyLoss
 
 
-class ProxyNCA(ProxyLoss):
+class ProxyNCA(ProxyLoss, name="proxy_nca"):
     """Proxy-NCA (Movshovitz-Attias et al. 2017): the positive is left out of the denominator.
 
     ``mean_i −log( e^{−d(x,p_y)/T} / Σ_{c≠y} e^{−d(x,p_c)/T} )`` with squared distances of unit
     vectors, d = 2 − 2 cos, so the logits are 2 cos / T; T = ``temperature``. May be negative.
     """
 
-    row = Row(similarity="single", group="sample", combination="others")
+    form = LossForm("single", by="sample", join="others")
     default_init = "normal"
-    settings = {"temperature": checks.positive}  # noqa: RUF012
-    temperature: float
-
-    def __init__(
-        self, num_classes: int, dim: int, temperature: float = 1.0, *, engine: Engine = "auto"
-    ) -> None:
-        super().__init__(num_classes, dim, engine=engine)
-        self.temperature = temperature
+    temperature: float = setting(positive, "temperature T", default=1.0)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2 S / T."""
+        """2S/T."""
         return 2.0 / self.temperature * similarity
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """2 S / T."""
+        """2S/T."""
         return 2.0 / self.temperature, 0.0
 
 
-class ProxyNCAPlusPlus(ProxyLoss):
-    """ProxyNCA++ (Teh et al. 2020; seed 002): softmax over all proxies at low temperature.
+class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
+    """ProxyNCA++ (Teh et al. 2020): softmax over all proxies at low temperature.
 
     ``mean_i −log( e^{−d(x,p_y)/T} / Σ_c e^{−d(x,p_c)/T} )``, d the squared distance of unit
     vectors. At T = 1/9 this is cross-entropy on 18 cos. With ``learn_temperature`` the logarithm
     of T is a parameter, trained like the rest.
     """
 
-    row = Row(similarity="single", group="sample", combination="softmax")
+    form = LossForm("single", by="sample", join="softmax")
     default_init = "normal"
+    _temperature: float = setting(
+        positive,
+        "temperature T; where it is learned, its start",
+        default=1.0 / 9.0,
+        alias="temperature",
+    )
+    learn_temperature: InitVar[bool] = setting(
+        boolean, "learn T, as the parameter `log_temperature`", default=False, kw_only=True
+    )
 
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        temperature: float = 1.0 / 9.0,
-        *,
-        learn_temperature: bool = False,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(num_classes, dim, engine=engine)
-        self.log_temperature: nn.Parameter | None = (
-            nn.Parameter(torch.zeros(())) if learn_temperature else None
-        )
-        self.temperature = temperature
+    def build(self, arguments: dict[str, Any]) -> None:
+        """Make the proxies, and the parameter if T is learned."""
+        super().build(arguments)
+        start = torch.tensor(math.log(self._temperature))
+        self.log_temperature = nn.Parameter(start) if arguments["learn_temperature"] else None
 
     @property
     def temperature(self) -> float:
@@ -72,134 +68,95 @@ class ProxyNCAPlusPlus(ProxyLoss):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._temperature = checks.positive("temperature", value)
+        self._temperature = value
         if self.log_temperature is not None:
             with torch.no_grad():
-                self.log_temperature.fill_(math.log(value))
+                self.log_temperature.fill_(math.log(self._temperature))
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2 S / T."""
+        """2S/T."""
         return self.negative_logit(length)[0] * similarity
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """2 S / T."""
+        """2S/T."""
         if self.log_temperature is None:
             return 2.0 / self._temperature, 0.0
         return (2.0 * torch.exp(-self.log_temperature)).to(length.dtype).expand_as(length), 0.0
 
-    def extra_repr(self) -> str:
-        """Settings and engine, for ``print(loss)``."""
-        learned = self.log_temperature is not None
-        return f"temperature={self.temperature!r}, learned={learned}, engine={self.engine!r}"
 
-
-class SoftTriple(ProxyLoss):
-    """SoftTriple (Qian et al. 2019; seed 004 eqs. 1 to 4): softmax over soft-assigned classes.
+class SoftTriple(ProxyLoss, name="soft_triple"):
+    """SoftTriple (Qian et al. 2019; Saeki et al. 2021, eqs. 1 to 4): softmax over soft classes.
 
     ``mean_i −log( e^{λ(S_iy−δ)} / (e^{λ(S_iy−δ)} + Σ_{c≠y} e^{λ S_ic}) )`` plus ``tau`` times the
     intra-class term; λ = ``scale``, δ = ``margin``, ``gamma`` the temperature of the assignment.
     """
 
-    row = Row(similarity="soft", group="sample", combination="softmax")
+    form = LossForm("soft", by="sample", join="softmax")
     default_init = "kaiming_uniform"
-    settings = {  # noqa: RUF012
-        "scale": checks.positive,
-        "gamma": checks.positive,
-        "margin": checks.finite,
-        "tau": checks.non_negative,
-    }
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        proxies_per_class: int = 10,
-        scale: float = 20.0,
-        gamma: float = 0.1,
-        margin: float = 0.01,
-        tau: float = 0.2,
-        *,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(num_classes, dim, proxies_per_class, engine=engine)
-        self.scale = scale
-        self.gamma = gamma
-        self.margin = margin
-        self.tau = tau
+    proxies_per_class: InitVar[int] = setting(count, "proxies per class K", default=10)
+    scale: float = setting(positive, "scale λ", default=20.0)
+    gamma: float = setting(
+        positive,
+        "temperature γ of the soft assignment; small = nearest proxy, large = plain mean",
+        default=0.1,
+    )
+    margin: float = setting(finite, "margin δ", default=0.01)
+    tau: float = setting(non_negative, "weight τ of the intra-class term", default=0.2)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """λ(S − δ)."""
         return self.scale * (similarity - self.margin)
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """λ S."""
+        """λS."""
         return self.scale, 0.0
 
 
-class NormSoftmax(ProxyLoss):
+class NormSoftmax(ProxyLoss, name="norm_softmax"):
     """Normalised softmax (Zhai & Wu 2019): cross-entropy on ``scale`` · cos.
 
     With ``proxies_per_class`` > 1 the nearest proxy speaks for its class (sub-centres).
     """
 
-    row = Row(similarity="max", group="sample", combination="softmax")
+    form = LossForm("max", by="sample", join="softmax")
     default_init = "small_normal"
-    settings = {"scale": checks.positive}  # noqa: RUF012
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        scale: float = 20.0,
-        *,
-        proxies_per_class: int = 1,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(num_classes, dim, proxies_per_class, engine=engine)
-        self.scale = scale
+    scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
+    proxies_per_class: InitVar[int] = setting(
+        count,
+        "proxies per class K; above 1 the nearest counts (sub-centres)",
+        default=1,
+        kw_only=True,
+    )
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Scale · S."""
+        """λS."""
         return self.scale * similarity
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """Scale · S."""
+        """λS."""
         return self.scale, 0.0
 
 
-class CosFace(NormSoftmax):
+class CosFace(NormSoftmax, name="cosface"):
     """CosFace (Wang et al. 2018): the own class must win by ``margin`` in cosine."""
 
-    settings = {**NormSoftmax.settings, "margin": checks.finite}  # noqa: RUF012
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        scale: float = 64.0,
-        margin: float = 0.35,
-        *,
-        proxies_per_class: int = 1,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(
-            num_classes, dim, scale, proxies_per_class=proxies_per_class, engine=engine
-        )
-        self.margin = margin
+    scale: float = setting(positive, "scale λ", default=64.0)
+    margin: float = setting(finite, "margin m, in cosine", default=0.35)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Scale · (S − m)."""
+        """λ(S − m)."""
         return self.scale * (similarity - self.margin)
 
 
-def _margin_angle(name: str, value: float) -> float:
-    angle = checks.non_negative(name, value)
+@check("0 ≤ float < π")
+def _angle(name: str, value: Any) -> float:
+    angle = non_negative(name, value)
     if angle >= math.pi:
         raise ValueError(f"{name} is an angle in radians below π, got {value!r}")
     return angle
 
 
-class ArcFace(CosFace):
+class ArcFace(CosFace, name="arcface"):
     """ArcFace (Deng et al. 2019): the own class must win by ``margin`` radians.
 
     The positive logit is scale · cos(θ + m) while θ ≤ π − m; beyond, where the cosine would rise
@@ -207,24 +164,10 @@ class ArcFace(CosFace):
     one through the angle.
     """
 
-    settings = {**NormSoftmax.settings, "margin": _margin_angle}  # noqa: RUF012
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        scale: float = 64.0,
-        margin: float = 0.5,
-        *,
-        proxies_per_class: int = 1,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(
-            num_classes, dim, scale, margin, proxies_per_class=proxies_per_class, engine=engine
-        )
+    margin: float = setting(_angle, "margin m in **radians**", default=0.5)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Scale · cos(θ + m), without the arc cosine, whose slope is infinite at ±1."""
+        """λ cos(θ + m): without the arc cosine, whose slope is infinite at ±1."""
         cosine, sine = math.cos(self.margin), math.sin(self.margin)
         least = torch.finfo(similarity.dtype).eps
         sine_theta = (1.0 - similarity.square()).clamp(min=least).sqrt()
@@ -232,44 +175,34 @@ class ArcFace(CosFace):
         return self.scale * torch.where(similarity > -cosine, turned, similarity + cosine - 1.0)
 
 
-class SphereFace(ProxyLoss):
-    """SphereFace (Liu et al. 2017; seed 003): the angle to the own class counts ``margin``-fold.
+class SphereFace(ProxyLoss, name="sphereface"):
+    """SphereFace (Liu et al. 2017): the angle to the own class counts ``margin``-fold.
 
     The embedding keeps its length: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
     class, with ψ(θ) = (−1)^k cos(mθ) − 2k on [kπ/m, (k+1)π/m], the monotone form of cos(mθ).
     λ is annealed over the training steps t: max(λ_min, base · (1 + rate·t)^−power).
     """
 
-    row = Row(similarity="max", group="sample", combination="softmax")
+    form = LossForm("max", by="sample", join="softmax")
     default_init = "sphere"
-    settings = {  # noqa: RUF012
-        "margin": checks.count,
-        "lambda_base": checks.positive,
-        "lambda_rate": checks.non_negative,
-        "lambda_power": checks.non_negative,
-        "lambda_min": checks.non_negative,
-    }
-    step: Tensor
+    margin: int = setting(count, "margin m, a whole number", default=4)
+    lambda_base: float = setting(positive, "λ at the first step", default=1000.0, kw_only=True)
+    lambda_rate: float = setting(non_negative, "how fast λ falls", default=0.12, kw_only=True)
+    lambda_power: float = setting(
+        non_negative, "exponent of the fall of λ", default=1.0, kw_only=True
+    )
+    lambda_min: float = setting(non_negative, "where λ stops", default=5.0, kw_only=True)
+    proxies_per_class: InitVar[int] = setting(
+        count,
+        "proxies per class K; above 1 the nearest counts (sub-centres)",
+        default=1,
+        kw_only=True,
+    )
 
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        margin: int = 4,
-        *,
-        lambda_base: float = 1000.0,
-        lambda_rate: float = 0.12,
-        lambda_power: float = 1.0,
-        lambda_min: float = 5.0,
-        proxies_per_class: int = 1,
-        engine: Engine = "auto",
-    ) -> None:
-        super().__init__(num_classes, dim, proxies_per_class, engine=engine)
-        self.margin = margin
-        self.lambda_base = lambda_base
-        self.lambda_rate = lambda_rate
-        self.lambda_power = lambda_power
-        self.lambda_min = lambda_min
+    def build(self, arguments: dict[str, Any]) -> None:
+        """Make the proxies, and the counter of training steps."""
+        super().build(arguments)
+        self.step: Tensor
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def annealed_lambda(self) -> Tensor:
@@ -285,7 +218,7 @@ class SphereFace(ProxyLoss):
         return loss
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """‖x‖ (λ cos θ + ψ(θ)) / (1 + λ)."""
+        """‖x‖(λ cos θ + ψ(θ))/(1 + λ)."""
         lam = self.annealed_lambda().to(similarity.dtype)
         return length * (lam * similarity + self._psi(similarity)) / (1.0 + lam)
 

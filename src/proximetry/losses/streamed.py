@@ -12,24 +12,24 @@ so that a loss can put any margin on them with plain autograd.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from proximetry._common import by_device
+from proximetry.losses.formulation import Problem, log1p_sum_exp
 from proximetry.losses.similarity import (
+    add_rows_,
     cosines,
     inverse_length,
     reduce_proxies,
     spread_gradient,
 )
-from proximetry.losses.sums import add_rows_
-from proximetry.losses.table import Row, log1p_sum_exp
 
 #: Entries of a batch × tile × K block. On the CPU a block should stay in the cache, on a GPU it
-#: should fill the card.
+#: should keep the whole device busy.
 TILE_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
 
 #: Below this |logit| the exponential neither overflows nor vanishes in float32 (e^60 ≈ 1e26), so
@@ -37,36 +37,16 @@ TILE_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
 SAFE_EXPONENT = 60.0
 
 
-def streamed(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    row: Row,
-    gamma: float,
-    scale: float | Tensor,
-    offset: float,
-    class_weight: float | Tensor,
-    tile: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def streamed(problem: Problem, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Do what `dense.dense` does, over tiles of ``tile`` classes."""
+    x, proxies = problem.x, problem.proxies
     if tile is None:
-        entries = TILE_ENTRIES.get(x.device.type, TILE_ENTRIES["cpu"])
-        tile = max(1, entries // (x.shape[0] * weight.shape[1]))
-    function = _ByClass if row.group == "class" else _BySample
-    wanted = torch.is_grad_enabled()
-    setting = _Setting(row, gamma, offset, class_weight, min(tile, weight.shape[0]), wanted)
-    positive, negatives = function.apply(x, weight, labels, scale, setting)  # type: ignore[no-untyped-call]
+        entries = by_device(x.device, **TILE_ENTRIES)
+        tile = max(1, entries // (x.shape[0] * proxies.shape[1]))
+    function = _ByClass if problem.form.by == "class" else _BySample
+    tiled = _Tiled(problem, min(tile, proxies.shape[0]))
+    positive, negatives = function.apply(x, proxies, problem.scale, tiled, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return positive, negatives
-
-
-@dataclass(frozen=True)
-class _Setting:
-    row: Row
-    gamma: float
-    offset: float
-    class_weight: float | Tensor
-    tile: int
-    wanted: bool  # whether autograd records
 
 
 class _Tile(NamedTuple):
@@ -78,24 +58,25 @@ class _Tile(NamedTuple):
 
 class _Gradients(NamedTuple):
     x: Tensor | None
-    weight: Tensor | None
+    proxies: Tensor | None
     scale: Tensor | None
 
 
-class _Problem:
-    """The tensors of one call, with the steps that both kinds of grouping share."""
+class _Tiled:
+    """A problem cut into tiles, with the steps that both kinds of grouping share."""
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, labels: Tensor, scale: float | Tensor, setting: _Setting
-    ) -> None:
-        self.x, self.weight, self.labels, self.setting = x, weight.contiguous(), labels, setting
+    def __init__(self, problem: Problem, tile: int) -> None:
+        self.problem, self.tile = problem, tile
+        self.x, self.labels = problem.x, problem.labels
+        self.proxies = problem.proxies.contiguous()
+        scale = problem.scale
         self.scale = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-        bound = abs(setting.offset) + (abs(scale) if isinstance(scale, float) else torch.inf)
+        bound = abs(problem.offset) + (abs(scale) if isinstance(scale, float) else torch.inf)
         self.bounded = bound < SAFE_EXPONENT
 
     def tiles(self) -> Iterator[_Tile]:
         """Cut the classes into tiles; sorting the labels once saves a search per tile."""
-        step, classes = self.setting.tile, self.weight.shape[0]
+        step, classes = self.tile, self.proxies.shape[0]
         order = self.labels.argsort()
         starts = torch.arange(0, classes + step, step, device=self.labels.device)
         cuts = torch.searchsorted(self.labels[order], starts).tolist()
@@ -105,30 +86,30 @@ class _Problem:
 
     def cosines(self, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return the cosines [K, B, T] of a tile and the inverse lengths [T, K] of its proxies."""
-        w = self.weight[tile.start : tile.stop]
+        w = self.proxies[tile.start : tile.stop]
         inverse, _ = inverse_length(w)
         return cosines(self.x, w, inverse), inverse
 
     def logits(self, tile: _Tile, S: Tensor) -> Tensor:
         """Return the negative logits [B, T] of a tile, -inf where the class is the sample's own."""
         if isinstance(self.scale, float):
-            z = torch.add(self.x.new_tensor(self.setting.offset), S, alpha=self.scale)
+            z = torch.add(self.x.new_tensor(self.problem.offset), S, alpha=self.scale)
         else:
-            z = (S * self.scale).add_(self.setting.offset)
+            z = (S * self.scale).add_(self.problem.offset)
         z[tile.rows, tile.columns] = -torch.inf
         return z
 
     def similarity(self, s: Tensor) -> Tensor:
-        return reduce_proxies(s, self.setting.row.similarity, self.setting.gamma)
+        return reduce_proxies(s, self.problem.form.similarity, self.problem.gamma)
 
     def spread(self, grad: Tensor, s: Tensor, S: Tensor) -> Tensor:
-        return spread_gradient(grad, s, S, self.setting.row.similarity, self.setting.gamma)
+        return spread_gradient(grad, s, S, self.problem.form.similarity, self.problem.gamma)
 
     def empty_gradients(self, needs: tuple[bool, ...]) -> _Gradients:
         return _Gradients(
             torch.zeros_like(self.x) if needs[0] else None,
-            torch.empty_like(self.weight) if needs[1] else None,
-            self.x.new_zeros(self.x.shape[0]) if needs[3] else None,
+            torch.empty_like(self.proxies) if needs[1] else None,
+            self.x.new_zeros(self.x.shape[0]) if needs[2] else None,
         )
 
     def add_tile(
@@ -141,12 +122,12 @@ class _Problem:
         # d cos / dw = (x − cos · ŵ) / ‖w‖: the second part is one number per proxy.
         radial = s.mul_(g).sum(1).T.mul(inverse.square()).neg_().reshape(-1, 1)
         classes, k = inverse.shape
-        w = self.weight[tile.start : tile.stop].view(classes * k, -1)
+        w = self.proxies[tile.start : tile.stop].view(classes * k, -1)
         g = g.permute(1, 2, 0).reshape(-1, classes * k).mul_(inverse.view(-1))  # [B, T·K]
         if into.x is not None:
             into.x.addmm_(g, w)
-        if into.weight is not None:
-            out = into.weight[tile.start : tile.stop].view(classes * k, -1)
+        if into.proxies is not None:
+            out = into.proxies[tile.start : tile.stop].view(classes * k, -1)
             torch.mul(w, radial, out=out)
             out.addmm_(g.T, self.x)
 
@@ -160,13 +141,13 @@ class _Problem:
         g = self.spread(grad, s, self.similarity(s)) * inverse  # [K, B]
         if into.x is not None:
             into.x.add_(torch.einsum("kb,bkd->bd", g, w))
-        if into.weight is not None:
+        if into.proxies is not None:
             pull = g.T.unsqueeze(2) * self.x.unsqueeze(1)
             pull -= (g * s * inverse).T.unsqueeze(2) * w
-            add_rows_(into.weight, self.labels, pull)
+            add_rows_(into.proxies, self.labels, pull)
 
     def _own(self) -> tuple[Tensor, Tensor, Tensor]:
-        w = self.weight[self.labels]  # [B, K, D]
+        w = self.proxies[self.labels]  # [B, K, D]
         inverse = inverse_length(w)[0].T  # [K, B]
         return w, inverse, torch.einsum("bd,bkd->kb", self.x, w) * inverse
 
@@ -178,54 +159,53 @@ class _ByClass(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
+        proxies: Tensor,
         scale: float | Tensor,
-        setting: _Setting,
+        tiled: _Tiled,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        problem = _Problem(x, weight, labels, scale, setting)
-        needs = ctx.needs_input_grad
-        value, ctx.ready = _class_pass(problem, needs if setting.wanted else (False,) * 4)
-        _remember(ctx, x, weight, labels, scale, setting)
-        return problem.positive(), value
+        needs = ctx.needs_input_grad if grad_enabled else (False,) * 3
+        value, ctx.ready = _class_pass(tiled, needs)
+        _save(ctx, tiled, x, proxies, scale)
+        return tiled.positive(), value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor) -> Any:
         with torch.autocast(grad_value.device.type, enabled=False):
-            problem = _recall(ctx)
+            tiled, *_ = _saved(ctx)
             # The gradients of forward are handed over, not copied; a second backward through the
             # same graph makes them anew.
             ready, ctx.ready = ctx.ready, None
             if ready is None:
-                _, ready = _class_pass(problem, ctx.needs_input_grad)
+                _, ready = _class_pass(tiled, ctx.needs_input_grad)
             for gradient in ready:
                 if gradient is not None and not _is_one(grad_value):
                     gradient.mul_(grad_value)
-            problem.add_positive(ready, grad_positive)
-            return ready.x, ready.weight, None, ready.scale, None
+            tiled.add_positive(ready, grad_positive)
+            return *ready, None, None
 
 
-def _class_pass(problem: _Problem, needs: tuple[bool, ...]) -> tuple[Tensor, _Gradients]:
-    value = problem.x.new_zeros(())
-    gradients = problem.empty_gradients(needs)
-    for tile in problem.tiles():
-        s, inverse = problem.cosines(tile)
-        S = problem.similarity(s)
-        z = problem.logits(tile, S)
-        if problem.bounded:
+def _class_pass(tiled: _Tiled, needs: tuple[bool, ...]) -> tuple[Tensor, _Gradients]:
+    value = tiled.x.new_zeros(())
+    gradients = tiled.empty_gradients(needs)
+    for tile in tiled.tiles():
+        s, inverse = tiled.cosines(tile)
+        S = tiled.similarity(s)
+        z = tiled.logits(tile, S)
+        if tiled.bounded:
             e, shift = z.exp_(), value.new_zeros(())
         else:
             shift = z.amax(0).clamp_(min=0.0)
             e = z.sub_(shift).exp_()
         total = e.sum(0)
-        share = problem.setting.class_weight
+        share = tiled.problem.class_weight
         if isinstance(share, Tensor):
             share = share[tile.start : tile.stop]
         value += (log1p_sum_exp(total, shift) * share).sum()
         if any(needs):
             g = e.mul_(share / (total + torch.exp(-shift)))
-            problem.add_tile(gradients, tile, g, s, S, inverse)
+            tiled.add_tile(gradients, tile, g, s, S, inverse)
     return value, gradients
 
 
@@ -236,73 +216,63 @@ class _BySample(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
+        proxies: Tensor,
         scale: float | Tensor,
-        setting: _Setting,
+        tiled: _Tiled,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        problem = _Problem(x, weight, labels, scale, setting)
-        single = setting.tile >= weight.shape[0]
+        single = tiled.tile >= proxies.shape[0]
         floor = torch.finfo(x.dtype).min  # stands for -inf, but can be subtracted from -inf
-        shift = x.new_full((x.shape[0], 1), 0.0 if problem.bounded else floor)
+        shift = x.new_full((x.shape[0], 1), 0.0 if tiled.bounded else floor)
         total = x.new_zeros(x.shape[0], 1)
         ctx.kept = None
-        for tile in problem.tiles():
-            s, inverse = problem.cosines(tile)
-            S = problem.similarity(s)
-            z = problem.logits(tile, S)
-            if single and setting.wanted:
-                ctx.kept = (tile, z.clone() if problem.bounded else z, s, S, inverse)
-            if problem.bounded:
+        for tile in tiled.tiles():
+            s, inverse = tiled.cosines(tile)
+            S = tiled.similarity(s)
+            z = tiled.logits(tile, S)
+            if single and grad_enabled:
+                ctx.kept = (tile, z.clone() if tiled.bounded else z, s, S, inverse)
+            if tiled.bounded:
                 total += z.exp_().sum(1, keepdim=True)
             else:
                 peak = torch.maximum(shift, z.amax(1, keepdim=True))
                 total = total * torch.exp(shift - peak) + (z - peak).exp_().sum(1, keepdim=True)
                 shift = peak
         lse = (shift + total.log()).squeeze(1)
-        _remember(ctx, x, weight, labels, scale, setting, lse)
-        return problem.positive(), lse
+        _save(ctx, tiled, x, proxies, scale, lse)
+        return tiled.positive(), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_positive: Tensor, grad_lse: Tensor) -> Any:
         with torch.autocast(grad_lse.device.type, enabled=False):
-            problem = _recall(ctx)
-            lse = ctx.saved_tensors[-1].unsqueeze(1)
+            tiled, lse = _saved(ctx)
+            lse = lse.unsqueeze(1)
             lse = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
-            gradients = problem.empty_gradients(ctx.needs_input_grad)
+            gradients = tiled.empty_gradients(ctx.needs_input_grad)
             kept, ctx.kept = ctx.kept, None
-            for tile in problem.tiles():
+            for tile in tiled.tiles():
                 if kept is not None:
                     _, z, s, S, inverse = kept
                 else:
-                    s, inverse = problem.cosines(tile)
-                    S = problem.similarity(s)
-                    z = problem.logits(tile, S)
+                    s, inverse = tiled.cosines(tile)
+                    S = tiled.similarity(s)
+                    z = tiled.logits(tile, S)
                 g = z.sub_(lse).exp_().mul_(grad_lse.unsqueeze(1))
-                problem.add_tile(gradients, tile, g, s, S, inverse)
-            problem.add_positive(gradients, grad_positive)
-            return gradients.x, gradients.weight, None, gradients.scale, None
+                tiled.add_tile(gradients, tile, g, s, S, inverse)
+            tiled.add_positive(gradients, grad_positive)
+            return *gradients, None, None
 
 
-def _remember(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float | Tensor,
-    setting: _Setting,
-    *more: Tensor,
-) -> None:
-    kept_scale = scale if isinstance(scale, Tensor) else None
-    ctx.save_for_backward(x, weight, labels, kept_scale, *more)
-    ctx.scale = scale if isinstance(scale, float) else None
-    ctx.setting = setting
+def _save(ctx: Any, tiled: _Tiled, x: Tensor, proxies: Tensor, scale: Any, *more: Tensor) -> None:
+    # `tiled` holds the inputs already; saved, autograd also notices if they change before backward.
+    ctx.tiled = tiled
+    ctx.save_for_backward(x, proxies, scale if isinstance(scale, Tensor) else None, *more)
 
 
-def _recall(ctx: Any) -> _Problem:
-    x, weight, labels, scale, *_ = ctx.saved_tensors
-    return _Problem(x, weight, labels, scale if ctx.scale is None else ctx.scale, ctx.setting)
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    _, _, _, *more = ctx.saved_tensors
+    return ctx.tiled, *more
 
 
 def _is_one(grad: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,15 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry.metrics.arrays import Embeddings, IntArray, Labels, full_precision, normalise
+from proximetry._common import Progress, by_device, chunks
 from proximetry.metrics.clustering import cluster
-from proximetry.metrics.distributed import gather_arrays, gather_plan
-from proximetry.metrics.neighbours import Block, Metric, Progress, Task
-from proximetry.metrics.plan import Inputs, Plan, answer, build, check
+from proximetry.metrics.distributed import gather_arrays, gather_task
+from proximetry.metrics.inputs import (
+    Embeddings,
+    FloatArray,
+    IntArray,
+    Labels,
+    Similarity,
+    full_precision,
+    normalize,
+)
+from proximetry.metrics.neighbors import search
 from proximetry.metrics.retrieval import RetrievalResult
-from proximetry.metrics.scores import Wanted, score_lists
+from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
+from proximetry.metrics.task import Task, build, check
 
-FloatArray = npt.NDArray[np.float64]
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
 NEVER = torch.iinfo(torch.int64).max
@@ -76,10 +84,7 @@ class Evaluation:
         """Means over the queries that have a positive, and how many have and have not."""
         scored = self.scored
         means = {name: float(values[scored].mean()) for name, values in self.scores.items()}
-        counts = {
-            "queries": float(scored.sum()),
-            "queries_without_positive": float((~scored).sum()),
-        }
+        counts = dict(zip(COUNTS, (float(scored.sum()), float((~scored).sum())), strict=True))
         return means | self.clustering | counts
 
     def per_class(self) -> dict[str, npt.NDArray[Any]]:
@@ -104,8 +109,8 @@ class Evaluation:
     ) -> dict[str, Interval]:
         """Percentile intervals of the means, over queries drawn with replacement.
 
-        They tell how much a mean depends on which queries were asked, not how much another
-        training run would differ.
+        They tell how much a mean depends on the choice of queries, not how much another training
+        run would differ.
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
@@ -127,95 +132,32 @@ class Evaluation:
         }
 
 
-def evaluate_queries(
-    embeddings: Embeddings,
-    labels: Labels,
-    *,
-    queries: Embeddings | None = None,
-    query_labels: Labels | None = None,
-    recall_at: int | Sequence[int] = (1, 2, 4, 8),
-    precision_at: int | Sequence[int] = (),
-    ndcg_at: int | Sequence[int] = (2, 4, 8),
-    map_at: int | Sequence[int] = (),
-    at_r: bool = True,
-    mrr: bool = True,
-    clustering: bool = False,
-    seed: int = 0,
-    metric: Metric = "cosine",
-    ignore_groups: Labels | None = None,
-    query_ignore_groups: Labels | None = None,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Like :func:`evaluate`, keeping the score of every query."""
-    wanted = Wanted(recall_at, precision_at, ndcg_at, map_at, at_r, mrr)  # type: ignore[arg-type]
-    if clustering and queries is not None:
-        raise ValueError("clustering needs one set; call cluster() on the set you mean")
-    if clustering and metric == "hamming":
-        raise ValueError('clustering needs embeddings, not the packed codes of metric="hamming"')
-
-    def inputs() -> Inputs:
-        return check(
-            embeddings,
-            labels,
-            queries,
-            query_labels,
-            metric,
-            ignore_groups,
-            query_ignore_groups,
-            allow_empty=group is not None,
-        )
-
-    plan = build(inputs(), metric) if group is None else gather_plan(inputs, metric, group)
-    with full_precision(plan.task.gallery.device):
-        arrays = _score_task(plan.task, wanted, progress)
-        if group is not None:
-            arrays = gather_arrays(arrays, group)
-        codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
-        whole = _cluster(plan, metric, seed) if clustering else {}
-    return Evaluation(arrays, codes, plan.classes, positives, whole)
-
-
 def evaluate(
     embeddings: Embeddings,
     labels: Labels,
     *,
     queries: Embeddings | None = None,
     query_labels: Labels | None = None,
-    recall_at: int | Sequence[int] = (1, 2, 4, 8),
-    precision_at: int | Sequence[int] = (),
-    ndcg_at: int | Sequence[int] = (2, 4, 8),
-    map_at: int | Sequence[int] = (),
-    at_r: bool = True,
-    mrr: bool = True,
-    clustering: bool = False,
-    seed: int = 0,
-    metric: Metric = "cosine",
+    metrics: Metrics = DEFAULT,
+    similarity: Similarity = "cosine",
     ignore_groups: Labels | None = None,
     query_ignore_groups: Labels | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Measure how well near means alike. All values are fractions between 0 and 1.
+    """Measure retrieval. All values are fractions between 0 and 1.
 
     Args:
         embeddings: see :func:`retrieve`, as for ``labels``, ``queries``, ``query_labels``,
-            ``metric``, ``ignore_groups`` and ``query_ignore_groups``.
-        recall_at: ``recall@k``: is there at least one positive among the first k?
-        precision_at: ``precision@k``: positives among the first k, divided by k.
-        ndcg_at: ``ndcg@k``: discounted gain, divided by that of the best list of k.
-        map_at: ``map@k``: precision at each hit among the first k, summed, divided by k.
-        at_r: ``r_precision`` and ``map@r``, which look as far as the query has positives.
-        mrr: ``mrr``: one over the place of the first positive.
-        clustering: ``nmi``, ``nmi_geometric``, ``ami`` and ``f1`` of k-means with as many
-            clusters as classes, started from ``seed``.
+            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
+        metrics: what to compute; see :class:`Metrics`.
         group: the process group over which embeddings (and queries) are spread, such as
-            ``torch.distributed.group.WORLD``; every process gets the numbers of the whole.
+            ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.
         progress: called with (done, total) now and then.
 
     Returns:
-        The means over all queries with a positive, with ``queries`` and
-        ``queries_without_positive``, the numbers of those counted and left out.
+        The means over all queries with a positive, under the names of ``metrics.names()``, with
+        ``queries`` and ``queries_without_positive``, how many were counted and left out.
 
     Raises:
         ValueError: if the input does not fit, or no query has a positive.
@@ -225,15 +167,8 @@ def evaluate(
         labels,
         queries=queries,
         query_labels=query_labels,
-        recall_at=recall_at,
-        precision_at=precision_at,
-        ndcg_at=ndcg_at,
-        map_at=map_at,
-        at_r=at_r,
-        mrr=mrr,
-        clustering=clustering,
-        seed=seed,
-        metric=metric,
+        metrics=metrics,
+        similarity=similarity,
         ignore_groups=ignore_groups,
         query_ignore_groups=query_ignore_groups,
         group=group,
@@ -241,22 +176,59 @@ def evaluate(
     ).mean()
 
 
-def score_result(
-    result: RetrievalResult,
+def evaluate_queries(
+    embeddings: Embeddings,
+    labels: Labels,
     *,
-    recall_at: int | Sequence[int] = (1,),
-    precision_at: int | Sequence[int] = (),
-    ndcg_at: int | Sequence[int] = (),
-    map_at: int | Sequence[int] = (),
-    at_r: bool = False,
-    mrr: bool = False,
+    queries: Embeddings | None = None,
+    query_labels: Labels | None = None,
+    metrics: Metrics = DEFAULT,
+    similarity: Similarity = "cosine",
+    ignore_groups: Labels | None = None,
+    query_ignore_groups: Labels | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
+    """Like :func:`evaluate`, keeping the score of every query."""
+    if metrics.clustering and queries is not None:
+        raise ValueError("clustering needs one set; call cluster() on the set you mean")
+    if metrics.clustering and similarity == "hamming":
+        raise ValueError(
+            'clustering needs embeddings, not the packed codes of similarity="hamming"'
+        )
+
+    checked = partial(
+        check,
+        similarity,
+        (embeddings, labels, ignore_groups),
+        (queries, query_labels, query_ignore_groups),
+        allow_empty=group is not None,
+    )
+    if group is None:
+        task = build(*checked(), similarity)
+    else:
+        task = gather_task(checked, similarity, group)
+    with full_precision(task.gallery.device):
+        arrays = _score_task(task, metrics, progress)
+        if group is not None:
+            arrays = gather_arrays(arrays, group)
+        codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
+        whole = {}
+        if metrics.clustering:
+            vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
+            whole = cluster(vectors, task.gallery_codes)
+    return Evaluation(arrays, codes, task.classes, positives, whole)
+
+
+def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score lists that are already there; a score that needs longer lists is refused."""
-    wanted = Wanted(recall_at, precision_at, ndcg_at, map_at, at_r, mrr)  # type: ignore[arg-type]
+    if metrics.clustering:
+        raise ValueError("clustering needs embeddings, not lists; call cluster() on them")
+    if result.query_codes is None or result.classes is None or result.positives is None:
+        raise ValueError("this search was made without labels, which scores need")
     hits = torch.from_numpy(result.hits)
-    positives = torch.from_numpy(result.positives)
-    _check_depth(result, wanted)
-    values = score_lists(hits, positives, _ranks_in_lists(hits), wanted)
+    _check_depth(result, result.positives, metrics)
+    values = score_lists(hits, torch.from_numpy(result.positives), _ranks_in_lists(hits), metrics)
     return Evaluation(
         {name: value.numpy() for name, value in values.items()},
         result.query_codes,
@@ -265,72 +237,50 @@ def score_result(
     )
 
 
-def _check_depth(result: RetrievalResult, wanted: Wanted) -> None:
+def _check_depth(result: RetrievalResult, positives: IntArray, metrics: Metrics) -> None:
     # A list that ends in an empty place holds all there is.
-    open_ended = (result.ids[:, -1] >= 0) & (result.positives > 0) & (not result.complete)
+    open_ended = (result.ids[:, -1] >= 0) & (positives > 0) & (not result.complete)
     if not open_ended.any():
         return
-    needs = {
-        f"{name}@{k}": k
-        for name, cutoffs in (
-            ("recall", wanted.recall_at),
-            ("precision", wanted.precision_at),
-            ("ndcg", wanted.ndcg_at),
-            ("map", wanted.map_at),
-        )
-        for k in cutoffs
-    }
-    if wanted.at_r:
-        needs["map@r and r_precision"] = int(result.positives[open_ended].max())
-    if wanted.mrr and not result.hits[open_ended].any(1).all():
-        raise ValueError(
-            f"mrr needs lists that reach the first positive, but some of these lists of "
-            f"{result.k} hold none; retrieve with a larger k, or call evaluate()"
-        )
-    for name, k in needs.items():
-        if k > result.k:
+    for score in metrics.scores():
+        if score.reads == "first" and not score.k and not result.hits[open_ended].any(1).all():
             raise ValueError(
-                f"{name} needs lists of {k}, but these hold {result.k}; retrieve with k={k}"
+                f"{score.name} needs lists that reach the first positive, but some of these lists "
+                f"of {result.k} hold none; retrieve with a larger k, or call evaluate()"
+            )
+        needed = int(positives[open_ended].max()) if score.reads == "R" else score.k
+        if needed > result.k:
+            raise ValueError(
+                f"{score.name} needs lists of {needed}, but these hold {result.k}; "
+                f"retrieve with k={needed}"
             )
 
 
-def _score_task(task: Task, wanted: Wanted, progress: Progress | None) -> dict[str, Any]:
+def _score_task(task: Task, metrics: Metrics, progress: Progress | None) -> dict[str, Any]:
     """Per-query scores of a task, as arrays by name, with the queries' codes and positives."""
     count = len(task.queries)
     device = task.gallery.device
-    positives = task.positives() if count else torch.zeros(0, dtype=torch.int64, device=device)
+    positives = task.positives()
     values = {
-        name: torch.empty(count, dtype=torch.float64, device=device) for name in wanted.names()
+        score.name: torch.empty(count, dtype=torch.float64, device=device)
+        for score in metrics.scores()
     }
     if count:
-        with_ranks = wanted.needs_ranks()
-        for block in answer(
-            task, wanted.depths(positives), with_ranks=with_ranks, progress=progress
-        ):
-            for part in _parts(block, SCORED_ROWS.get(device.type, SCORED_ROWS["cpu"])):
-                codes = task.query_codes[part.rows, None]
-                hits = (task.gallery_codes[part.ids.clamp_min(0)] == codes) & (part.ids >= 0)
-                ranks = _ranks_in_lists(hits) if part.ranks is None else part.ranks
-                for name, value in score_lists(hits, positives[part.rows], ranks, wanted).items():
-                    values[name][part.rows] = value
+        depths, with_ranks = metrics.depths(positives), metrics.needs_ranks()
+        for block in search(task, depths, with_ranks=with_ranks, progress=progress):
+            for part in chunks(len(block.rows), by_device(device, **SCORED_ROWS)):
+                rows, ids = block.rows[part], block.ids[part]
+                codes = task.query_codes[rows, None]
+                hits = (task.gallery_codes[ids.clamp_min(0)] == codes) & (ids >= 0)
+                ranks = _ranks_in_lists(hits) if block.ranks is None else block.ranks[part]
+                for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
+                    values[name][rows] = value
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in values.items()}
     arrays["query_codes"] = task.query_codes.cpu().numpy()
     arrays["positives"] = positives.cpu().numpy()
     return arrays
 
 
-def _parts(block: Block, size: int) -> Iterator[Block]:
-    for start in range(0, len(block.rows), size):
-        part = slice(start, start + size)
-        ranks = None if block.ranks is None else block.ranks[part]
-        yield Block(block.rows[part], block.ids[part], block.similarities[part], ranks)
-
-
 def _ranks_in_lists(hits: Tensor) -> Tensor:
     """The place of the first hit; never, if there is none in the list."""
     return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)
-
-
-def _cluster(plan: Plan, metric: Metric, seed: int) -> dict[str, float]:
-    vectors = normalise(plan.task.gallery) if metric == "cosine" else plan.task.gallery
-    return cluster(vectors, plan.task.gallery_codes, seed=seed)

@@ -7,23 +7,23 @@ cost no more memory than a few thousand.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry.metrics.arrays import (
+from proximetry._common import by_device, chunks
+from proximetry.metrics.inputs import (
     Embeddings,
+    FloatSimilarity,
     Labels,
     as_labels,
+    as_vectors,
+    check_similarity,
     encode,
     full_precision,
-    normalise,
+    normalize,
 )
-from proximetry.metrics.neighbours import as_vectors
-
-IdentificationMetric = Literal["cosine", "euclidean", "dot"]
 
 # Probes and distractors of one tile of similarities.
 _PROBES = {"cpu": 1024, "cuda": 4096}
@@ -71,7 +71,7 @@ def identify(
     *,
     distractors: Embeddings | Iterable[Embeddings] | None = None,
     ranks: Sequence[int] = (1, 5, 10),
-    metric: IdentificationMetric = "cosine",
+    similarity: FloatSimilarity = "cosine",
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
@@ -85,15 +85,15 @@ def identify(
     call in float32 are compared again in float64 (equal to 1e-13 is a tie), so copies of a vector
     really tie.
     """
-    if metric not in get_args(IdentificationMetric):
-        known = ", ".join(get_args(IdentificationMetric))
-        raise ValueError(f"metric must be one of {known}, got {metric!r}")
+    check_similarity(similarity, FloatSimilarity)
     if not ranks or any(isinstance(k, bool) or k < 1 for k in ranks):
         raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("give gallery and gallery_labels together, or neither")
-    asked = as_vectors(probes, metric, "probes")
-    held = asked if gallery is None else _matching(as_vectors(gallery, metric, "gallery"), asked)
+    asked = as_vectors(probes, similarity, "probes")
+    held = (
+        asked if gallery is None else _matching(as_vectors(gallery, similarity, "gallery"), asked)
+    )
     names = [as_labels(probe_labels, len(asked), "probe_labels")]
     if gallery_labels is not None:
         names.append(as_labels(gallery_labels, len(held), "gallery_labels"))
@@ -101,23 +101,22 @@ def identify(
     people, held_people = codes[0], codes[-1]
     trials = _Trials.between(people, held_people, own=gallery is None)
     with full_precision(asked.device):
-        judge = _Judge(asked, held, people, trials, metric)
+        ranker = _Ranker(asked, held, people, trials, similarity)
         if distractors is None:
-            for at in range(0, len(held), judge.width):
-                end = at + judge.width
-                judge.count(held[at:end], held_people[at:end])
+            for part in chunks(len(held), ranker.width):
+                ranker.count(held[part], held_people[part])
         else:
-            for block in _blocks(distractors, asked, metric, judge.width):
-                judge.count(block)
-            if not judge.seen:
+            for block in _blocks(distractors, asked, similarity, ranker.width):
+                ranker.count(block)
+            if not ranker.seen:
                 raise ValueError("distractors is empty; leave it out to use the gallery instead")
-    places = judge.ranks()
+    places = ranker.ranks()
     return Identification(
         trials.probes,
         trials.mates,
         places,
         {k: float((places <= k).double().mean()) for k in ranks},
-        judge.seen,
+        ranker.seen,
         trials.without_mate,
     )
 
@@ -133,7 +132,7 @@ def _matching(matrix: Tensor, probes: Tensor, name: str = "gallery") -> Tensor:
 def _blocks(
     distractors: Embeddings | Iterable[Embeddings],
     probes: Tensor,
-    metric: IdentificationMetric,
+    similarity: FloatSimilarity,
     width: int,
 ) -> Iterator[Tensor]:
     """The distractors in tiles of at most ``width`` rows; only a tile is ever converted."""
@@ -145,7 +144,7 @@ def _blocks(
             raise ValueError(f"{where} must be a matrix (items × dimensions), got {found}")
         for at in range(0, len(block), width):
             name = where if len(block) <= width else f"{where}[{at}:{at + width}]"
-            yield _matching(as_vectors(block[at : at + width], metric, name), probes, where)
+            yield _matching(as_vectors(block[at : at + width], similarity, name), probes, where)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class _Trials:
         return _Trials(probes, mates, starts, int((counts == 0).sum()))
 
 
-class _Judge:
+class _Ranker:
     """Counts, for every trial, the distractors at least as near as the mate.
 
     Scores order the others as seen from one probe as their similarity does: p·g for the dot
@@ -190,15 +189,14 @@ class _Judge:
         gallery: Tensor,
         people: Tensor,
         trials: _Trials,
-        metric: IdentificationMetric,
+        similarity: FloatSimilarity,
     ) -> None:
-        self.people, self.trials, self.metric = people, trials, metric
-        self.probes = _moderate(probes) if metric == "cosine" else probes
+        self.people, self.trials, self.similarity = people, trials, similarity
+        self.probes = _moderate(probes) if similarity == "cosine" else probes
         self.seen = 0
-        kind = probes.device.type
-        self.height = _PROBES.get(kind, _PROBES["cpu"])
-        self.width = _DISTRACTORS.get(kind, _DISTRACTORS["cpu"])
-        self.at_once = _AT_ONCE.get(kind, _AT_ONCE["cpu"])
+        self.height = by_device(probes.device, **_PROBES)
+        self.width = by_device(probes.device, **_DISTRACTORS)
+        self.at_once = by_device(probes.device, **_AT_ONCE)
         self.squares = self.probes.double().square().sum(1)
         self.reach = self._longest(gallery)
         counts = trials.starts[1:] - trials.starts[:-1]
@@ -206,7 +204,7 @@ class _Judge:
         exact = torch.cat(
             [
                 self._exact(self.probes[trials.probes[part]], gallery[trials.mates[part]])
-                for part in _parts(len(trials.probes), _ROWS)
+                for part in chunks(len(trials.probes), _ROWS)
             ]
         )
         # Within a probe the mates go from far to near, so one search finds all that are beaten.
@@ -218,30 +216,29 @@ class _Judge:
 
     def _exact(self, probes: Tensor, others: Tensor) -> Tensor:
         probes, others = probes.double(), others.double()
-        if self.metric == "euclidean":
+        if self.similarity == "euclidean":
             return (probes - others).square().sum(1) * -0.5
-        return (probes * (normalise(others) if self.metric == "cosine" else others)).sum(1)
+        return (probes * (normalize(others) if self.similarity == "cosine" else others)).sum(1)
 
     def _longest(self, others: Tensor) -> float:
         """The largest length among what probes are multiplied with: the scale of the rounding."""
-        if self.metric == "cosine":
+        if self.similarity == "cosine":
             return 1.0
         return float(torch.linalg.vector_norm(others, dim=1, dtype=torch.float64).max())
 
     def count(self, others: Tensor, people: Tensor | None = None) -> None:
         """Let a tile of distractors pass; with ``people``, those of the probe's own are skipped."""
         self.seen += len(others)
-        vectors = normalise(others) if self.metric == "cosine" else others
+        vectors = normalize(others) if self.similarity == "cosine" else others
         reach = max(self.reach, self._longest(others))
-        for at in range(0, len(self.probes), self.height):
-            rows = slice(at, min(at + self.height, len(self.probes)))
+        for rows in chunks(len(self.probes), self.height):
             scores = self.probes[rows] @ vectors.T
             scale = self.squares[rows].sqrt() * reach
-            if self.metric == "euclidean":
+            if self.similarity == "euclidean":
                 scores -= 0.5 * others.square().sum(1)
                 scores -= 0.5 * self.squares[rows, None].to(scores.dtype)
                 scale += 0.5 * (self.squares[rows] + reach * reach)
-            # Sums run over lanes of 16 numbers or more, so this bounds their rounding error.
+            # Sums run over lanes of 16 values or more, so this bounds their rounding error.
             depth = 16 + vectors.shape[1] / 16
             self._count_tile(
                 scores, scale * (depth * torch.finfo(scores.dtype).eps), others, people, rows
@@ -255,7 +252,7 @@ class _Judge:
         farthest = self.scores[starts[:-1].clamp(max=len(self.scores) - 1)] - 2 * tolerance
         farthest = torch.where(starts[1:] > starts[:-1], farthest, torch.inf).to(scores.dtype)
         row, column = (scores >= farthest[:, None]).nonzero(as_tuple=True)
-        for part in _parts(len(row), self.at_once):
+        for part in chunks(len(row), self.at_once):
             self._place(scores, tolerance, others, people, rows, row[part], column[part])
 
     def _place(
@@ -277,7 +274,7 @@ class _Judge:
         beaten = self._mates_up_to(score - margin, begin, end)
         following = self.scores[beaten.clamp(max=len(self.scores) - 1)]
         doubtful = ((beaten < end) & (following <= score + margin)).nonzero()[:, 0]
-        for part in _parts(len(doubtful), _ROWS):
+        for part in chunks(len(doubtful), _ROWS):
             case = doubtful[part]
             beaten[case] = self._settled(
                 row[case] + rows.start, others[column[case]], begin[case], end[case]
@@ -290,7 +287,7 @@ class _Judge:
         """The same search in float64; equal up to its rounding is a tie."""
         score = self._exact(self.probes[probe], others)
         slack = score.abs()
-        if self.metric != "euclidean":
+        if self.similarity != "euclidean":
             slack = slack + self.squares[probe].sqrt() * self.reach
         return self._mates_up_to(score + 1e-13 * slack, begin, end)
 
@@ -322,7 +319,3 @@ def _moderate(matrix: Tensor) -> Tensor:
     """Rows scaled by powers of two, which is exact, so that no length over- or underflows."""
     exponent = torch.frexp(matrix.abs().amax(1, keepdim=True)).exponent.double()
     return (matrix.double() * torch.exp2(-exponent.clamp(min=-1000.0))).to(matrix.dtype)
-
-
-def _parts(total: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, total)) for at in range(0, total, step))

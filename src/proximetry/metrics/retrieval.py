@@ -13,56 +13,72 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import atomic_path
-from proximetry.metrics.arrays import Embeddings, IntArray, Labels, full_precision
-from proximetry.metrics.neighbours import Metric, Progress, Task, check_metric
-from proximetry.metrics.plan import answer, plan
+from proximetry._common import Progress, atomic_path
+from proximetry.metrics.inputs import (
+    Embeddings,
+    IntArray,
+    Labels,
+    Similarity,
+    check_similarity,
+    full_precision,
+)
+from proximetry.metrics.neighbors import search
+from proximetry.metrics.task import build, check
 
 FORMAT = "proximetry.retrieval/1"
-_ARRAYS = ("ids", "similarities", "query_codes", "gallery_codes", "classes", "positives")
+_ARRAYS = ("ids", "similarities")
+_LABELS = ("query_codes", "gallery_codes", "classes", "positives")
+_ABOUT = ("gallery_size", "similarity", "is_self_search")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RetrievalResult:
     """The ``k`` nearest gallery items of every query, nearest first.
 
-    All arrays are NumPy arrays on the processor. Labels are kept as ``classes[codes]``.
+    All arrays are NumPy arrays on the CPU. Labels are kept as ``classes[codes]``; the last four
+    attributes are None where the search was made without labels.
 
     Attributes:
         ids: gallery index of each neighbour, [queries, k]; −1 where there are fewer than k.
         similarities: larger is nearer, −inf beside an id of −1. The cosine or dot product; for
             "euclidean" and "hamming" the negative distance.
+        gallery_size: how many items were searched.
+        similarity: what "near" means.
+        is_self_search: whether every item of the gallery was a query against the others.
         query_codes: class number of each query.
         gallery_codes: class number of each gallery item.
         classes: the label of each class number, integers or strings.
         positives: how many items of its class each query could find (itself and ignored ones
             left out).
-        metric: what "near" means.
-        is_self_search: whether the gallery was asked about itself.
     """
 
     ids: IntArray
     similarities: npt.NDArray[np.floating[Any]]
-    query_codes: IntArray
-    gallery_codes: IntArray
-    classes: npt.NDArray[Any]
-    positives: IntArray
-    metric: Metric
+    gallery_size: int
+    similarity: Similarity
     is_self_search: bool
+    query_codes: IntArray | None = None
+    gallery_codes: IntArray | None = None
+    classes: npt.NDArray[Any] | None = None
+    positives: IntArray | None = None
 
     def __post_init__(self) -> None:
-        check_metric(self.metric)
-        queries = len(self.query_codes)
+        check_similarity(self.similarity)
         if self.ids.ndim != 2 or self.ids.shape != self.similarities.shape:
             raise ValueError(
                 f"ids {self.ids.shape} and similarities {self.similarities.shape} must be "
                 "matrices of one shape"
             )
-        if len(self.ids) != queries or len(self.positives) != queries:
-            raise ValueError(
-                f"{queries} query codes for {len(self.ids)} lists and "
-                f"{len(self.positives)} counts of positives"
-            )
+        for name, length in (
+            ("query_codes", len(self.ids)),
+            ("positives", len(self.ids)),
+            ("gallery_codes", self.gallery_size),
+        ):
+            values = getattr(self, name)
+            if (values is None) != (self.classes is None):
+                raise ValueError(f"give all of {', '.join(_LABELS)}, or none")
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name} has {len(values)} entries, expected {length}")
         if (
             self.ids.size
             and not -1 <= int(self.ids.min()) <= int(self.ids.max()) < self.gallery_size
@@ -78,35 +94,41 @@ class RetrievalResult:
         return int(self.ids.shape[1])
 
     @property
-    def gallery_size(self) -> int:
-        """How many items were searched."""
-        return len(self.gallery_codes)
-
-    @property
     def complete(self) -> bool:
         """Whether the lists hold everything there is to find, so that no k is too large."""
         return self.k >= self.gallery_size - int(self.is_self_search)
 
+    def _labelled(self) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
+        if self.query_codes is None or self.gallery_codes is None or self.classes is None:
+            raise ValueError(
+                "this search was made without labels; give them to retrieve() to know hits"
+            )
+        return self.query_codes, self.gallery_codes, self.classes
+
     @property
     def hits(self) -> npt.NDArray[np.bool_]:
         """Which neighbours have the query's label, [queries, k]."""
-        found = self.gallery_codes[np.maximum(self.ids, 0)] == self.query_codes[:, None]
+        query_codes, gallery_codes, _ = self._labelled()
+        found = gallery_codes[np.maximum(self.ids, 0)] == query_codes[:, None]
         return cast("npt.NDArray[np.bool_]", found & (self.ids >= 0))
 
     @property
     def query_labels(self) -> npt.NDArray[Any]:
         """The label of each query."""
-        return self.classes[self.query_codes]
+        codes, _, classes = self._labelled()
+        return classes[codes]
 
     @property
     def gallery_labels(self) -> npt.NDArray[Any]:
         """The label of each gallery item."""
-        return self.classes[self.gallery_codes]
+        _, codes, classes = self._labelled()
+        return classes[codes]
 
     @property
     def labels(self) -> npt.NDArray[Any]:
         """The label of each neighbour, [queries, k]; look at ``ids`` for places that are empty."""
-        return self.classes[self.gallery_codes[np.maximum(self.ids, 0)]]
+        _, codes, classes = self._labelled()
+        return classes[codes[np.maximum(self.ids, 0)]]
 
     def __getitem__(
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]
@@ -123,8 +145,8 @@ class RetrievalResult:
             self,
             ids=self.ids[chosen],
             similarities=self.similarities[chosen],
-            query_codes=self.query_codes[chosen],
-            positives=self.positives[chosen],
+            query_codes=None if self.query_codes is None else self.query_codes[chosen],
+            positives=None if self.positives is None else self.positives[chosen],
         )
 
     def top(self, k: int) -> RetrievalResult:
@@ -135,29 +157,28 @@ class RetrievalResult:
 
     def __repr__(self) -> str:
         against = "each other" if self.is_self_search else f"{self.gallery_size} gallery items"
+        known = "no labels" if self.classes is None else f"{len(self.classes)} classes"
         return (
             f"RetrievalResult({len(self)} queries against {against}, k={self.k}, "
-            f"metric={self.metric!r}, {len(self.classes)} classes)"
+            f"similarity={self.similarity!r}, {known})"
         )
 
     def __str__(self) -> str:
         """A few lists as text: label, then neighbours as id:label, a star at each hit."""
         lines = [repr(self)]
         for query in range(min(len(self), 5)):
-            shown = self[query]
-            row = zip(
-                shown.ids[0, :6],
-                shown.similarities[0],
-                shown.labels[0],
-                shown.hits[0],
-                strict=False,
-            )
+            shown, name = self[query].top(min(self.k, 6)), str(query)
+            marks = [""] * shown.k
+            if shown.classes is not None:
+                name = str(shown.query_labels[0])
+                named = zip(shown.labels[0], shown.hits[0], strict=True)
+                marks = [f":{label}{'*' if hit else ''}" for label, hit in named]
             cells = [
-                f"{i}:{label}{'*' if hit else ''} {near:.3f}"
-                for i, near, label, hit in row
+                f"{i}{mark} {near:.3f}"
+                for i, mark, near in zip(shown.ids[0], marks, shown.similarities[0], strict=True)
                 if i >= 0
             ]
-            lines.append(f"  {shown.query_labels[0]} → " + ", ".join(cells))
+            lines.append(f"  {name} → " + ", ".join(cells))
         if len(self) > 5:
             lines.append(f"  … and {len(self) - 5} more queries")
         return "\n".join(lines)
@@ -165,8 +186,9 @@ class RetrievalResult:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one ``.npz`` file, all or nothing: a reader never meets half a file."""
         target = Path(path)
-        about = {"format": FORMAT, "metric": self.metric, "is_self_search": self.is_self_search}
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+        about = {"format": FORMAT} | {name: getattr(self, name) for name in _ABOUT}
+        names = _ARRAYS if self.classes is None else _ARRAYS + _LABELS
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in names}
         arrays["about"] = np.array(json.dumps(about))
         with atomic_path(target) as part, part.open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -180,8 +202,8 @@ class RetrievalResult:
                 about = json.loads(str(file["about"]))
                 if about["format"] != FORMAT:
                     raise ValueError(f"format {about['format']!r}, this version reads {FORMAT!r}")
-                arrays = {name: file[name] for name in _ARRAYS}
-            return cls(**arrays, metric=about["metric"], is_self_search=about["is_self_search"])
+                arrays = {name: file[name] for name in _ARRAYS + _LABELS if name in file}
+            return cls(**arrays, **{name: about[name] for name in _ABOUT})
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -190,12 +212,12 @@ class RetrievalResult:
 
 def retrieve(
     embeddings: Embeddings,
-    labels: Labels,
+    labels: Labels | None = None,
     *,
     queries: Embeddings | None = None,
     query_labels: Labels | None = None,
     k: int = 10,
-    metric: Metric = "cosine",
+    similarity: Similarity = "cosine",
     ignore_groups: Labels | None = None,
     query_ignore_groups: Labels | None = None,
     progress: Progress | None = None,
@@ -206,12 +228,12 @@ def retrieve(
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
             array, of any floating type (half precision is computed in float32); packed ``uint8``
             codes for "hamming".
-        labels: one integer or string per gallery item.
-        queries: what to ask; without it every item is asked against all others, and itself left
-            out by its index.
-        query_labels: one per query.
+        labels: one integer or string per gallery item, if hits are to be known.
+        queries: what to search for; without it every item is a query against all others, and
+            itself left out by its index.
+        query_labels: one per query, if there are labels.
         k: neighbours per query; all there are if the gallery is smaller.
-        metric: "cosine", "euclidean", "dot" or "hamming".
+        similarity: "cosine", "euclidean", "dot" or "hamming".
         ignore_groups: one integer or string per gallery item; a query never meets an item of its
             own group (same burst, same camera).
         query_ignore_groups: the groups of the queries, if there are queries.
@@ -222,35 +244,28 @@ def retrieve(
     """
     if isinstance(k, bool) or int(k) != k or k < 1:
         raise ValueError(f"k must be a whole number from 1 up, got {k!r}")
-    prepared = plan(
-        embeddings, labels, queries, query_labels, metric, ignore_groups, query_ignore_groups
-    )
-    task = prepared.task
-    with full_precision(task.gallery.device):
-        # Without itself, an item has one neighbour fewer.
-        depth = max(1, min(k, len(task.gallery) - (task.own is not None)))
-        ids, similarities = _collect(task, depth, progress)
-        positives = task.positives()
-    return RetrievalResult(
-        ids=ids,
-        similarities=similarities,
-        query_codes=task.query_codes.cpu().numpy(),
-        gallery_codes=task.gallery_codes.cpu().numpy(),
-        classes=prepared.classes,
-        positives=positives.cpu().numpy(),
-        metric=metric,
-        is_self_search=task.own is not None,
-    )
-
-
-def _collect(task: Task, depth: int, progress: Progress | None) -> tuple[IntArray, Any]:
-    count = len(task.queries)
+    given = (embeddings, labels, ignore_groups)
+    asked = (queries, query_labels, query_ignore_groups)
+    task = build(*check(similarity, given, asked, allow_unlabeled=True), similarity)
+    count, device = len(task.queries), task.gallery.device
+    # Without itself, an item has one neighbour fewer.
+    depth = max(1, min(k, len(task.gallery) - (task.own is not None)))
     ids = np.empty((count, depth), dtype=np.int64)
     wide = task.gallery.dtype == torch.float64
     similarities = np.empty((count, depth), dtype=np.float64 if wide else np.float32)
-    depths = torch.full((count,), depth, device=task.gallery.device)
-    for block in answer(task, depths, with_ranks=False, progress=progress):
-        rows = block.rows.cpu().numpy()
-        ids[rows] = block.ids.cpu().numpy()
-        similarities[rows] = block.similarities.cpu().numpy()
-    return ids, similarities
+    with full_precision(device):
+        depths = torch.full((count,), depth, device=device)
+        for block in search(task, depths, with_ranks=False, progress=progress):
+            rows = block.rows.cpu().numpy()
+            ids[rows] = block.ids.cpu().numpy()
+            similarities[rows] = block.similarities.cpu().numpy()
+    result = RetrievalResult(ids, similarities, len(task.gallery), similarity, task.own is not None)
+    if labels is None:
+        return result
+    return replace(
+        result,
+        query_codes=task.query_codes.cpu().numpy(),
+        gallery_codes=task.gallery_codes.cpu().numpy(),
+        classes=task.classes,
+        positives=task.positives().cpu().numpy(),
+    )

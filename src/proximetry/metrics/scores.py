@@ -1,64 +1,88 @@
-"""Scores of ranked lists, one number per query.
+"""The metrics of ranked lists, each declared once: a field of `Metrics` with its formulas.
 
-Every score is a function of three things: ``hits`` (which of the first places hold a positive),
-``positives`` (R, how many a query could find) and ``ranks`` (the place of the best positive).
+Importing this module loads neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
+"""What `proximetry.metrics.cluster` reports."""
+COUNTS = ("queries", "queries_without_positive")
+"""How many queries the means are taken over, and how many were left out."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which scores to compute, checked on construction.
+class Lists:
+    """Ranked lists of some queries, and the running sums that formulas share.
 
-    ``at_r`` asks for R-precision and MAP@R, ``mrr`` for the mean reciprocal rank.
+    Lists may end early: what is missing is no hit.
     """
 
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    precision_at: tuple[int, ...] = ()
-    ndcg_at: tuple[int, ...] = (2, 4, 8)
-    map_at: tuple[int, ...] = ()
-    at_r: bool = True
-    mrr: bool = True
+    hits: Tensor  # 1 where a positive stands, else 0; float64, [queries, places]
+    positives: Tensor  # R, how many a query could find
+    ranks: Tensor  # the place of the first positive, from 1
 
-    def __post_init__(self) -> None:
-        for name in ("recall_at", "precision_at", "ndcg_at", "map_at"):
-            object.__setattr__(self, name, _cutoffs(getattr(self, name), name))
-        if not self.names():
-            raise ValueError("no score is asked for; name at least one, such as recall_at=(1,)")
+    @cached_property
+    def counts(self) -> Tensor:
+        """Hits up to each place."""
+        return self.hits.cumsum(1)
 
-    def names(self) -> list[str]:
-        """The keys of the scores, in the order in which they are reported."""
-        return [
-            *(f"recall@{k}" for k in self.recall_at),
-            *(f"precision@{k}" for k in self.precision_at),
-            *(("r_precision", "map@r") if self.at_r else ()),
-            *(f"map@{k}" for k in self.map_at),
-            *(("mrr",) if self.mrr else ()),
-            *(f"ndcg@{k}" for k in self.ndcg_at),
-        ]
+    @cached_property
+    def precisions(self) -> Tensor:
+        """The precision at each hit, summed up to each place."""
+        return (self.counts / self.places(self.hits.shape[1]) * self.hits).cumsum(1)
 
-    def fixed_depth(self) -> int:
-        """How long every list must be, R apart; recall and MRR need no list but a rank."""
-        return max((1, *self.precision_at, *self.ndcg_at, *self.map_at))
+    @cached_property
+    def gains(self) -> Tensor:
+        """DCG: (2^r − 1) / log2(i + 1), with r either 0 or 1, summed up to each place i."""
+        return (self.hits / (self.places(self.hits.shape[1]) + 1).log2()).cumsum(1)
 
-    def needs_ranks(self) -> bool:
-        """Whether ranks are needed beyond the end of the lists."""
-        return self.mrr or max((0, *self.recall_at)) > self.fixed_depth()
+    def best_gain(self, k: int) -> Tensor:
+        """DCG of the best list of k, which has min(k, R) hits in front."""
+        best = (1.0 / (self.places(k) + 1).log2()).cumsum(0)
+        return best[self.positives.clamp(1, k) - 1]
 
-    def depths(self, positives: Tensor) -> Tensor:
-        """How long each query's list must be."""
-        least = torch.full_like(positives, self.fixed_depth())
-        return torch.maximum(least, positives) if self.at_r else least
+    def places(self, count: int) -> Tensor:
+        """1, 2, … count."""
+        return self.hits.new_ones(count).cumsum(0)
+
+    def at(self, sums: Tensor, k: int) -> Tensor:
+        """Running sums at place k."""
+        return sums[:, min(k, sums.shape[1]) - 1]
+
+    def at_r(self, sums: Tensor) -> Tensor:
+        """Running sums at place R of each query."""
+        last = self.positives.clamp(1, sums.shape[1]) - 1
+        return sums.gather(1, last[:, None])[:, 0]
 
 
-def _cutoffs(values: int | Sequence[int], name: str) -> tuple[int, ...]:
+class Score(NamedTuple):
+    """One number per query.
+
+    ``reads`` says what the formula needs: the place of the first positive ("first"), the first
+    k places ("k"), or as many as the query has positives ("R").
+    """
+
+    name: str
+    reads: Literal["first", "k", "R"]
+    formula: Callable[[Lists, int], Tensor]
+    k: int = 0
+
+
+def _declare(default: Any, text: str, *scores: Score) -> Any:
+    return field(default=default, metadata={"help": text, "scores": scores})
+
+
+def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     numbers = (values,) if isinstance(values, int) else tuple(values)
     for number in numbers:
         if isinstance(number, bool) or int(number) != number or number < 1:
@@ -66,52 +90,100 @@ def _cutoffs(values: int | Sequence[int], name: str) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in numbers}))
 
 
-def score_lists(
-    hits: Tensor, positives: Tensor, ranks: Tensor, wanted: Wanted
-) -> dict[str, Tensor]:
-    """The wanted scores in float64. Lists may end early: what is missing is no hit.
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Which metrics to compute, in the order of reporting.
 
-    Queries without a positive get NaN everywhere.
+    A field ending in ``_at`` holds the cut-offs k at which its metric is computed.
     """
-    scores: dict[str, Tensor] = {}
-    found = positives > 0
-    for k in wanted.recall_at:
-        scores[f"recall@{k}"] = (found & (ranks <= k)).to(torch.float64)
-    if wanted.precision_at or wanted.map_at or wanted.at_r or wanted.ndcg_at:
-        scores |= _score_places(hits, positives, wanted)
-    if wanted.mrr:
-        scores["mrr"] = 1.0 / ranks.to(torch.float64)
-    return {name: scores[name].masked_fill(~found, torch.nan) for name in wanted.names()}
+
+    recall_at: tuple[int, ...] = _declare(
+        (1, 2, 4, 8),
+        "k of recall@k: is at least one of the first k a positive?",
+        Score("recall", "first", lambda lists, k: (lists.ranks <= k).double()),
+    )
+    precision_at: tuple[int, ...] = _declare(
+        (),
+        "k of precision@k: positives among the first k, divided by k",
+        Score("precision", "k", lambda lists, k: lists.at(lists.counts, k) / k),
+    )
+    at_r: bool = _declare(
+        True,
+        "r_precision and map@r, which look as far as the query has positives",
+        Score("r_precision", "R", lambda lists, _: lists.at_r(lists.counts) / lists.positives),
+        Score("map@r", "R", lambda lists, _: lists.at_r(lists.precisions) / lists.positives),
+    )
+    map_at: tuple[int, ...] = _declare(
+        (),
+        "k of map@k: the precision at each positive among the first k, summed, divided by k",
+        Score("map", "k", lambda lists, k: lists.at(lists.precisions, k) / k),
+    )
+    mrr: bool = _declare(
+        True,
+        "mrr: one over the place of the first positive",
+        Score("mrr", "first", lambda lists, _: 1.0 / lists.ranks.double()),
+    )
+    ndcg_at: tuple[int, ...] = _declare(
+        (2, 4, 8),
+        "k of ndcg@k: discounted gain of the first k, divided by that of the best list",
+        Score("ndcg", "k", lambda lists, k: lists.at(lists.gains, k) / lists.best_gain(k)),
+    )
+    clustering: bool = _declare(
+        False,
+        f"{', '.join(CLUSTERING)} of k-means with as many clusters as classes",
+    )
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if isinstance(entry.default, tuple):
+                cutoffs = _cutoffs(getattr(self, entry.name), entry.name)
+                object.__setattr__(self, entry.name, cutoffs)
+        if not self.scores():
+            raise ValueError("no score is asked for; name at least one, such as recall_at=(1,)")
+
+    def scores(self) -> list[Score]:
+        """The scores that each query gets."""
+        chosen: list[Score] = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            for score in entry.metadata["scores"]:
+                if isinstance(value, tuple):
+                    chosen += [score._replace(name=f"{score.name}@{k}", k=k) for k in value]
+                elif value:
+                    chosen.append(score)
+        return chosen
+
+    def names(self) -> list[str]:
+        """Every key of the result, in the order in which they are reported."""
+        clustering = CLUSTERING if self.clustering else ()
+        return [*(score.name for score in self.scores()), *clustering, *COUNTS]
+
+    def fixed_depth(self) -> int:
+        """How long every list must be, R apart; what reads the first positive needs no list."""
+        return max([1, *(score.k for score in self.scores() if score.reads == "k")])
+
+    def needs_ranks(self) -> bool:
+        """Whether the place of the first positive is needed beyond the end of the lists."""
+        firsts = [score.k for score in self.scores() if score.reads == "first"]
+        return any(k == 0 or k > self.fixed_depth() for k in firsts)
+
+    def depths(self, positives: Tensor) -> Tensor:
+        """How long each query's list must be."""
+        if any(score.reads == "R" for score in self.scores()):
+            return positives.clamp(min=self.fixed_depth())
+        return positives.new_full(positives.shape, self.fixed_depth())
 
 
-def _score_places(hits: Tensor, positives: Tensor, wanted: Wanted) -> dict[str, Tensor]:
-    """Scores that look at each place of a list, from three running sums."""
-    places = torch.arange(1, hits.shape[1] + 1, dtype=torch.float64, device=hits.device)
-    exact = hits.to(torch.float64)
-    counts = exact.cumsum(1)
-    scores: dict[str, Tensor] = {}
-    for k in wanted.precision_at:
-        scores[f"precision@{k}"] = _upto(counts, k) / k
-    if wanted.at_r or wanted.map_at:
-        # Σ over hits of the precision at the hit
-        precisions = (counts / places * exact).cumsum(1)
-        if wanted.at_r:
-            last = (positives.clamp(1, hits.shape[1]) - 1)[:, None]
-            scores["r_precision"] = counts.gather(1, last)[:, 0] / positives
-            scores["map@r"] = precisions.gather(1, last)[:, 0] / positives
-        for k in wanted.map_at:
-            scores[f"map@{k}"] = _upto(precisions, k) / k
-    if wanted.ndcg_at:
-        # DCG(k) = Σ (2^r − 1) / log2(i + 1), with r either 0 or 1
-        gains = (exact / torch.log2(places + 1)).cumsum(1)
-        for k in wanted.ndcg_at:
-            ideal = 1.0 / torch.log2(
-                torch.arange(2, k + 2, dtype=torch.float64, device=hits.device)
-            )
-            best = ideal.cumsum(0)[positives.clamp(1, k) - 1]
-            scores[f"ndcg@{k}"] = _upto(gains, k) / best
-    return scores
+DEFAULT = Metrics()
 
 
-def _upto(running: Tensor, k: int) -> Tensor:
-    return running[:, min(k, running.shape[1]) - 1]
+def score_lists(
+    hits: Tensor, positives: Tensor, ranks: Tensor, metrics: Metrics
+) -> dict[str, Tensor]:
+    """Compute the scores in float64; queries without a positive get NaN everywhere."""
+    lists = Lists(hits.double(), positives, ranks)
+    without = positives <= 0
+    return {
+        score.name: score.formula(lists, score.k).masked_fill(without, math.nan)
+        for score in metrics.scores()
+    }

@@ -1,4 +1,4 @@
-"""Every item against all others on a processor: each similarity is computed once, used twice.
+"""Every item against all others on a CPU: each similarity is computed once, used twice.
 
 Items are laid out class by class in tiles, so that all positives of an item lie in its diagonal
 tile. Diagonal tiles go first: they give each item its best positive and a first list. A tile off
@@ -23,15 +23,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from proximetry.metrics.neighbours import (
-    Block,
-    Progress,
-    Task,
-    from_keys,
-    project,
-    reported,
-    to_keys,
-)
+from proximetry._common import Progress, chunks
+from proximetry.metrics.task import Block, Task, from_keys, project, reported, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -40,14 +33,14 @@ COLUMN_GROUP = 8
 # A byte counts to 255; eight bytes to the word; so this many columns may share a sum.
 LANES = 8 * 255
 WORST_KEY = torch.iinfo(torch.int64).min
-# Candidates per item that wait before they are let into the lists together.
-PATIENCE = 48
+# Candidates per item that are collected before they are merged into the lists together.
+MERGE_AFTER = 48
 # Threads that look through tiles at the same time; each holds one tile.
-CREW = 4
+THREADS = 4
 
 
 def applies(task: Task, depth: int) -> bool:
-    """Whether this way is open, and shorter than going block by block."""
+    """Whether this search can be used, and is faster than going block by block."""
     return (
         task.is_self_search
         and task.query_groups is None
@@ -102,12 +95,16 @@ class _Layout:
 def search_symmetric(
     task: Task, depth: int, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
-    """The same answer as :func:`~proximetry.metrics.neighbours.search`, for all items at once."""
+    """The same answer as ``neighbors.search_blocks``, for all items at once."""
     layout = _Layout.of(task.gallery_codes)
     items = layout.items.clamp_min(0)
     vectors = task.gallery[items]
-    right = project(vectors, task.metric, "gallery")
-    left = right if task.metric in ("cosine", "dot") else project(vectors, task.metric, "query")
+    right = project(vectors, task.similarity, "gallery")
+    left = (
+        right
+        if task.similarity in ("cosine", "dot")
+        else project(vectors, task.similarity, "query")
+    )
     del vectors
     state = _State(
         keys=torch.empty((len(items), depth), dtype=torch.int64),
@@ -119,55 +116,59 @@ def search_symmetric(
         waiting={at.start: [] for at in layout.tiles},
     )
     codes = task.gallery_codes[items]
-    rooms = _Rooms(max(at.stop - at.start for at in layout.tiles) ** 2)
+    buffers = _BufferPool(max(at.stop - at.start for at in layout.tiles) ** 2)
     locks = {at.start: Lock() for at in layout.tiles}
 
     def start(at: slice) -> None:
-        with rooms.one() as room:
-            tile = _product(left[at], right[at], room)
+        with buffers.take() as buffer:
+            tile = _product(left[at], right[at], buffer)
             _diagonal(tile, layout.items[at], codes[at], state, at)
 
     def visit(pair: tuple[slice, slice]) -> None:
         rows, columns = pair
-        with rooms.one() as room:
-            tile = _product(left[rows], right[columns], room)
+        with buffers.take() as buffer:
+            tile = _product(left[rows], right[columns], buffer)
             _blank_padding(tile, layout.items[rows], layout.items[columns])
             with locks[rows.start], locks[columns.start]:  # always in rising order
                 if with_ranks:
-                    _count_nearer(tile, layout.items[columns], state, rows)
-                    _count_nearer_transposed(tile, layout.items[rows], state, columns)
+                    _count_nearer(tile, layout.items[columns], state, rows, across=1)
+                    _count_nearer(tile, layout.items[rows], state, columns, across=0)
                 _gather_neighbours(tile, layout.items, state, rows, columns)
 
     pairs = _rounds(layout.tiles)
-    report = _Report(progress, len(layout.tiles) + len(pairs))
-    with _crew() as crew:
-        for _ in crew.map(start, layout.tiles):  # all of them, before any pair
-            report.one_more()
-        for _ in crew.map(visit, pairs):
-            report.one_more()
+    total = len(layout.tiles) + len(pairs)
+
+    def steps(pool: ThreadPoolExecutor) -> Iterator[None]:
+        yield from pool.map(start, layout.tiles)  # all of them, before any pair
+        yield from pool.map(visit, pairs)
+
+    with _thread_pool() as pool:
+        for done, _ in enumerate(steps(pool), 1):
+            if progress is not None:
+                progress(done, total)
     for at in layout.tiles:
         _merge(state, at)
     return _finish(task, layout, state, depth, with_ranks)
 
 
 @contextmanager
-def _crew() -> Iterator[ThreadPoolExecutor]:
-    """A few threads that share the processor.
+def _thread_pool() -> Iterator[ThreadPoolExecutor]:
+    """A few threads that share the cores; afterwards torch has its number of threads back.
 
     Looking through a tile runs mostly on one core: several tiles at once keep all of them busy.
     """
     threads = torch.get_num_threads()
-    crew = min(threads, CREW)
+    workers = min(threads, THREADS)
     try:
         with ThreadPoolExecutor(
-            crew, initializer=torch.set_num_threads, initargs=(threads // crew,)
+            workers, initializer=torch.set_num_threads, initargs=(threads // workers,)
         ) as pool:
             yield pool
     finally:
         torch.set_num_threads(threads)
 
 
-class _Rooms:
+class _BufferPool:
     """Memory for tiles, used again and again: fresh pages cost time."""
 
     def __init__(self, entries: int) -> None:
@@ -175,45 +176,33 @@ class _Rooms:
         self._free: list[Tensor] = []
 
     @contextmanager
-    def one(self) -> Iterator[Tensor]:
+    def take(self) -> Iterator[Tensor]:
         try:
-            room = self._free.pop()
+            buffer = self._free.pop()
         except IndexError:
-            room = torch.empty(self._entries)
-        with torch.no_grad():  # threads of the crew start with gradients on
-            yield room
-        self._free.append(room)
-
-
-@dataclass
-class _Report:
-    progress: Progress | None
-    total: int
-    done: int = 0
-
-    def one_more(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+            buffer = torch.empty(self._entries)
+        with torch.no_grad():  # a thread of the pool starts with gradients on
+            yield buffer
+        self._free.append(buffer)
 
 
 def _rounds(tiles: list[slice]) -> list[tuple[slice, slice]]:
-    """Every pair of tiles once, in the order of a tournament: neighbours in it share no tile."""
-    players: list[int | None] = list(range(len(tiles)))
-    if len(players) % 2:
-        players.append(None)
-    half = len(players) // 2
+    """Every pair of tiles once, as in a round-robin tournament: consecutive pairs share no tile."""
+    order: list[int | None] = list(range(len(tiles)))
+    if len(order) % 2:
+        order.append(None)
+    half = len(order) // 2
     pairs = []
-    for _ in range(len(players) - 1):
-        for one, two in zip(players[:half], reversed(players[half:]), strict=True):
+    for _ in range(len(order) - 1):
+        for one, two in zip(order[:half], reversed(order[half:]), strict=True):
             if one is not None and two is not None:
                 pairs.append((tiles[min(one, two)], tiles[max(one, two)]))
-        players = [players[0], players[-1], *players[1:-1]]
+        order = [order[0], order[-1], *order[1:-1]]
     return pairs
 
 
-def _product(left: Tensor, right: Tensor, room: Tensor) -> Tensor:
-    tile = room[: len(left) * len(right)].view(len(left), len(right))
+def _product(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
+    tile = buffer[: len(left) * len(right)].view(len(left), len(right))
     return torch.mm(left, right.T, out=tile)
 
 
@@ -225,16 +214,16 @@ def _finish(task: Task, layout: _Layout, state: _State, depth: int, with_ranks: 
         items = layout.items[tile]
         real = items >= 0
         found, neighbours = from_keys(state.keys[tile][real].sort(dim=1, descending=True).values)
-        values[items[real]] = reported(found, task.metric)
+        values[items[real]] = reported(found, task.similarity)
         ids[items[real]] = neighbours
     ranks = None
     if with_ranks:
         real = layout.items >= 0
         before = (state.keys > to_keys(state.best, state.place)[:, None]).sum(1)
         ranks_in_order = 1 + torch.where(state.lost, state.nearer, before)
-        lonely = state.best[real] == torch.inf
+        without_positive = state.best[real] == torch.inf
         ranks = torch.zeros(count, dtype=torch.int64)
-        ranks[layout.items[real]] = ranks_in_order[real].masked_fill(lonely, 0)
+        ranks[layout.items[real]] = ranks_in_order[real].masked_fill(without_positive, 0)
     return Block(torch.arange(count), ids, values, ranks)
 
 
@@ -244,8 +233,7 @@ def _diagonal(tile: Tensor, items: Tensor, codes: Tensor, state: _State, at: sli
     _blank_padding(tile, items, items)
     real = items >= 0
     depth = state.keys.shape[1]
-    for start in range(0, len(tile), TILE // 4):
-        rows = slice(start, min(start + TILE // 4, len(tile)))
+    for rows in chunks(len(tile), TILE // 4):
         chosen = to_keys(tile[rows], items).topk(depth, dim=1, sorted=False).values
         state.keys[at][rows] = chosen
         same = codes[rows, None] == codes
@@ -253,14 +241,14 @@ def _diagonal(tile: Tensor, items: Tensor, codes: Tensor, state: _State, at: sli
         best = own.amax(1, keepdim=True)
         place = torch.where(own == best, items, len(state.place)).amin(1, keepdim=True)
         before = (tile[rows] > best) | ((tile[rows] == best) & (items < place))
-        # A best positive at infinity is never out of the list: nothing is counted for loners.
+        # A best positive at infinity never leaves the list: queries without one count nothing.
         state.best[at][rows] = best[:, 0].masked_fill(best[:, 0] == -torch.inf, torch.inf)
         state.place[at][rows] = place[:, 0]
         state.nearer[at][rows] = (before & ~same).sum(1)
     state.floor[at] = from_keys(state.keys[at].amin(1))[0]
     best_keys = to_keys(state.best[at], state.place[at])
     state.lost[at] = real & (best_keys < state.keys[at].amin(1))
-    # Nothing reaches an infinite bar: padding collects no neighbours.
+    # Nothing reaches an infinite floor: padding collects no neighbours.
     state.floor[at][~real] = torch.inf
 
 
@@ -279,32 +267,24 @@ def _gather_neighbours(
     _offer(state, columns, column, to_keys(found, items[rows][row]))
 
 
-def _count_nearer(tile: Tensor, items: Tensor, state: _State, at: slice) -> None:
-    """For rows whose best positive is out of the list: the columns that come before it."""
-    rows = _to_count(state.lost[at])
-    if rows is None:
-        return
-    chosen, best, place = tile[rows], state.best[at][rows, None], state.place[at][rows, None]
-    nearer = _true_per_row(chosen > best)
-    tied = (_true_per_row(chosen >= best) > nearer).nonzero()[:, 0]
-    if len(tied):
-        before = (chosen[tied] == best[tied]) & (items < place[tied])
-        nearer[tied] += before.sum(1)
-    state.nearer[at][rows] += nearer
+def _count_nearer(tile: Tensor, items: Tensor, state: _State, at: slice, across: int) -> None:
+    """For rows (``across`` = 1) whose best positive is out of the list: the columns before it.
 
-
-def _count_nearer_transposed(tile: Tensor, items: Tensor, state: _State, at: slice) -> None:
-    """The same for columns, and the rows that come before their best positives."""
-    columns = _to_count(state.lost[at])
-    if columns is None:
+    With ``across`` = 0 the same for columns, and the rows before their best positives.
+    """
+    lines = _to_count(state.lost[at])
+    if lines is None:
         return
-    chosen, best, place = tile[:, columns], state.best[at][columns], state.place[at][columns]
-    nearer = _true_per_column(chosen > best)
-    tied = (_true_per_column(chosen >= best) > nearer).nonzero()[:, 0]
+    count, along = (_true_per_row, 0) if across else (_true_per_column, 1)
+    chosen = tile[lines] if across else tile[:, lines]
+    best, place = (of[at][lines].unsqueeze(across) for of in (state.best, state.place))
+    nearer = count(chosen > best)
+    tied = (count(chosen >= best) > nearer).nonzero()[:, 0]
     if len(tied):
-        before = (chosen[:, tied] == best[tied]) & (items[:, None] < place[tied])
-        nearer[tied] += before.sum(0)
-    state.nearer[at][columns] += nearer
+        chosen, best, place = (of.index_select(along, tied) for of in (chosen, best, place))
+        before = (chosen == best) & (items.unsqueeze(along) < place)
+        nearer[tied] += before.sum(across)
+    state.nearer[at][lines] += nearer
 
 
 def _to_count(lost: Tensor) -> Tensor | slice | None:
@@ -361,15 +341,15 @@ def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _offer(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
-    """Let candidates, given by rising row, wait for the lists of a tile."""
+    """Collect candidates for the lists of a tile, given by rising row."""
     waiting = state.waiting[at.start]
     waiting.append((row, keys))
-    if sum(len(rows) for rows, _ in waiting) >= PATIENCE * (at.stop - at.start):
+    if sum(len(rows) for rows, _ in waiting) >= MERGE_AFTER * (at.stop - at.start):
         _merge(state, at)
 
 
 def _merge(state: _State, at: slice) -> None:
-    """Let the waiting candidates compete with the lists they want to enter."""
+    """Merge the collected candidates into the lists of a tile."""
     waiting, state.waiting[at.start] = state.waiting[at.start], []
     height, depth = at.stop - at.start, state.keys.shape[1]
     filled = torch.zeros(height, dtype=torch.int64)

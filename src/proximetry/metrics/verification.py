@@ -13,35 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry.metrics.arrays import IntArray, Labels, as_labels, encode
-from proximetry.metrics.pairs import (
-    PairList,
-    Templates,
-    pair_similarities,
-    read_pairs,
-    set_similarities,
-    templates,
-)
-
-__all__ = [
-    "PairList",
-    "Roc",
-    "Templates",
-    "Verification",
-    "auc",
-    "eer",
-    "pair_similarities",
-    "read_pairs",
-    "roc",
-    "set_similarities",
-    "tar_at_far",
-    "templates",
-    "verify",
-]
+from proximetry.metrics.inputs import FloatArray, IntArray, Labels, as_labels, encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -228,7 +203,7 @@ def verify(
     """The LFW / YTF protocol over pairs.
 
     For each fold the threshold is chosen on all other folds, where it makes the most decisions
-    right, and judged on the fold. Candidates are all that can differ: the midpoints between
+    right, and evaluated on the fold. Candidates are all that can differ: the midpoints between
     neighbouring similarities, and ±∞ (accept nothing, accept everything); among equally good
     ones the highest wins, which accepts the fewest. ``folds`` is a number (the pairs are cut
     into that many blocks in their order, as LFW lists them) or one fold id per pair.

@@ -1,59 +1,80 @@
-"""`Embedder`: backbone, pooling and head; from pixels to vectors."""
+"""`Embedder`: backbone, pooling and head; from images to vectors, to disk and to ONNX."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import numpy as np
+import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from proximetry.models.backbones import Features, check_name, prepare
-from proximetry.models.pooling import POOLINGS, make_pooling
-from proximetry.models.preprocessing import Preprocessing
+from proximetry import __version__
+from proximetry.models.backbones import Features, build, check_name, prepare
+from proximetry.models.export import write_onnx
+from proximetry.models.names import POOLINGS, SIMILARITIES, Similarity
+from proximetry.models.pooling import make_pooling
+from proximetry.models.preprocessing import ImageSource, Preprocessing
+from proximetry.models.storage import DESCRIPTION, read_embedder, write_embedder
 from proximetry.models.weights import WeightsRecord, load_backbone
-
-if TYPE_CHECKING:
-    from proximetry.models.encoding import ImageSource
-
-# Networks whose published form flattens its map.
-_FLATTENING = ("sphereface20",)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an embedder is made of; `dim` 0 means no linear head, `pooling` is never "auto"."""
+    """What an embedder is made of, in the words of `Embedder.create`.
+
+    A `dim` of 0 means no linear head; the `pooling` of an embedder is never "auto".
+    """
 
     backbone: str
     dim: int
     pooling: str
     layer_norm: bool
     normalize: bool
-    mirror: bool = False
+    flip_tta: bool = False
+    similarity: Similarity = "cosine"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values; with `mirror`, which is newer, only if it is set."""
-        values = asdict(self)
-        if not self.mirror:
-            del values["mirror"]
-        return values
+    def __post_init__(self) -> None:
+        for name, known in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
+            if getattr(self, name) not in known:
+                names = ", ".join(map(repr, known))
+                raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and every part back to what it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 class Embedder(nn.Module):
-    """Turn pictures into vectors in which near means alike.
+    """Turn images into vectors in which near means alike.
 
     Made by `Embedder.create` or read by `Embedder.load`. The network is backbone → pooling →
     LayerNorm without affine (optional) → linear to `dim` (optional) → L2 (optional).
 
     Attributes:
         architecture: names and settings the network is made of.
-        preprocessing: the pixels it wants.
+        preprocessing: the pixels it takes.
         weights: what the backbone started from.
-        width: of the pooled features.
-        dim: width of the vectors.
-        class_names, metrics, recipe: what was saved with it, for people and for other rooms.
+        width: dimension of the pooled features.
+        dim: dimension of the vectors.
+        class_names, metrics, recipe: what was saved with it, for people and for other packages.
     """
 
     def __init__(
@@ -65,12 +86,11 @@ class Embedder(nn.Module):
     ) -> None:
         super().__init__()
         features = prepare(model, architecture.backbone, preprocessing.crop)
-        pooling = _resolve_pooling(architecture, features)
-        architecture = Architecture(**{**asdict(architecture), "pooling": pooling})
+        pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
         if pooling == "flatten" and features.size:
             width *= features.size[0] * features.size[1]
-        self.architecture = architecture
+        self.architecture = replace(architecture, pooling=pooling)
         self.preprocessing = preprocessing
         self.weights = weights
         self.width = width
@@ -93,7 +113,8 @@ class Embedder(nn.Module):
         pooling: str = "auto",
         layer_norm: bool = False,
         normalize: bool = True,
-        mirror: bool = False,
+        flip_tta: bool = False,
+        similarity: Similarity | None = None,
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
@@ -102,15 +123,17 @@ class Embedder(nn.Module):
 
         Args:
             backbone: any name of `list_backbones()`.
-            dim: width of the vectors; None or 0 leaves the pooled features as they are.
+            dim: dimension of the vectors; None or 0 leaves the pooled features as they are.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
                 at 3) or "flatten" for backbones with a feature map; "token" for transformers,
                 which pool their tokens themselves; "auto" takes "avg" or "token", and "flatten"
                 for sphereface20.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
-            normalize: end on the unit sphere.
-            mirror: outside training, the mean features of an image and its mirror image; twice the
-                work.
+            normalize: L2-normalise the vectors.
+            flip_tta: test-time augmentation: average the features of the image and its
+                horizontal flip, outside training (2× cost).
+            similarity: how the vectors are compared, "cosine" or "euclidean"; None takes
+                "cosine" if they are normalised, else "euclidean".
             weights: "auto" takes an installed package that carries them, else the hub, else
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.
@@ -120,18 +143,22 @@ class Embedder(nn.Module):
         for name, value in (("dim", dim or 1), ("image_size", image_size), ("resize", resize)):
             if value is not None and (isinstance(value, bool) or value < 1 or value != int(value)):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if pooling not in POOLINGS:
-            known = ", ".join(map(repr, POOLINGS))
-            raise ValueError(f"pooling must be one of {known}, got {pooling!r}")
+        similarity = similarity or ("cosine" if normalize else "euclidean")
+        architecture = Architecture(
+            backbone, dim or 0, pooling, layer_norm, normalize, flip_tta, similarity
+        )
         crop = (image_size, image_size) if image_size else None
         choice = weights if isinstance(weights, str) else Path(weights)
         model, preprocessing, record = load_backbone(backbone, choice, crop, resize)
-        architecture = Architecture(backbone, dim or 0, pooling, layer_norm, normalize, mirror)
         return cls(model, architecture, preprocessing, record)
 
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Embed normalised pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
+        return self.project(self.features(pixels))
+
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the pooled features [B, channels], before LayerNorm and head."""
-        if self.architecture.mirror and not self.training:
+        """Return the pooled features [B, width] of normalised pixels, before LayerNorm and head."""
+        if self.architecture.flip_tta and not self.training:
             return (self._pooled(pixels) + self._pooled(pixels.flip(3))) / 2
         return self._pooled(pixels)
 
@@ -144,10 +171,6 @@ class Embedder(nn.Module):
             found = found.permute(0, 3, 1, 2)
         return self.pooling(found)  # type: ignore[no-any-return]
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Embed preprocessed pixels [B, 3, H, W] (see `Preprocessing.normalise`) as [B, dim]."""
-        return self.project(self.features(pixels))
-
     def project(self, features: Tensor) -> Tensor:
         """Return the vectors [B, dim] of pooled features [B, width]."""
         if self.architecture.layer_norm:
@@ -157,6 +180,74 @@ class Embedder(nn.Module):
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return F.normalize(vectors, dim=-1) if self.architecture.normalize else vectors
 
+    @torch.no_grad()
+    def pixel_features(self, pixels: Tensor) -> Tensor:
+        """Return the pooled features [B, width] of uint8 pixels [B, 3, H, W], in evaluation mode.
+
+        The first half of `embed`; `project` is the second.
+        """
+        # One memory layout, so that equal pixels give equal bits wherever they come from.
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        # A network in half precision takes pixels in half precision.
+        dtype = next(self.parameters()).dtype
+        with evaluating(self):
+            return self.features(self.preprocessing.normalize(pixels).to(dtype))
+
+    @torch.no_grad()
+    def embed(self, pixels: Tensor) -> Tensor:
+        """Return the vectors [B, dim] of uint8 pixels [B, 3, H, W], in evaluation mode.
+
+        `Preprocessing.pixels` gives such pixels. The result is float32 and on their device.
+        """
+        return self.project(self.pixel_features(pixels)).float()
+
+    def encode(
+        self,
+        images: Iterable[ImageSource],
+        batch_size: int = 64,
+        *,
+        device: str | torch.device | None = None,
+        concat_flip: bool = False,
+        workers: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
+
+        Each is turned upright, made RGB, resized and cropped as `preprocessing` says.
+
+        Args:
+            images: any number of images.
+            batch_size: images per pass.
+            device: move the embedder there first; None leaves it where it is.
+            concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (the custom in
+                face verification, e.g. Zhao et al. 2019).
+            workers: threads that read images; None takes one per core, at most eight.
+            progress: called with the number of images done, after every batch.
+
+        Returns:
+            Tensor [N, dim], float32, on the CPU.
+        """
+        _refuse_one_image(images)
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        if concat_flip and self.architecture.flip_tta:
+            raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
+        if device is not None:
+            self.to(device)
+        place = next(self.parameters()).device
+        threads = workers or min(8, os.cpu_count() or 1)
+        vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
+        done = 0
+        for batch in _read_batches(images, self.preprocessing, batch_size, threads):
+            pixels = batch.to(place)
+            views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
+            vectors.append(torch.cat([self.embed(view) for view in views], 1).cpu())
+            done += len(pixels)
+            if progress is not None:
+                progress(done)
+        return torch.cat(vectors)
+
     def parameter_parts(self) -> dict[str, list[nn.Parameter]]:
         """Return the trainable parts, for a learning rate each: backbone, head (with pooling)."""
         named = self.backbone.named_parameters()
@@ -165,35 +256,6 @@ class Embedder(nn.Module):
             "backbone": backbone,
             "head": [*self.pooling.parameters(), *self.head.parameters()],
         }
-
-    def encode(
-        self,
-        images: "Iterable[ImageSource]",
-        batch_size: int = 64,
-        *,
-        device: str | torch.device | None = None,
-        flip: bool = False,
-        workers: int | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """Embed pictures: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
-
-        Each is turned upright, made RGB, resized and cropped as `preprocessing` says.
-
-        Args:
-            images: any number of pictures.
-            batch_size: pictures per pass.
-            device: move the embedder there first; None leaves it where it is.
-            flip: append the vector of the mirrored picture: [N, 2 · dim] (RegularFace on LFW).
-            workers: threads that read pictures; None takes one per core, at most eight.
-            progress: called with the number of pictures done, after every batch.
-
-        Returns:
-            Tensor [N, dim], float32, on the CPU.
-        """
-        from proximetry.models.encoding import encode
-
-        return encode(self, images, batch_size, device, flip, workers, progress)
 
     def save(
         self,
@@ -208,36 +270,133 @@ class Embedder(nn.Module):
         What is not given is kept from before. Raises ValueError when the folder holds
         anything else.
         """
-        from proximetry.models.storage import save
-
-        return save(self, Path(folder), class_names, metrics, recipe)
+        extras = {
+            "class_names": self.class_names if class_names is None else list(class_names),
+            "metrics": self.metrics if metrics is None else metrics,
+            "recipe": self.recipe if recipe is None else recipe,
+        }
+        description = {
+            "architecture": asdict(self.architecture),
+            "preprocessing": asdict(self.preprocessing),
+            "weights": asdict(self.weights),
+            **extras,
+            "versions": {
+                "proximetry": __version__,
+                "torch": torch.__version__,
+                "timm": timm.__version__,
+            },
+        }
+        write_embedder(Path(folder), description, self.state_dict())
+        self.class_names, self.metrics, self.recipe = extras.values()  # type: ignore[assignment]
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: str | PathLike[str], device: str | torch.device = "cpu") -> Self:
         """Read what `save` wrote, ready to encode. Downloads nothing and runs no stored code."""
-        from proximetry.models.storage import load
-
-        return load(cls, Path(folder)).to(device)
+        description, tensors = read_embedder(Path(folder))
+        try:
+            architecture = Architecture(**description["architecture"])
+            preprocessing = Preprocessing.from_json(description["preprocessing"])
+            record = WeightsRecord.from_json(description["weights"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{Path(folder, DESCRIPTION)} is damaged: {error}") from error
+        # The random start of the layers is overwritten; the caller's generator stays as it is.
+        with torch.random.fork_rng(devices=[]):
+            model = build(architecture.backbone, preprocessing.crop)
+            embedder = cls(model, architecture, preprocessing, record)
+        try:
+            embedder.load_state_dict(tensors)
+        except RuntimeError as error:
+            made = description.get("versions", {})
+            raise ValueError(
+                f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes "
+                f"it (saved with timm {made.get('timm', '?')}): {error}"
+            ) from error
+        for name in ("class_names", "metrics", "recipe"):
+            setattr(embedder, name, description.get(name))
+        return embedder.eval().to(device)
 
     def export_onnx(
         self, path: str | PathLike[str], *, opset: int = 18, check: bool = True
     ) -> Path:
         """Write the network as ONNX: float32 RGB 0…255 [N, 3, H, W], resized and cropped, in.
 
-        Normalisation is part of the graph, the batch may have any size, and the preprocessing
-        stands in the model's metadata. With `check`, onnxruntime must agree with torch.
+        Normalisation is part of the graph, the batch may have any size, and the metadata of the
+        model says how to resize and crop. With `check`, onnxruntime must agree with torch.
         """
-        from proximetry.models.export import export_onnx
+        inside = asdict(self.preprocessing)
+        before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+        metadata = {
+            "proximetry": "embedder",
+            "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
+            "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
+            "std) is inside the graph and must not be applied again.",
+            "preprocessing": json.dumps(before),
+            "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
+            "short), filter = interpolation",
+            "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
+            "normalization": json.dumps(inside),
+            "similarity": self.architecture.similarity,
+            "architecture": json.dumps(asdict(self.architecture)),
+        }
+        network = _FromPixels(self)
+        random = torch.Generator().manual_seed(0)
+        sample = torch.rand(3, 3, *before["crop"], generator=random) * 255
+        with evaluating(network):
+            sample = sample.to(next(self.parameters()).device)
+            write_onnx(network, sample, Path(path), metadata, opset=opset, check=check)
+        return Path(path)
 
-        return export_onnx(self, Path(path), opset, check)
+
+class _FromPixels(nn.Module):
+    """The embedder with the normalisation in front."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        super().__init__()
+        self.embedder = embedder
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.embedder(self.embedder.preprocessing.normalize(pixels))  # type: ignore[no-any-return]
 
 
-def _resolve_pooling(architecture: Architecture, features: Features) -> str:
+def _read_batches(
+    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int, threads: int
+) -> Iterator[Tensor]:
+    """Yield uint8 batches; the next one is being read while the network works on this one."""
+    numbered = iter(enumerate(images))
+
+    def read(item: tuple[int, ImageSource]) -> Tensor:
+        try:
+            return preprocessing.pixels(item[1])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"image {item[0]}: {error}") from error
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+            while ahead:
+                batch = ahead
+                ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+                yield torch.stack([future.result() for future in batch])
+        finally:
+            # After an error nobody waits for the rest.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refuse_one_image(images: object) -> None:
+    one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+    if isinstance(images, np.ndarray | Tensor):
+        one = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
+    if one:
+        raise ValueError(
+            f"images must be a list of images, got one {type(images).__name__}: write [image]"
+        )
+
+
+def _resolve_pooling(architecture: Architecture, features: Features, model: nn.Module) -> str:
     name, pooling = architecture.backbone, architecture.pooling
     if pooling == "auto":
-        if features.size is None:
-            return "token"
-        return "flatten" if name.partition(".")[0] in _FLATTENING else "avg"
+        return "token" if features.size is None else str(getattr(model, "default_pooling", "avg"))
     if features.size is None and pooling != "token":
         raise ValueError(
             f"pooling {pooling!r} needs a feature map, but {name} gives tokens and pools them "

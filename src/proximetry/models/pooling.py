@@ -1,16 +1,11 @@
 """From a feature map [B, C, H, W] to one vector [B, C] per image."""
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor, nn
 
-Pooling = Literal["auto", "avg", "max", "avg+max", "gem", "gem-learned", "flatten", "token"]
-POOLINGS: tuple[str, ...] = get_args(Pooling)
-
 
 class Average(nn.Module):
-    """Mean over all places."""
+    """Mean over all positions."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
@@ -18,7 +13,7 @@ class Average(nn.Module):
 
 
 class Maximum(nn.Module):
-    """Largest value over all places (ProxyNCA++)."""
+    """Largest value over all positions (ProxyNCA++)."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
@@ -34,7 +29,7 @@ class AveragePlusMaximum(nn.Module):
 
 
 class GeM(nn.Module):
-    """Generalised mean (mean of x^p)^(1/p) over all places; p = 3 is MPA's cubic pooling.
+    """Generalised mean (mean of x^p)^(1/p) over all positions; p = 3 is MPA's cubic pooling.
 
     Values below `eps` count as `eps`. Computed in float32 under autocast: a cube overflows
     float16 from 41 upwards.
@@ -54,7 +49,7 @@ class GeM(nn.Module):
 
 
 def make_pooling(kind: str) -> nn.Module:
-    """Return the module for a pooling of feature maps; "token" needs none."""
+    """Return the module for a name of `POOLINGS` but "auto"; "token" needs no pooling."""
     modules: dict[str, nn.Module] = {
         "avg": Average(),
         "max": Maximum(),

@@ -1,37 +1,36 @@
-"""What pixels a backbone wants, and the step from bytes to them."""
+"""What pixels a backbone takes, and the steps from an image to them."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import floor, isfinite
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+
+from proximetry.data.images import open_image, resize_and_center_crop
 
 Channels = Literal["RGB", "BGR"]
 Interpolation = Literal["bilinear", "bicubic"]
+ImageSource: TypeAlias = (
+    "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor"
+)
 
 
-def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device).view(3, 1, 1)
-
-
-_kept_on_device = cache(_per_channel)
-
-
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    # A copy to a GPU waits for it and cannot be captured; tracing must not see what is kept.
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        return _kept_on_device(values, device)
-    return _per_channel(values, device)
+def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    # Filled on the device: a copy from the CPU would wait for the GPU and fit into no CUDA graph.
+    kind = torch.float32
+    return torch.stack([torch.full((1, 1), v, dtype=kind, device=device) for v in values])
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The pixels a backbone wants.
+    """The pixels a backbone takes.
 
-    A picture is resized so that its short side is `resize`, cropped in the centre to `crop`
+    An image is resized so that its short side is `resize`, cropped in the centre to `crop`
     (height, width), put into the order `channels`, multiplied by `scale` and standardised with
     `mean` and `std`, which are given in the order of `channels` and in the units after `scale`.
     """
@@ -53,7 +52,7 @@ class Preprocessing:
         if self.resize < min(self.crop):
             raise ValueError(
                 f"resize {self.resize} is smaller than the crop {self.crop[0]}×{self.crop[1]}: "
-                f"the picture would be padded with black; give resize >= {min(self.crop)}"
+                f"give resize >= {min(self.crop)}"
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -80,7 +79,27 @@ class Preprocessing:
             interpolation="bilinear" if config["interpolation"] == "bilinear" else "bicubic",
         )
 
-    def normalise(self, pixels: Tensor) -> Tensor:
+    def pixels(self, source: ImageSource) -> Tensor:
+        """Read an image as uint8 RGB [3, height, width], resized and cropped.
+
+        This is the one function that turns an image into the pixels an embedder sees. It takes a
+        path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3] or [H, W].
+        """
+        if isinstance(source, Tensor):
+            if source.dtype != torch.uint8:
+                raise ValueError(f"an image tensor must be uint8 0…255, got {source.dtype}")
+            if source.ndim not in (2, 3) or (source.ndim == 3 and source.shape[2] not in (1, 3, 4)):
+                raise ValueError(
+                    f"an image tensor is [height, width, 3] or [height, width], got "
+                    f"{list(source.shape)}; channels go last (permute(1, 2, 0))"
+                )
+            source = source.cpu().numpy()
+        image = resize_and_center_crop(
+            open_image(source), self.resize, self.crop, self.interpolation
+        )
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
         """Turn RGB values 0…255, uint8 or float, [B, 3, H, W], into what the backbone takes.
 
         Runs on the device of `pixels` and gives float32.
@@ -90,17 +109,13 @@ class Preprocessing:
         if self.channels == "BGR":
             pixels = pixels.flip(1)
         # Whole numbers minus the mean first: one rounding each for the shift and the factor.
-        shift = _on_device(tuple(value / self.scale for value in self.mean), pixels.device)
-        factor = _on_device(tuple(self.scale / value for value in self.std), pixels.device)
+        shift = _per_channel([value / self.scale for value in self.mean], pixels.device)
+        factor = _per_channel([self.scale / value for value in self.std], pixels.device)
         return (pixels.float() - shift) * factor
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gave, also after a trip through a JSON file."""
+        """Read what `dataclasses.asdict` gave, also after a trip through a JSON file."""
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             wrong = sorted(set(values) ^ known)

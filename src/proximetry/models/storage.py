@@ -8,26 +8,18 @@ embedder is whole; after it, the new one is.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from proximetry import __version__
 from proximetry._common import atomic_write
-from proximetry.models.backbones import build
-from proximetry.models.preprocessing import Preprocessing
-from proximetry.models.weights import WeightsRecord
-
-if TYPE_CHECKING:
-    from proximetry.models.embedder import Embedder
-
-AnyEmbedder = TypeVar("AnyEmbedder", bound="Embedder")
 
 FORMAT = "proximetry embedder"
 VERSION = 1
@@ -39,90 +31,42 @@ _OURS = re.compile(
 )
 
 
-def save(
-    embedder: "Embedder",
-    folder: Path,
-    class_names: Sequence[str] | None,
-    metrics: dict[str, Any] | None,
-    recipe: dict[str, Any] | None,
-) -> Path:
-    """Do the work of `Embedder.save`."""
+def write_embedder(
+    folder: Path, description: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> None:
+    """Write a description and its weights, in place of an embedder that may be there."""
     _refuse_foreign(folder)
-    state = embedder.state_dict()
     # Safetensors refuses tensors that share memory, and those that are channels-last.
     dense = torch.contiguous_format
     weights = save_tensors(
         {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
     )
     digest = hashlib.sha256(weights).hexdigest()
-    extras = {
-        "class_names": list(class_names) if class_names is not None else embedder.class_names,
-        "metrics": metrics if metrics is not None else embedder.metrics,
-        "recipe": recipe if recipe is not None else embedder.recipe,
-    }
     file = f"embedder-{digest[:16]}.safetensors"
-    text = _describe(embedder, extras, {"file": file, "sha256": digest, "bytes": len(weights)})
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        **description,
+        "tensors": {"file": file, "sha256": digest, "bytes": len(weights)},
+    }
+    try:
+        text = json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"metrics, recipe and class_names must be plain values: {error}"
+        ) from error
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / file, weights)
     atomic_write(folder / DESCRIPTION, text.encode())
     for stale in folder.iterdir():
         if stale.name not in (file, DESCRIPTION) and _OURS.fullmatch(stale.name):
             stale.unlink(missing_ok=True)
-    embedder.class_names, embedder.metrics, embedder.recipe = extras.values()  # type: ignore[assignment]
-    return folder
 
 
-def load(kind: type[AnyEmbedder], folder: Path) -> AnyEmbedder:
-    """Do the work of `Embedder.load`."""
-    from proximetry.models.embedder import Architecture
-
+def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the description and the weights that `write_embedder` wrote."""
     description = _read_description(folder)
-    tensors = _read_weights(folder, description)
-    try:
-        architecture = Architecture(**description["architecture"])
-        preprocessing = Preprocessing.from_json(description["preprocessing"])
-        record = WeightsRecord.from_json(description["weights"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: {error}") from error
-    # The random start of the layers is overwritten; the caller's random numbers stay as they are.
-    with torch.random.fork_rng(devices=[]):
-        model = build(architecture.backbone, preprocessing.crop)
-        embedder = kind(model, architecture, preprocessing, record)
-    try:
-        embedder.load_state_dict(tensors)
-    except RuntimeError as error:
-        made = description.get("versions", {})
-        raise ValueError(
-            f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes it "
-            f"(saved with timm {made.get('timm', '?')}): {error}"
-        ) from error
-    embedder.class_names = description.get("class_names")
-    embedder.metrics = description.get("metrics")
-    embedder.recipe = description.get("recipe")
-    return embedder.eval()
-
-
-def _describe(embedder: "Embedder", extras: dict[str, Any], tensors: dict[str, Any]) -> str:
-    description = {
-        "format": FORMAT,
-        "version": VERSION,
-        "architecture": embedder.architecture.to_json(),
-        "preprocessing": embedder.preprocessing.to_json(),
-        "weights": embedder.weights.to_json(),
-        "tensors": tensors,
-        **extras,
-        "versions": {
-            "proximetry": __version__,
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-        },
-    }
-    try:
-        return json.dumps(description, indent=2, ensure_ascii=False, default=_plain) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"metrics, recipe and class_names must be plain values: {error}"
-        ) from error
+    return description, _read_weights(folder, description)
 
 
 def _plain(value: object) -> Any:
@@ -134,13 +78,11 @@ def _plain(value: object) -> Any:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+    if not folder.exists():
+        return
+    if not folder.is_dir():
         raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
-    foreign = (
-        sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
-        if folder.exists()
-        else []
-    )
+    foreign = sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
     if foreign and not _is_embedder(folder):
         raise ValueError(
             f"{folder} holds other files ({', '.join(foreign[:3])}) and no embedder: "
@@ -174,14 +116,10 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _read_weights(folder: Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _read_weights(folder: Path, description: dict[str, Any]) -> dict[str, Tensor]:
     entry = description.get("tensors")
-    name = entry.get("file") if isinstance(entry, dict) else None
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(name, str)
-        or not _WEIGHTS_NAME.fullmatch(name)
-    ):
+    name = str(entry.get("file")) if isinstance(entry, dict) else ""
+    if not isinstance(entry, dict) or not _WEIGHTS_NAME.fullmatch(name):
         raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file")
     try:
         content = (folder / name).read_bytes()

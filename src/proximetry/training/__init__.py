@@ -5,9 +5,9 @@ results = train(recipe, "runs/first")
 embedder = Embedder.load("runs/first/embedder")
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from proximetry._common import lazy_exports
 from proximetry.training.recipe import Recipe, RecipeError, shipped_recipes
 
 if TYPE_CHECKING:
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from proximetry.training.run import train
     from proximetry.training.run_folder import RunError, RunFolder
     from proximetry.training.stopping import Stopped
-
-# Imported when they are asked for: with torch and timm they take seconds, recipes do not.
-_LAZY = {
-    "Callback": "callbacks",
-    "RunError": "run_folder",
-    "RunFolder": "run_folder",
-    "Stopped": "stopping",
-    "evaluate_embedder": "evaluator",
-    "train": "run",
-}
 
 __all__ = [
     "Callback",
@@ -40,8 +30,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY`."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+# With torch and timm these take seconds to import; recipes alone do not.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Callback": "callbacks",
+        "RunError": "run_folder",
+        "RunFolder": "run_folder",
+        "Stopped": "stopping",
+        "evaluate_embedder": "evaluator",
+        "train": "run",
+    },
+)

@@ -7,6 +7,7 @@ and `Recipe.override` changes one; there is no other way to do either.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,8 +25,8 @@ from pydantic.fields import FieldInfo
 
 from proximetry._common import atomic_write, closest
 from proximetry.data.datasets import list_datasets
-from proximetry.metrics.choice import Metrics
-from proximetry.models.names import POOLINGS, WEIGHT_SOURCES
+from proximetry.metrics.scores import Metrics
+from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -143,7 +144,7 @@ class ModelConfig(Section):
         False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
     )
     normalize: Flag = _key(True, "L2-normalise the embedding")
-    weights: str = _key("auto", f"{', '.join(WEIGHT_SOURCES)}, or a file")
+    weights: str = _key("auto", f"{', '.join(WEIGHTS_SOURCES)}, or a file")
     image_size: Count | None = _key(None, "side of the crop; default: the backbone's")
     resize: Count | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"
@@ -191,7 +192,9 @@ class OptimizerConfig(Section):
     head_multiplier: Number = _key(1.0, "the head learns at lr times this", gt=0)
     proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
     weight_decay: Number = _key(1e-4, "on all parameters", ge=0)
-    eps: Number = _key(1e-8, "of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it", gt=0)
+    eps: Number = _key(
+        1e-8, "of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it", gt=0
+    )
     momentum: Number = _key(0.9, "of SGD", ge=0)
     clip_value: Number | None = _key(
         None, "clip each entry of the gradients of the model and the proxies", gt=0
@@ -297,13 +300,13 @@ class Recipe(Section):
 
     name: str = _key("unnamed", "of the recipe", role="words")
     about: str = _key("", "one sentence: what it is and where its figures come from", role="words")
-    data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    loss: LossConfig = LossConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    training: TrainingConfig = TrainingConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -413,8 +416,9 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = _nested(values)
     wanted = _nested(changes)
     loss, new = merged.get("loss"), wanted.get("loss")
-    if isinstance(loss, dict) and isinstance(new, dict):
-        if new.get("name", loss.get("name")) != loss.get("name", LossConfig().name):
+    if isinstance(loss, dict) and isinstance(new, dict) and "name" in new:
+        default = LossConfig.model_fields["name"].default
+        if new["name"] != loss.get("name", default):
             loss.pop("settings", None)
     return _lay_over(merged, wanted)
 
@@ -494,6 +498,7 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     return values
 
 
+_BRANCHES = ("int", "float", "bool", "str", "constrained-float", "constrained-int")
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -509,8 +514,8 @@ _KINDS = {
 def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
     """Say in one sentence what a validation of pydantic found first, and where."""
     first = error.errors()[0]
-    parts = [part for part in first["loc"] if not str(part).startswith(("function-", "constrained"))]
-    where = ".".join(str(part) for part in parts if not _is_branch(part))
+    # A part of a location may name the member of a union that was tried, not a key.
+    where = ".".join(str(part) for part in first["loc"] if part not in _BRANCHES)
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     match kind:
         case "extra_forbidden" | "unexpected_keyword_argument":
@@ -519,7 +524,9 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
         case "missing":
             return f"{where} is missing"
         case "literal_error":
-            allowed = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
+            allowed = [
+                word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")
+            ]
             return f"{where} is {value!r}{closest(str(value), allowed)}"
         case "greater_than" if context["gt"] == 0:
             return f"{where} must be positive, got {value!r}"
@@ -543,11 +550,6 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{where} must be {wanted}, got {value!r}" if wanted else f"{where}: {first['msg']}"
 
 
-def _is_branch(part: str | int) -> bool:
-    """Whether a part of a location names the member of a union that was tried, not a key."""
-    return part in ("int", "float", "bool", "str", "none")
-
-
 def _limit(kind: str, context: Mapping[str, Any]) -> str:
     words = {
         "less_than": "must be below {lt:g}",
@@ -559,8 +561,6 @@ def _limit(kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _known_keys(model: Any, section: str) -> list[str]:
-    import dataclasses
-
     for part in filter(None, section.split(".")):
         fields = getattr(model, "model_fields", None)
         if fields is None or part not in fields:

@@ -1,16 +1,32 @@
 """`train`: a recipe and a folder in, results out."""
 
-import dataclasses
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from proximetry.training.display import Display
-from proximetry.training.folder import RunError, RunFolder
-from proximetry.training.recipe import Recipe
-from proximetry.training.trainer import Trainer
-from proximetry.training.world import World, enter_world, leave_world
+from proximetry.cuda.fused import fuse
+from proximetry.losses import parameter_groups
+from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.training.callbacks import Callback
+from proximetry.training.clock import Stopwatch
+from proximetry.training.data import TrainingData
+from proximetry.training.distributed import World, join_processes, leave_processes
+from proximetry.training.evaluator import Evaluator
+from proximetry.training.loop import Run, fit
+from proximetry.training.objective import Objective
+from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
+from proximetry.training.reporting import Display, MetricsLog, Trackers
+from proximetry.training.run_folder import RunError, RunFolder
+from proximetry.training.schedule import LearningRates
+from proximetry.training.state import Checkpoints, TrainState, restore_state
+from proximetry.training.stopping import stop_requests
+from proximetry.training.update import Updater
 
 
 def train(
@@ -20,70 +36,196 @@ def train(
     device: str | None = None,
     resume: bool = True,
     display: Display | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as the recipe says, write everything to the folder ``out``, return the results.
 
     A run that was cut off continues where its last checkpoint stands; one that is complete
-    returns its results at once. Under torchrun all processes call this alike.
+    returns its results at once. Under torchrun all processes call this alike. Everything is
+    checked before the folder is touched, and torch's global state is afterwards as it was before.
+
+    Args:
+        recipe: what to do.
+        out: folder of the run.
+        device: cpu, cuda or cuda:1; None takes CUDA where there is a GPU.
+        resume: whether to continue a run that is in the folder; else it is removed.
+        display: shows progress.
+        callbacks: called while the run goes on.
     """
-    world = enter_world(device)
-    shown = display if display is not None and world.leads else Display()
-    try:
-        with shown:
-            if recipe.training.two_stages:
-                return _two_stages(recipe, Path(out), world, resume, shown)
-            return _one_stage(recipe, Path(out), world, resume, shown)
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"not enough memory on {world.device} for the run in {out}; a smaller "
-            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
-            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
-            f"have left the device ({str(error).split('. ')[0]})"
-        ) from error
-    finally:
-        leave_world(world)
+    with _torch_state_restored():
+        world = join_processes(device)
+        shown = display if display is not None and world.leads else Display()
+        stage = partial(_train_stage, world, resume, shown, callbacks)
+        try:
+            with shown:
+                if recipe.training.two_stages:
+                    return _two_stages(recipe, Path(out), stage, shown)
+                return stage(recipe, Path(out))
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"not enough memory on {world.device} for the run in {out}; a smaller "
+                "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
+                "training.precision bfloat16 or data.cache memory needs less, or wait until others "
+                f"have left the device ({str(error).split('. ')[0]})"
+            ) from error
+        finally:
+            leave_processes(world)
 
 
-def _one_stage(
-    recipe: Recipe, out: Path, world: World, resume: bool, display: Display
+def _train_stage(
+    world: World,
+    resume: bool,
+    display: Display,
+    callbacks: Sequence[Callback],
+    recipe: Recipe,
+    out: Path,
 ) -> dict[str, Any]:
+    """Train one recipe in one folder, from the start or from its last checkpoint."""
     folder = RunFolder(out)
-    if resume and folder.results.exists() and world.first(lambda: folder.open(recipe, resume)):
+    world.first(lambda: folder.check(recipe, resume))
+    if resume and world.first(folder.results.exists):
         display.message(f"{out} is complete already")
         return folder.read_results()
-    return Trainer(recipe, folder, world, resume, display).run()
+    run = prepare(recipe, folder, world, display)
+    ours = [MetricsLog(), Trackers(recipe)] if world.leads else []
+    run.callbacks = [*ours, Checkpoints(), display, *callbacks]
+    world.first(folder.acquire)
+    try:
+        if world.first(lambda: folder.begin(recipe, resume)):
+            restore_state(folder.last, run)
+            world.first(lambda: folder.forget_after(run.state.epoch))
+            display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
+        with stop_requests() as stop_requested:
+            return fit(run, stop_requested)
+    finally:
+        folder.release()
+
+
+def prepare(recipe: Recipe, folder: RunFolder, world: World, display: Display) -> Run:
+    """Build everything a run needs, which also checks the recipe; writes nothing to the folder."""
+    clock = Stopwatch()
+    torch.manual_seed(recipe.training.seed)
+    embedder = make_embedder(recipe.model, recipe.evaluation.similarity).to(world.device)
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:
+        # No slower here, and the same in every run.
+        torch.backends.cudnn.deterministic = True
+        embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Chunks of a batch would share one graph, and with it one place for their embeddings.
+    alone = on_cuda and world.size == recipe.training.accumulate == 1
+    graph = recipe.training.cuda_graph and alone
+    if graph:
+        fuse(embedder)
+    data = TrainingData(recipe, embedder.preprocessing, world, display.message)
+    objective = Objective(recipe.loss, data.class_names, embedder.dim).to(world.device)
+    optimizer = make_optimizer(recipe.optimizer, embedder, objective)
+    updater = Updater(recipe, embedder, objective, optimizer, world, graph)
+    evaluated = embedder if updater.average is None else updater.average
+    initial = [group["lr"] for group in optimizer.param_groups]
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        world=world,
+        data=data,
+        updater=updater,
+        evaluator=Evaluator(recipe, evaluated, data, world, graph),
+        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+        clock=clock,
+        state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
+    )
+
+
+def make_embedder(m: ModelConfig, similarity: str = "cosine") -> Embedder:
+    """The network, with the statistics of batch normalisation frozen or not."""
+    embedder = Embedder.create(
+        m.backbone,
+        m.dim,
+        pooling=m.pooling,
+        layer_norm=m.layer_norm,
+        normalize=m.normalize,
+        flip_tta=m.flip_tta,
+        similarity=similarity,
+        weights=m.weights,
+        image_size=m.image_size,
+        resize=m.resize,
+    )
+    if m.freeze_batchnorm:
+        freeze_batchnorm(embedder)
+    return embedder
+
+
+def make_optimizer(
+    o: OptimizerConfig, embedder: Embedder, objective: Objective
+) -> torch.optim.Optimizer:
+    """The optimiser with a learning rate for each part."""
+    groups = parameter_groups(
+        embedder,
+        objective,
+        lr=o.lr,
+        head_lr_multiplier=o.head_multiplier,
+        proxy_lr_multiplier=o.proxy_multiplier,
+        require_proxies=False,
+    )
+    if not groups:
+        raise RunError("nothing to train: the model has no parameters and the loss no proxies")
+    # One launch for all parameters; on the CPU the plain form is kept.
+    fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
+    match o.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
+        case "adam":
+            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
+        case "sgd":
+            return torch.optim.SGD(
+                groups, momentum=o.momentum, weight_decay=o.weight_decay, fused=fused
+            )
 
 
 def _two_stages(
-    recipe: Recipe, out: Path, world: World, resume: bool, display: Display
+    recipe: Recipe, out: Path, stage: Callable[[Recipe, Path], dict[str, Any]], display: Display
 ) -> dict[str, Any]:
-    """ProxyNCA++'s schedule: learn when to stop and when to slow down, then use every class.
+    """Find the epochs and the learning-rate drops, then use every class (Teh et al. 2020).
 
-    The first stage trains on half of the training classes, lets the rates fall on plateaus of the
-    other half, and notes the falls and the best epoch. The second trains on all training classes
-    for as many epochs with the same falls.
+    The first stage trains on half of the training classes, drops the rates on plateaus of the
+    other half, and notes the drops and the best epoch. The second trains on all training classes
+    for as many epochs with the same drops.
     """
-    replace = dataclasses.replace
-    first = replace(
-        recipe,
-        name=f"{recipe.name}, first stage",
-        schedule=replace(recipe.schedule, name="plateau"),
-        training=replace(recipe.training, two_stages=False),
-        evaluation=replace(recipe.evaluation, protocol="held_out", held_out=0.5),
+    first = recipe.override(
+        {
+            "name": f"{recipe.name}, first stage",
+            "schedule.name": "plateau",
+            "training.two_stages": False,
+            "evaluation": {"protocol": "held_out", "held_out": 0.5},
+        }
     )
-    found = _one_stage(first, out / "first-stage", world, resume, display)
-    epochs = found["chosen"]["epoch"]
-    second = replace(
-        recipe,
-        name=f"{recipe.name}, second stage",
-        schedule=replace(
-            recipe.schedule,
-            name="milestones",
-            at=tuple(fall for fall in found["falls"] if fall < epochs),
-        ),
-        training=replace(recipe.training, two_stages=False, epochs=epochs, stop_after=0),
-        evaluation=replace(recipe.evaluation, protocol="last"),
+    found = stage(first, out / "first-stage")
+    epochs = found["selected"]["epoch"]
+    drops = [drop for drop in found["drops"] if drop < epochs]
+    second = recipe.override(
+        {
+            "name": f"{recipe.name}, second stage",
+            "schedule": {"name": "milestones", "at": drops},
+            "training": {"two_stages": False, "epochs": epochs, "stop_after": 0},
+            "evaluation.protocol": "last",
+        }
     )
-    display.message(f"second stage: {epochs} epochs, falls after {list(second.schedule.at)}")
-    results = _one_stage(second, out / "second-stage", world, resume, display)
-    return {**results, "protocol": "held_out", "first_stage": found["chosen"]}
+    display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
+    results = stage(second, out / "second-stage")
+    return {**results, "protocol": "held_out", "first_stage": found["selected"]}
+
+
+@contextmanager
+def _torch_state_restored() -> Iterator[None]:
+    """Leave random state, cuDNN's flags and the number of threads as they were."""
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    threads = torch.get_num_threads()
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_num_threads(threads)
+        if current is not None:
+            torch.cuda.set_device(current)

@@ -2,27 +2,35 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from proximetry.training.recipe import ScheduleConfig
 
-from proximetry.training.recipe import Schedule
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
+    """Return the epochs after which the rates drop, as far as that is known before the run."""
+    if schedule.name == "step":
+        return list(range(schedule.every, epochs, schedule.every))
+    return list(schedule.at) if schedule.name == "milestones" else []
 
 
 @dataclass
 class LearningRates:
     """Sets the learning rates of an optimiser at the start of each epoch.
 
-    ``base`` are the rates of the groups at full height. ``falls`` lists the epochs after which a
-    plateau made the rates fall.
+    ``base`` are the initial rates of the groups. ``drops`` lists the epochs after which a plateau
+    dropped the rates.
     """
 
-    schedule: Schedule
+    schedule: ScheduleConfig
     epochs: int
     base: list[float]
     best: float = -math.inf
     stale: int = 0
-    falls: list[int] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
 
     def factor(self, epoch: int) -> float:
         """What the rates are multiplied by in an epoch (counted from 0)."""
@@ -30,18 +38,17 @@ class LearningRates:
         match s.name:
             case "constant":
                 return 1.0
-            case "step":
-                return float(s.factor ** (epoch // s.every))
-            case "milestones":
-                return float(s.factor ** sum(epoch >= at for at in s.at))
+            case "step" | "milestones":
+                past = [at for at in drop_epochs(s, self.epochs) if at <= epoch]
+                return float(s.factor ** len(past))
             case "plateau":
-                return float(s.factor ** len(self.falls))
+                return float(s.factor ** len(self.drops))
             case "cosine":
                 warm = s.warmup_epochs
                 done = max(0, epoch - warm) / max(1, self.epochs - warm)
                 return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    def apply(self, optimizer: Optimizer, epoch: int) -> None:
+    def apply(self, optimizer: "Optimizer", epoch: int) -> None:
         """Set the rates for an epoch."""
         for group, rate in zip(optimizer.param_groups, self.base, strict=True):
             group["lr"] = rate * self.factor(epoch)
@@ -53,15 +60,15 @@ class LearningRates:
             return
         self.stale += 1
         if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
-            self.falls.append(epoch + 1)
+            self.drops.append(epoch + 1)
             self.stale = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What the formula does not know."""
         best = None if math.isinf(self.best) else self.best
-        return {"best": best, "stale": self.stale, "falls": self.falls}
+        return {"best": best, "stale": self.stale, "drops": self.drops}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self.best = -math.inf if state["best"] is None else state["best"]
-        self.stale, self.falls = state["stale"], list(state["falls"])
+        self.stale, self.drops = state["stale"], list(state["drops"])

@@ -1,10 +1,15 @@
 """Ctrl-C and SIGTERM ask a run to stop; it finishes its step, saves, and leaves."""
 
+import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+
+FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
+"""Environment variable: if set to 1, a run also stops when its parent process has ended."""
 
 
 class Stopped(Exception):  # noqa: N818
@@ -17,28 +22,25 @@ class Stopped(Exception):  # noqa: N818
         self.step, self.folder = step, folder
 
 
-class StopSignal:
-    """Catches SIGINT and SIGTERM while it is entered; a second one acts as usual."""
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Catch SIGINT and SIGTERM, and give a function that says whether one came.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
+    A second signal acts as usual. On leaving, the handlers are those that were there before.
+    """
+    asked = threading.Event()
+    parent = os.getppid() if os.environ.get(FOLLOW_PARENT) == "1" else None
+    before = {}
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._catch)
-        return self
+    def catch(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(number, before[number])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, catch)
+    try:
+        yield lambda: asked.is_set() or parent not in (None, os.getppid())
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(number, self._before[number])

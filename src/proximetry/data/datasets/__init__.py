@@ -1,80 +1,59 @@
-"""The public datasets, each read from the folder it is usually unpacked to."""
+"""The public datasets, each read from the folder it is usually unpacked to.
+
+Importing this loads neither torch, numpy nor Pillow: what there is can be listed in no time.
+"""
 
 import os
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from proximetry._common import closest
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets.archives import shards
-from proximetry.data.datasets.counts import finish
-from proximetry.data.datasets.faces import faces
-from proximetry.data.datasets.products import inshop, sop
-from proximetry.data.datasets.zero_shot import cars, cub
-from proximetry.data.glyphs import glyphs
+from proximetry.data.datasets import cub_cars, faces, products  # noqa: F401  (they register)
+from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
 
-# Name: what it is, and what its folder holds.
-_KNOWN = {
-    "cub": (
-        "CUB-200-2011: birds, 100 classes for training and 100 others for test",
-        "CUB_200_2011/images.txt with images/, or <class>/<image>.jpg, or tar shards",
-    ),
-    "cars": (
-        "Cars196: car models, 98 classes for training and 98 others for test",
-        "cars_annos.mat with car_ims/, or devkit/ with cars_train/ and cars_test/, "
-        "or <class>/<image>.jpg, or tar shards",
-    ),
-    "sop": (
-        "Stanford Online Products: 11318 classes for training and 11316 others for test",
-        "Stanford_Online_Products/Ebay_train.txt and Ebay_test.txt with <kind>_final/",
-    ),
-    "inshop": (
-        "In-Shop Clothes Retrieval: 3997 classes for training, queries and gallery of 3985",
-        "Eval/list_eval_partition.txt with Img/img/",
-    ),
-    "faces": ("aligned faces, as LFW comes", "<person>/<person>_0001.jpg"),
-    "glyphs": ("a thousand characters, built in", "nothing: needs no download"),
-    "folder": ("your own images", "<class>/<image>.jpg, below train/ and test/ or not"),
-    "csv": ("your own table", "a file with columns path, label; if wanted split, query, gallery"),
-    "parquet": ("your own table", "a Parquet file with the same columns"),
-    "shards": ("your own images in tar files", "<anything>.tar that hold <class>/<image>"),
-}
+__all__ = ["DatasetInfo", "Size", "datasets_table", "list_datasets", "open_dataset"]
 
 
-def _folder(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
-    return finish(Catalog.from_folder(root), (), strict)
+@dataset(
+    "glyphs",
+    title="a thousand characters, built in",
+    layout="nothing: needs no download",
+    built_in=True,
+)
+def _glyphs(root: Path | None) -> Catalog:
+    from proximetry.data.datasets.glyphs import glyphs  # draws with Pillow
+
+    return glyphs(cache=root)
 
 
-def _shards(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
-    home = Path(root)
-    catalog = shards(sorted(home.glob("*.tar")) if home.is_dir() else [home])
-    return finish(catalog, (), strict)
+dataset(
+    "folder",
+    title="your own images",
+    layout="<class>/<image>.jpg, below train/ and test/ or not",
+)(Catalog.from_folder)
+dataset(
+    "csv",
+    title="your own table",
+    layout="a file with columns path, label; if wanted split, query, gallery",
+)(Catalog.from_csv)
+dataset("parquet", title="your own table", layout="a Parquet file with the same columns")(
+    Catalog.from_parquet
+)
 
 
-def _csv(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
-    return finish(Catalog.from_csv(root), (), strict)
+@dataset(
+    "shards",
+    title="your own images in tar files",
+    layout="<anything>.tar that hold <class>/<image>",
+)
+def _shards(root: Path) -> Catalog:
+    return Catalog.from_shards(sorted(root.glob("*.tar")) if root.is_dir() else [root])
 
 
-def _parquet(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
-    return finish(Catalog.from_parquet(root), (), strict)
-
-
-_READERS: dict[str, Callable[..., Catalog]] = {
-    "cub": cub,
-    "cars": cars,
-    "sop": sop,
-    "inshop": inshop,
-    "faces": faces,
-    "folder": _folder,
-    "csv": _csv,
-    "parquet": _parquet,
-    "shards": _shards,
-}
-
-
-def list_datasets() -> dict[str, str]:
-    """Return the names that `open_dataset` knows, each with what it is and what it expects."""
-    return {name: f"{title} ({layout})" for name, (title, layout) in _KNOWN.items()}
+def list_datasets() -> dict[str, DatasetInfo]:
+    """Return what `open_dataset` knows, by name; printed, an entry says what its folder holds."""
+    return dict(DATASETS)
 
 
 def open_dataset(
@@ -85,22 +64,34 @@ def open_dataset(
     Numbers of images and classes are compared with the published ones. A difference, and what
     is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error.
     """
-    if name not in _KNOWN:
-        raise ValueError(f"unknown dataset {name!r}{closest(name, tuple(_KNOWN))}")
-    if name == "glyphs":
-        return glyphs() if root is None else glyphs(cache=root)
-    if root is None:
-        raise ValueError(f"dataset {name!r} needs its folder: one with {_KNOWN[name][1]}")
-    return _READERS[name](root, strict=strict)
+    if name not in DATASETS:
+        raise ValueError(f"unknown dataset {name!r}{closest(name, DATASETS)}")
+    info = DATASETS[name]
+    if root is None and not info.built_in:
+        raise ValueError(f"dataset {name!r} needs its folder: one with {info.layout}")
+    catalog = info.read(None if root is None else Path(root))
+    notes = (*catalog.notes, *info.count_notes(catalog))
+    if strict and notes:
+        raise ValueError("; ".join(notes))
+    return replace(catalog, notes=notes)
 
 
-__all__ = [
-    "cars",
-    "cub",
-    "faces",
-    "inshop",
-    "list_datasets",
-    "open_dataset",
-    "shards",
-    "sop",
-]
+def datasets_table() -> str:
+    """Return a Markdown table of the datasets that have published sizes."""
+    rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
+    for info in DATASETS.values():
+        if info.train and info.test:
+            test = _counted(info.test)
+            if info.query and info.gallery:
+                test += f" ({_spaced(info.query.images)} queries, "
+                test += f"{_spaced(info.gallery.images)} in the gallery)"
+            rows.append(f"| `{info.name}` | {info.title} | {_counted(info.train)} | {test} |")
+    return "\n".join(rows)
+
+
+def _counted(size: Size) -> str:
+    return f"{_spaced(size.classes)} classes, {_spaced(size.images)} images"
+
+
+def _spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")

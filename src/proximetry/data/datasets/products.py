@@ -1,31 +1,28 @@
 """Stanford Online Products and In-Shop Clothes Retrieval."""
 
-import os
 from pathlib import Path
 
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets.counts import (
+from proximetry.data.datasets._reading import (
     Size,
-    count_notes,
+    dataset,
     drop_missing,
     fields_of,
     find_home,
-    finish,
-    split_notes,
     wrong_folder,
 )
 
-_SOP = "Stanford Online Products"
-_SOP_TRAIN, _SOP_TEST = Size(59551, 11318), Size(60502, 11316)
-_INSHOP = "In-Shop"
-_INSHOP_TRAIN, _INSHOP_QUERY, _INSHOP_GALLERY = (
-    Size(25882, 3997),
-    Size(14218, 3985),
-    Size(12612, 3985),
+_SOP, _INSHOP = "Stanford Online Products", "In-Shop Clothes Retrieval"
+
+
+@dataset(
+    "sop",
+    title=_SOP,
+    layout="Stanford_Online_Products/Ebay_train.txt and Ebay_test.txt with <kind>_final/",
+    train=Size(59551, 11318),
+    test=Size(60502, 11316),
 )
-
-
-def sop(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+def sop(root: Path) -> Catalog:
     """Read Stanford Online Products by its lists; the kind of product is the group."""
     lists = {"train": "Ebay_train.txt", "test": "Ebay_test.txt"}
     home = find_home(root, ["Stanford_Online_Products"], lists.values())
@@ -39,24 +36,26 @@ def sop(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
     if not rows:
         raise ValueError(f"{_SOP}: the lists in {home} are empty")
     paths, labels, splits, groups = zip(*rows, strict=True)
-    catalog, notes = drop_missing(_SOP, Catalog(paths, labels, splits, home, groups=groups))
-    return finish(catalog, [*notes, *split_notes(_SOP, catalog, _SOP_TRAIN, _SOP_TEST)], strict)
+    return drop_missing(_SOP, Catalog(paths, labels, splits, home, groups=groups))
 
 
-def inshop(root: str | os.PathLike[str], *, strict: bool = False) -> Catalog:
+@dataset(
+    "inshop",
+    title=_INSHOP,
+    layout="Eval/list_eval_partition.txt with Img/img/",
+    train=Size(25882, 3997),
+    test=Size(26830, 3985),
+    query=Size(14218, 3985),
+    gallery=Size(12612, 3985),
+)
+def inshop(root: Path) -> Catalog:
     """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
     base = find_home(root, ["In-shop", "inshop"], ["Eval/list_eval_partition.txt"])
     places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
     partition = next((p for p in places if p.is_file()), None)
     if partition is None:
         raise wrong_folder(_INSHOP, base, "Eval/list_eval_partition.txt")
-    catalog, notes = drop_missing(_INSHOP, _inshop_catalog(partition, _inshop_images(base)))
-    parts = {
-        "train": (catalog.filter(split="train"), _INSHOP_TRAIN),
-        "query": (catalog.filter(query=True), _INSHOP_QUERY),
-        "gallery": (catalog.filter(gallery=True), _INSHOP_GALLERY),
-    }
-    return finish(catalog, [*notes, *count_notes(_INSHOP, parts)], strict)
+    return drop_missing(_INSHOP, _inshop_catalog(partition, _inshop_images(base)))
 
 
 def _inshop_images(base: Path) -> Path:

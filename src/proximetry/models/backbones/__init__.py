@@ -10,20 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
-from proximetry.models.preprocessing import Preprocessing
 
-__all__ = ["Features", "build", "check_name", "list_backbones", "prepare", "preprocessing"]
-
-# What timm's configuration has no field for.
-_PIXELS: dict[str, dict[str, Any]] = {
-    "bn_inception": {"scale": 1.0, "channels": "BGR"},
-    "sphereface20": {"scale": 1.0},
-}
+__all__ = ["Features", "build", "check_name", "list_backbones", "prepare"]
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a backbone gives for pictures of one size: a map [channels, H, W], or one vector."""
+    """What a backbone gives for images of one size: a map [channels, H, W], or one vector."""
 
     channels: int
     size: tuple[int, int] | None  # None: no map, the backbone pools its tokens itself
@@ -42,16 +35,6 @@ def check_name(name: str) -> str:
     near = get_close_matches(str(name), timm.list_models(), 3, 0.5)
     hint = f", did you mean {' or '.join(map(repr, near))}?" if near else "."
     raise ValueError(f"unknown backbone {name!r}{hint} list_backbones('resnet*') finds names.")
-
-
-def preprocessing(
-    model: nn.Module, name: str, crop: tuple[int, int] | None, resize: int | None
-) -> Preprocessing:
-    """Return the pixels a model made by `build` wants."""
-    special = _PIXELS.get(name.partition(".")[0], {})
-    settings: Any = model.pretrained_cfg
-    base = Preprocessing.from_timm(settings, crop, resize)
-    return Preprocessing.from_json({**base.to_json(), **special})
 
 
 def build(
@@ -77,7 +60,7 @@ def build(
             raise
         only = "×".join(map(str, config.input_size[-2:])) if config else "its own size"
         raise ValueError(
-            f"{name} takes pictures of {only} only, not {crop[0]}×{crop[1]}"  # type: ignore[index]
+            f"{name} takes images of {only} only, not {crop[0]}×{crop[1]}"  # type: ignore[index]
         ) from error
     settings: Any = model.pretrained_cfg
     settings["state_dict"] = None
@@ -100,7 +83,7 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{name} cannot take pictures of {crop[0]}×{crop[1]}: {reason}. "
+            f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. "
             "Choose another image_size."
         ) from error
     finally:

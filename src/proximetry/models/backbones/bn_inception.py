@@ -4,15 +4,12 @@ Layer names are those of the Caffe network, so the widely used ImageNet checkpoi
 `bn_inception-52deb4733.pth` fits. It takes BGR pixels 0…255 minus (104, 117, 128).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from timm.models import register_model
 from torch import Tensor, nn
 
-from proximetry.models.backbones.registration import adopt_config, config
-
-__all__: list[str] = []
+from proximetry.models.backbones.base import Backbone, register_backbone
 
 
 class _Block(NamedTuple):
@@ -39,20 +36,21 @@ _BLOCKS = (
     _Block("5b", 352, (192, 320), (192, 224), "max", 128),
 )
 
-default_cfgs = {
-    "bn_inception": config(
-        mean=(104.0, 117.0, 128.0),
-        std=(1.0, 1.0, 1.0),
-        interpolation="bilinear",
-        first_conv="conv1_7x7_s2",
-        classifier="last_linear",
-        pool_size=(7, 7),
-    )
-}
 
-
-class BNInception(nn.Module):
-    """Eleven million parameters, 1024 features, a map of 1/32 of the picture's side.
+@register_backbone(
+    "bn_inception",
+    channels="BGR",
+    scale=1.0,
+    mean=(104.0, 117.0, 128.0),
+    std=(1.0, 1.0, 1.0),
+    crop_pct=0.875,
+    interpolation="bilinear",
+    first_conv="conv1_7x7_s2",
+    classifier="last_linear",
+    pool_size=(7, 7),
+)
+class BNInception(Backbone):
+    """Eleven million parameters, 1024 features, a map of 1/32 of the image's side.
 
     The side must be a multiple of 32 (224, 256, …) or halve like one (227).
     """
@@ -121,24 +119,3 @@ class BNInception(nn.Module):
         for block in _BLOCKS:
             x = self._run_block(block, x)
         return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool by mean and classify."""
-        x = x.mean((2, 3))
-        return x if pre_logits else self.last_linear(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return class scores, or the pooled features when made for no classes."""
-        return self.forward_head(self.forward_features(x))
-
-
-@register_model
-def bn_inception(
-    pretrained: bool = False,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: dict[str, Any] | None = None,
-    cache_dir: str | None = None,
-    num_classes: int = 1000,
-) -> BNInception:
-    """Make Inception-BN."""
-    return adopt_config(BNInception(num_classes), "bn_inception", pretrained)

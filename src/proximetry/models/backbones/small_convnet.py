@@ -1,33 +1,26 @@
-"""A small convolutional network for small pictures (32 to 64 pixels), trained from scratch."""
+"""A small convolutional network for small images (32 to 64 pixels), trained from scratch."""
 
-from typing import Any
-
-from timm.models import register_model
 from torch import Tensor, nn
 
-from proximetry.models.backbones.registration import adopt_config, config
-
-__all__: list[str] = []
+from proximetry.models.backbones.base import Backbone, register_backbone
 
 # Channels and stride of each 3×3 convolution. Strokes need a fine map: on glyphs, a
 # network of similar size that halves once more learned less in the same time.
 _LAYERS = ((32, 2), (64, 1), (96, 2), (128, 1))
 
-default_cfgs = {
-    "small_convnet": config(
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-        input_size=(3, 48, 48),
-        crop_pct=1.0,
-        interpolation="bilinear",
-        first_conv="layers.0",
-        classifier="classifier",
-        pool_size=(12, 12),
-    )
-}
 
-
-class SmallConvNet(nn.Module):
+@register_backbone(
+    "small_convnet",
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    input_size=(3, 48, 48),
+    crop_pct=1.0,
+    interpolation="bilinear",
+    first_conv="layers.0",
+    classifier="classifier",
+    pool_size=(12, 12),
+)
+class SmallConvNet(Backbone):
     """Convolution, batch norm, ReLU, four times: 186 thousand parameters, a map of side / 4."""
 
     num_features = _LAYERS[-1][0]
@@ -48,24 +41,3 @@ class SmallConvNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last feature map."""
         return self.layers(x)  # type: ignore[no-any-return]
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool by mean and classify."""
-        x = x.mean((2, 3))
-        return x if pre_logits else self.classifier(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return class scores, or the pooled features when made for no classes."""
-        return self.forward_head(self.forward_features(x))
-
-
-@register_model
-def small_convnet(
-    pretrained: bool = False,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: dict[str, Any] | None = None,
-    cache_dir: str | None = None,
-    num_classes: int = 0,
-) -> SmallConvNet:
-    """Make the small convolutional network."""
-    return adopt_config(SmallConvNet(num_classes), "small_convnet", pretrained)

@@ -4,33 +4,28 @@ Layers are named as in the published Caffe network (conv1_1, relu1_1, …). Its 
 connected from the flattened map to 512, is the head of the embedder.
 """
 
-from typing import Any
-
-from timm.models import register_model
 from torch import Tensor, nn
 
-from proximetry.models.backbones.registration import adopt_config, config
-
-__all__: list[str] = []
+from proximetry.models.backbones.base import Backbone, register_backbone
 
 # Channels and residual blocks of the four stages; each stage starts with a stride-2 convolution.
 _STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))
 
-default_cfgs = {
-    "sphereface20": config(
-        mean=(127.5, 127.5, 127.5),
-        std=(128.0, 128.0, 128.0),
-        input_size=(3, 112, 96),
-        crop_pct=1.0,
-        interpolation="bilinear",
-        first_conv="conv1_1",
-        classifier="fc6",
-        pool_size=(7, 6),
-    )
-}
 
-
-class SphereFace20(nn.Module):
+@register_backbone(
+    "sphereface20",
+    pooling="flatten",
+    scale=1.0,
+    mean=(127.5, 127.5, 127.5),
+    std=(128.0, 128.0, 128.0),
+    input_size=(3, 112, 96),
+    crop_pct=1.0,
+    interpolation="bilinear",
+    first_conv="conv1_1",
+    classifier="fc6",
+    pool_size=(7, 6),
+)
+class SphereFace20(Backbone):
     """Twenty convolutions; the map of a 112×96 face is 512×7×6."""
 
     num_features = 512
@@ -65,24 +60,3 @@ class SphereFace20(nn.Module):
                 inner = self._run(stage, 2 * block + 2, x)
                 x = x + self._run(stage, 2 * block + 3, inner)
         return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool by mean and classify (the embedder flattens instead)."""
-        x = x.mean((2, 3))
-        return x if pre_logits else self.fc6(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return class scores, or the pooled features when made for no classes."""
-        return self.forward_head(self.forward_features(x))
-
-
-@register_model
-def sphereface20(
-    pretrained: bool = False,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: dict[str, Any] | None = None,
-    cache_dir: str | None = None,
-    num_classes: int = 0,
-) -> SphereFace20:
-    """Make the 20-layer SphereFace network."""
-    return adopt_config(SphereFace20(num_classes), "sphereface20", pretrained)

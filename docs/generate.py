@@ -1,0 +1,196 @@
+"""Fill in the parts of the documentation that the code declares.
+
+    python docs/generate.py            write them
+    python docs/generate.py --check    only say which pages are out of date
+
+A part stands between ``<!-- generated: WHAT ARGUMENTS -->`` and ``<!-- end -->``; WHAT is a name of
+`PARTS`.
+"""
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
+
+DOCS = Path(__file__).parent
+PART = re.compile(r"(<!-- generated: (\w+) ?([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+SIMILARITIES = {
+    "single": "one proxy",
+    "soft": "soft mean of K proxies",
+    "max": "one proxy, or the nearest of K",
+    "mean": "mean of K proxies",
+}
+JOINS = {
+    "apart": "apart, log(1 + Σ)",
+    "together": "together, log(1 + Σ)",
+    "softmax": "softmax",
+    "others": "softmax, positive left out of the sum",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def value(default: Any) -> str:
+    """Return a default as Python writes it, 1/9 as a fraction."""
+    if isinstance(default, float):
+        fraction = Fraction(default).limit_denominator(100)
+        if len(repr(default)) > 8 and float(fraction) == default:
+            return str(fraction)
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def arguments(cls: type[ProxyLoss]) -> list[inspect.Parameter]:
+    """Return the arguments of a loss in the order of its constructor, ``engine`` last."""
+    found = list(inspect.signature(cls).parameters.values())
+    return sorted(found, key=lambda parameter: parameter.name == "engine")
+
+
+def signature(name: str) -> str:
+    """Return the call of a loss, with its defaults."""
+    words = []
+    for parameter in arguments(LOSSES[name]):
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        required = parameter.default is parameter.empty
+        words.append(parameter.name + ("" if required else f"={value(parameter.default)}"))
+    return f"`{LOSSES[name].__name__}({', '.join(words)})`, in recipes `{name}`"
+
+
+def settings(name: str) -> str:
+    """Return the table of the settings of a loss, its form, and the start of its proxies."""
+    cls = LOSSES[name]
+    known = cls.settings()
+    rows = [
+        (f"`{p.name}`", known[p.name].check.kind, f"`{value(p.default)}`", known[p.name].help)
+        for p in arguments(cls)
+        if p.name in known
+    ]
+    return (
+        f"{table(('setting', 'type', 'default', 'meaning'), rows)}\n\n"
+        f"Before them come `num_classes` and `dim`, the embedding dimension. Form: `{form(cls)}`. "
+        f"The proxies start as [`{cls.default_init}`](proxies.md#formula)."
+    )
+
+
+def form(cls: type[ProxyLoss]) -> str:
+    """Return the form of a loss as its class writes it."""
+    return f'LossForm("{cls.form.similarity}", by="{cls.form.by}", join="{cls.form.join}")'
+
+
+def logit(cls: type[ProxyLoss], method: str) -> str:
+    """Return the formula at the beginning of the docstring of a logit."""
+    first = (inspect.getdoc(getattr(cls, method)) or "").splitlines()[0]
+    return re.split(r"[:.](?:\s|$)", first)[0]
+
+
+def losses() -> str:
+    """Return the table of all losses, for those who use them."""
+    head = "loss", "class", "S from", "own class (positive)", "other classes (negative)"
+    rows = [
+        (
+            f"[{title(name)}]({name}.md)",
+            f"`{cls.__name__}`",
+            SIMILARITIES[cls.form.similarity],
+            logit(cls, "positive_logit"),
+            logit(cls, "negative_logit"),
+            cls.form.by,
+            JOINS[cls.form.join],
+        )
+        for name, cls in ours()
+    ]
+    return table((*head, "grouped by", "joined as"), rows)
+
+
+def forms() -> str:
+    """Return the table of all losses, for those who write them."""
+    rows = [
+        (
+            f"`{cls.__name__}`",
+            f"{cls.form.similarity}, {cls.form.by}, {cls.form.join}",
+            logit(cls, "positive_logit"),
+            logit(cls, "negative_logit"),
+        )
+        for _, cls in ours()
+    ]
+    return table(("class", "similarity, by, join", "`positive_logit`", "`negative_logit`"), rows)
+
+
+def pair_losses() -> str:
+    """Return the table of the pair losses."""
+    rows = [
+        (f"`{name}`", (inspect.getdoc(one.make) or "").rstrip("."), _defaults(one.settings))
+        for name, one in PAIR_LOSSES.items()
+    ]
+    return table(("name", "paper and miner", "settings"), rows)
+
+
+def _defaults(declared: dict[str, Setting]) -> str:
+    words = [f"`{key}={value(one.default)}`: {one.help}" for key, one in declared.items()]
+    return "; ".join(words) or "–"
+
+
+def ours() -> list[tuple[str, type[ProxyLoss]]]:
+    """Return the losses of the package, without those that others have registered."""
+    return [(n, cls) for n, cls in LOSSES.items() if cls.__module__.startswith("proximetry.")]
+
+
+def title(name: str) -> str:
+    """Return the title of the page of a loss, up to a colon."""
+    page = DOCS / "losses" / f"{name}.md"
+    if not page.exists():
+        raise SystemExit(f"the loss {name!r} has no page: write {page}")
+    return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(":")[0]
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "signature": signature,
+    "settings": settings,
+    "losses": losses,
+    "forms": forms,
+    "pair_losses": pair_losses,
+}
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with its generated parts made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}{PARTS[match[2]](*match[3].split())}\n{match[4]}"
+
+    return PART.sub(fill, text)
+
+
+def stale() -> dict[Path, str]:
+    """Return the pages that are out of date, with what they should be."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    return {page: new for page, text in pages.items() if (new := filled(text)) != text}
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description="Fill in the generated parts of docs/.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
+    check = parser.parse_args().check
+    pages = stale()
+    for page, text in pages.items():
+        print(f"{'out of date' if check else 'written'}: {page.relative_to(DOCS.parent)}")
+        if not check:
+            page.write_text(text, encoding="utf-8")
+    if check and pages:
+        sys.exit("run: python docs/generate.py")
+
+
+if __name__ == "__main__":
+    main()

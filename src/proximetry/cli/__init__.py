@@ -1,0 +1,119 @@
+"""The command line: a table of plain functions, read from their signatures by cyclopts."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_origin
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+
+def make_app() -> "App":
+    """Return the application with all its commands."""
+    from cyclopts import App, Parameter
+
+    from proximetry import __version__
+    from proximetry.cli.commands import COMMANDS
+
+    app = App(
+        name="proximetry",
+        help="Train embeddings with proxy-based losses, evaluate them, put them to use.",
+        version=f"proximetry {__version__}",
+        version_flags=["--version", "-V"],
+        default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    for name, function in COMMANDS.items():
+        app.command(function, name=name)
+    app.register_install_completion_command(help="Install completion for your shell.")
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return 0 if it is done, 1 failed, 2 asked wrongly, 130 stopped."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except BrokenPipeError:  # `proximetry recipes | head`
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    try:
+        from cyclopts import CycloptsError
+    except ImportError:
+        print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
+        return 1
+    app = make_app()
+    if not words:
+        app.help_print([])
+        return 2
+    try:
+        app(_repeat_lists(app, words))
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    except CycloptsError as error:
+        return _complain(error, 2)
+    except BrokenPipeError:
+        raise
+    except (ValueError, ImportError, OSError) as error:
+        # A mistake of the user's is a sentence; anything else is ours and keeps its traceback.
+        return _complain(error, 2 if type(error).__name__ == "RecipeError" else 1)
+    except Exception as error:
+        if type(error).__name__ == "Stopped":  # naming the class would import torch
+            return _complain(error, 130)
+        raise
+    return 0
+
+
+def _complain(error: Exception, code: int) -> int:
+    print(f"proximetry: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _repeat_lists(app: "App", words: list[str]) -> list[str]:
+    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: numbers end where other words begin."""
+    command = app.get(words[0]) if hasattr(app, "get") else None
+    if command is None:
+        return words
+    lists = {
+        name
+        for argument in command.assemble_argument_collection()
+        if get_origin(argument.hint) is tuple
+        for name in argument.names
+    }
+    found: list[str] = []
+    current = None
+    for position, word in enumerate(words):
+        if word == "--":
+            return found + words[position:]
+        if word.startswith("-") and not _is_number(word):
+            current = word.replace("_", "-") if word.replace("_", "-") in lists else None
+            if current is None:
+                found.append(word)
+        elif current is not None and _is_number(word):
+            found += [current, word]
+        else:
+            current = None
+            found.append(word)
+    return found
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def entry() -> None:
+    """Run a command and leave with its exit code; the console script."""
+    sys.exit(main())

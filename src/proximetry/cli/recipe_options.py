@@ -1,0 +1,66 @@
+"""Every key of a recipe as an option of the command line."""
+
+import dataclasses
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from cyclopts import Parameter, Token
+
+from proximetry.training.recipe import Recipe, Section
+
+
+def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
+    """Read words as YAML would; whether they fit is for the recipe to say."""
+    import yaml
+
+    found = []
+    for token in tokens:
+        try:
+            found.append(yaml.safe_load(token.value))
+        except yaml.YAMLError:
+            found.append(token.value)
+    return found if get_origin(kind) is tuple else found[0]
+
+
+def _bare(kind: Any) -> Any:
+    """Return a type without ``None`` and without its limits."""
+    members = [member for member in get_args(kind) if member is not type(None)]
+    if type(None) in get_args(kind) and len(members) == 1:
+        kind = members[0]
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _option(kind: Any, default: Any, about: str) -> Any:
+    kind = _bare(kind)
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    if shown not in (None, "", False, {}):
+        about = f"{about} [default: {shown}]"
+    if kind in (bool, str) or get_origin(kind) is Literal:
+        return Annotated[kind, Parameter(help=about, show_default=False)]
+    if get_origin(kind) is dict:
+        inner = Annotated[str, Parameter(converter=_as_yaml)]
+        return Annotated[dict[str, inner], Parameter(help=about)]  # type: ignore[valid-type]
+    several = get_origin(kind) is tuple
+    word = {int: "N", float: "X"}[_bare(get_args(kind)[0] if several else kind)]
+    hint: Any = tuple[str, ...] if several else str
+    return Annotated[hint, Parameter(help=about, metavar=word, converter=_as_yaml)]
+
+
+def _options(section: Any) -> Any:
+    """Return a dictionary type with the keys of a section, all of which may be left out."""
+    hints: dict[str, Any] = {}
+    if dataclasses.is_dataclass(section):
+        kinds = get_type_hints(section)
+        for field in dataclasses.fields(section):
+            hints[field.name] = _option(kinds[field.name], field.default, field.metadata["help"])
+    else:
+        for name, info in section.model_fields.items():
+            kind: Any = info.annotation
+            nested = dataclasses.is_dataclass(kind) or (
+                isinstance(kind, type) and issubclass(kind, Section)
+            )
+            about = info.description or ""
+            hints[name] = _options(kind) if nested else _option(kind, info.default, about)
+    return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
+
+
+RecipeOptions = Annotated[_options(Recipe), Parameter(name="*")]

@@ -1,0 +1,141 @@
+"""Batches of crops from the pixel cache, on the CPU or on the cache's device.
+
+The window of each image is drawn first, on the CPU and from a generator of one's own, so it is the
+same everywhere; how it is scaled depends on where the pixels lie.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from proximetry.data.augment.resample import Rows, Windows, image_sizes, resample
+from proximetry.data.images import Interpolation, center_offset, check_interpolation, crop_size
+from proximetry.data.pixel_cache import PixelCache
+
+# As in the literature: so many tries for a window that fits, then the largest central one.
+_TRIES = 10
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop:
+    """Random resized crop and horizontal flip, with the same distribution as torchvision's.
+
+    Args:
+        crop: side of the result, or its height and width.
+        scale: smallest and largest area of the window, as a fraction of the image.
+        ratio: smallest and largest width over height of the window.
+        flip: mirror every second image, at random.
+        interpolation: "bilinear" or "bicubic", both with antialiasing.
+    """
+
+    crop: int | tuple[int, int]
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool = True
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        check_interpolation(self.interpolation)
+        crop_size(self.crop)
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ValueError(f"scale must be 0 < smallest ≤ largest ≤ 1, got {self.scale}")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ValueError(f"ratio must be 0 < smallest ≤ largest, got {self.ratio}")
+
+    def __call__(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> torch.Tensor:
+        """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
+        return self.apply(pixels, rows, self.draw(pixels, rows, generator))
+
+    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> torch.Tensor:
+        """Return the batch for windows that were drawn before."""
+        return resample(pixels, rows, windows, crop_size(self.crop), self.interpolation)
+
+    def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
+        """Draw a window per image.
+
+        Every image takes the same number of random values from the generator, so the windows
+        of a global batch can be drawn on every rank and sliced.
+        """
+        heights, widths = image_sizes(pixels, rows)
+        u = torch.rand(len(heights), 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
+        height, width, found = self._shapes(heights, widths, u[:, : 2 * _TRIES])
+        central_height, central_width = self._central(heights, widths)
+        height = torch.where(found, height, central_height)
+        width = torch.where(found, width, central_width)
+        room_down, room_right = heights - height, widths - width
+        down = (u[:, -3] * (room_down + 1)).long()
+        right = (u[:, -2] * (room_right + 1)).long()
+        return Windows(
+            top=torch.where(found, down, room_down // 2),
+            left=torch.where(found, right, room_right // 2),
+            height=height,
+            width=width,
+            flip=(u[:, -1] < 0.5) & self.flip,
+        )
+
+    def _shapes(
+        self, heights: torch.Tensor, widths: torch.Tensor, u: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the first window that fits of each image, and whether there was one."""
+        smallest, largest = self.scale
+        area = (heights * widths)[:, None] * (smallest + u[:, :_TRIES] * (largest - smallest))
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        aspect = torch.exp(low + u[:, _TRIES:] * (high - low))
+        width = torch.sqrt(area * aspect).round().long()
+        height = torch.sqrt(area / aspect).round().long()
+        fits = (width > 0) & (width <= widths[:, None])
+        fits &= (height > 0) & (height <= heights[:, None])
+        first = fits.int().argmax(dim=1, keepdim=True)
+        return height.gather(1, first)[:, 0], width.gather(1, first)[:, 0], fits.any(dim=1)
+
+    def _central(
+        self, heights: torch.Tensor, widths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest window whose shape is allowed."""
+        shape = widths.double() / heights.double()
+        tall = (widths.double() / self.ratio[0]).round().long()
+        wide = (heights.double() * self.ratio[1]).round().long()
+        height = torch.where(shape < self.ratio[0], tall, heights)
+        width = torch.where(shape > self.ratio[1], wide, widths)
+        return height.clamp(min=1), width.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The centre of cached images: a square, or (height, width).
+
+    From a cache whose short side is an embedder's `resize`, scaled with its interpolation, these
+    are the bytes that `resize_and_center_crop` makes of the files.
+    """
+
+    crop: int | tuple[int, int]
+
+    def __post_init__(self) -> None:
+        crop_size(self.crop)
+
+    def __call__(self, pixels: PixelCache, rows: Rows) -> torch.Tensor:
+        """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
+        # Nothing is scaled, so the filter does not matter.
+        size = crop_size(self.crop)
+        return resample(pixels, rows, self.windows(pixels, rows), size, "bilinear")
+
+    def windows(self, pixels: PixelCache, rows: Rows) -> Windows:
+        """Return the central window of each image."""
+        height, width = crop_size(self.crop)
+        heights, widths = image_sizes(pixels, rows)
+        if (small := (heights < height) | (widths < width)).any():
+            k = int(small.int().argmax())
+            raise ValueError(
+                f"image {rows[k]} has {heights[k]}×{widths[k]} pixels, too few for a crop of "
+                f"{height}×{width}; use a short side of {max(height, width)}"
+            )
+        return Windows(
+            top=heights.new_tensor([center_offset(size, height) for size in heights.tolist()]),
+            left=widths.new_tensor([center_offset(size, width) for size in widths.tolist()]),
+            height=torch.full_like(heights, height),
+            width=torch.full_like(widths, width),
+            flip=torch.zeros(len(heights), dtype=torch.bool),
+        )

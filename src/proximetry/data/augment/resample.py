@@ -1,0 +1,146 @@
+"""Windows of images scaled into one batch.
+
+On the CPU every window goes through torch's own antialiased resize of bytes. On a GPU, where a
+launch per image would dominate, one Triton kernel makes the whole batch; the two agree to one grey
+level. On other devices, and where Triton cannot compile the kernel, the windows are copied to the
+CPU and scaled there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from proximetry.data.pixel_cache import PixelCache
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], str], torch.Tensor]
+Rows = Sequence[int] | npt.NDArray[np.int64]
+
+# The kernel counts in steps of half a pixel of the result; up to here that fits 32 bits.
+_LARGEST = 1 << 29
+
+
+@dataclass(frozen=True)
+class Windows:
+    """For every image of a batch, the window at (top, left) of height × width to be scaled.
+
+    The result is mirrored where `flip` says so.
+    """
+
+    top: torch.Tensor
+    left: torch.Tensor
+    height: torch.Tensor
+    width: torch.Tensor
+    flip: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.top)
+
+    def __getitem__(self, part: slice) -> Windows:
+        """Return the windows of a slice of the batch."""
+        return Windows(*(getattr(self, f.name)[part] for f in fields(self)))
+
+    def table(self) -> torch.Tensor:
+        """Return all of it as int64 [image, field]."""
+        return torch.stack([getattr(self, f.name).long() for f in fields(self)], dim=1)
+
+
+def resample(
+    pixels: PixelCache, rows: Rows, windows: Windows, size: tuple[int, int], interpolation: str
+) -> torch.Tensor:
+    """Return a uint8 batch [rows, 3, *size] on the device of the pixels."""
+    chosen = np.asarray(rows, dtype=np.int64)
+    _check(pixels, chosen, windows)
+    device = pixels.flat.device
+    kernel = _kernel() if device.type == "cuda" and _countable(windows, size) else None
+    if kernel is None:
+        return _resample_each(pixels, chosen, windows, size, interpolation).to(device)
+    table = window_table(pixels, chosen, windows).pin_memory()
+    # Nothing waits for the copy: the pinned memory is not used again before it is done.
+    return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
+
+
+def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the heights and widths of the given images."""
+    chosen = np.asarray(rows, dtype=np.int64)
+    if chosen.ndim != 1:
+        raise ValueError(f"rows must be a list of image numbers, got shape {chosen.shape}")
+    if not ((chosen >= 0) & (chosen < len(pixels))).all():
+        last = len(pixels) - 1
+        raise ValueError(f"rows run from 0 to {last}, got {chosen.min()} … {chosen.max()}")
+    return torch.from_numpy(pixels.heights[chosen]), torch.from_numpy(pixels.widths[chosen])
+
+
+def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> torch.Tensor:
+    """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
+    places = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
+    return torch.cat([torch.from_numpy(places), windows.table()], dim=1)
+
+
+@cache
+def _kernel() -> Kernel | None:
+    """Return the kernel, or None with a warning where Triton cannot work."""
+    try:
+        from proximetry.cuda.resample_kernel import find_driver, resample_fused
+
+        find_driver()
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"without Triton crops are made on the CPU, several times slower: {error}",
+            stacklevel=3,
+        )
+        return None
+    return resample_fused
+
+
+def _countable(windows: Windows, size: tuple[int, int]) -> bool:
+    down, across = windows.height * size[0], windows.width * size[1]
+    return bool((torch.maximum(down, across) < _LARGEST).all())
+
+
+def _check(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> None:
+    """Refuse windows outside their images: a GPU would read whatever lies there."""
+    if len(rows) != len(windows):
+        raise ValueError(f"{len(rows)} images, but {len(windows)} windows")
+    heights, widths = image_sizes(pixels, rows)
+    w = windows
+    inside = (w.top >= 0) & (w.height > 0) & (w.top + w.height <= heights)
+    inside &= (w.left >= 0) & (w.width > 0) & (w.left + w.width <= widths)
+    if not inside.all():
+        k = int(inside.int().argmin())
+        values = ", ".join(f"{f.name} {int(getattr(w, f.name)[k])}" for f in fields(w))
+        raise ValueError(
+            f"the window of image {rows[k]} must lie inside its {heights[k]}×{widths[k]} pixels, "
+            f"got {values}"
+        )
+
+
+def _resample_each(
+    pixels: PixelCache,
+    rows: npt.NDArray[np.int64],
+    windows: Windows,
+    size: tuple[int, int],
+    interpolation: str,
+) -> torch.Tensor:
+    """Scale one window after the other on the CPU with torch's resize of bytes."""
+    # The cache keeps a pixel's three bytes together; the batch does too, and convolutions on
+    # a CPU prefer it.
+    batch = torch.empty((len(rows), 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
+    numbers = windows.table().tolist()
+    for k, (row, window) in enumerate(zip(rows.tolist(), numbers, strict=True)):
+        top, left, height, width, flip = window
+        image = pixels.tensor(row)[top : top + height, left : left + width].cpu().permute(2, 0, 1)
+        if (height, width) != size:
+            image = F.interpolate(
+                image[None], size=size, mode=interpolation, antialias=True, align_corners=False
+            )[0]
+        batch[k] = image.flip(-1) if flip else image
+    return batch

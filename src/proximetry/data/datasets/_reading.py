@@ -1,0 +1,129 @@
+"""What the readers of datasets share: how one is declared, and small helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from proximetry._common import some
+from proximetry.data.catalog import Catalog
+
+Reader = TypeVar("Reader", bound=Callable[[Any], Catalog])
+
+
+@dataclass(frozen=True)
+class Size:
+    """Images and classes of a part of a dataset."""
+
+    images: int
+    classes: int
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """All that is known about a dataset.
+
+    Attributes:
+        name: what `open_dataset` calls it.
+        read: makes the catalogue of a folder.
+        title: its full name.
+        layout: what its folder holds.
+        about: what it shows.
+        train, test, query, gallery: published sizes, where there are any.
+        built_in: whether it needs no folder.
+    """
+
+    name: str
+    read: Callable[[Any], Catalog]
+    title: str
+    layout: str
+    about: str = ""
+    train: Size | None = None
+    test: Size | None = None
+    query: Size | None = None
+    gallery: Size | None = None
+    built_in: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.title}: {self.about}" if self.about else self.title
+        if self.train and self.test:
+            text += f", {self.train.classes} classes for training and {self.test.classes} for test"
+        return f"{text} ({self.layout})"
+
+    def count_notes(self, catalog: Catalog) -> Iterator[str]:
+        """Say for which parts images or classes differ from the published numbers."""
+        for part in ("train", "test", "query", "gallery"):
+            size: Size | None = getattr(self, part)
+            if size is None:
+                continue
+            role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
+            found = catalog.filter(**role)
+            images, classes = len(found), len(found.class_names)
+            if Size(images, classes) != size:
+                yield (
+                    f"{self.title} {part}: {images} of {size.images} images, "
+                    f"{classes} of {size.classes} classes"
+                )
+
+
+DATASETS: dict[str, DatasetInfo] = {}
+
+
+def dataset(name: str, **facts: Any) -> Callable[[Reader], Reader]:
+    """Declare a dataset, with the fields of DatasetInfo, above the function that reads it."""
+
+    def register(read: Reader) -> Reader:
+        DATASETS[name] = DatasetInfo(name, read, **facts)
+        return read
+
+    return register
+
+
+def drop_missing(title: str, catalog: Catalog) -> Catalog:
+    """Leave out images that are listed but not there, and name them in a note."""
+    missing = catalog.missing_files()
+    if not missing:
+        return catalog
+    if len(missing) == len(catalog):
+        raise ValueError(
+            f"{title}: none of the {len(catalog)} listed images exist below {catalog.root}; "
+            f"expected for instance {catalog.file(0)}"
+        )
+    gone = set(missing)
+    kept = catalog.subset([i for i in range(len(catalog)) if i not in gone])
+    names = some([catalog.paths[i] for i in missing])
+    return replace(kept, notes=(f"{title}: {len(missing)} listed images do not exist: {names}",))
+
+
+def find_home(root: Path, inner: Iterable[str], marks: Iterable[str]) -> Path:
+    """Return `root` or a sub-folder of it that has all of the marks, else `root`."""
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder")
+    wanted = list(marks)
+    for home in (root, *(root / name for name in inner)):
+        if all((home / mark).exists() for mark in wanted):
+            return home
+    return root
+
+
+def wrong_folder(title: str, root: Path, expected: str) -> ValueError:
+    """Return the error for a folder that holds something else."""
+    found = some([p.name for p in sorted(root.iterdir())]) or "nothing"
+    return ValueError(f"{title}: expected {expected} in {root}, found {found}")
+
+
+def fields_of(file: Path, count: int, skip: int = 0) -> Iterator[list[str]]:
+    """Give the fields of every line of a space-separated list, checked."""
+    with file.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if number <= skip or not line.strip():
+                continue
+            # The last field may hold spaces: a file name.
+            values = line.split(maxsplit=count - 1)
+            if len(values) != count:
+                raise ValueError(
+                    f"{file}: line {number} has {len(values)} fields, expected {count}: {line!r}"
+                )
+            yield [value.strip() for value in values]

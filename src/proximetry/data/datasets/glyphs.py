@@ -1,0 +1,179 @@
+"""A built-in set that needs no download: a thousand characters in sixteen faces.
+
+The fonts are those that ship with matplotlib. A class is a character, an image is that character
+in one face, of varying size, slant and place. The characters are a fixed list, chosen so that no
+two of them look alike; half of them, chosen by the seed, are for training, the others are never
+seen there.
+"""
+
+import hashlib
+import io
+import math
+import os
+import tarfile
+import unicodedata
+from functools import cache
+from importlib import metadata, resources
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from proximetry._common import atomic_path, cache_folder, need
+from proximetry.data.catalog import Catalog
+from proximetry.data.tar_shards import SEPARATOR, shard_members
+
+try:
+    from PIL import Image, ImageFont, features
+except ModuleNotFoundError:
+    need("PIL", "glyphs", "Drawing glyphs")
+
+_DEJAVU = ("", "-Bold", "-Oblique", "-BoldOblique")
+FACES = (
+    *(f"DejaVuSans{style}" for style in _DEJAVU),
+    *(f"DejaVuSansMono{style}" for style in _DEJAVU),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+    *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
+)
+
+# Raised when the drawing changes, so that an older cached set is not taken for the new one.
+_DRAWING = 1
+
+
+def glyphs(
+    *,
+    side: int = 48,
+    train_fraction: float = 0.5,
+    seed: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+) -> Catalog:
+    """Return the catalogue of the glyph set, drawn on the first call and then kept.
+
+    Args:
+        side: width and height of the images in pixels.
+        train_fraction: the fraction of the characters marked "train"; the others are "test".
+        seed: decides size, slant and place of every image, and which characters are which.
+        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry unless given.
+    """
+    if not 16 <= side <= 256:
+        raise ValueError(f"side must be from 16 to 256 pixels, got {side}")
+    folder = cache_folder() / "glyphs" if cache is None else Path(cache)
+    shard = folder / f"glyphs-{_key(side, seed)}.tar"
+    if not _complete(shard):
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_path(shard) as part:
+            _draw_all(part, side, seed)
+    labels = [chr(int(name[2:].split("/")[0], 16)) for name in shard_members(shard)]
+    catalog = Catalog(
+        paths=tuple(f"{shard.name}{SEPARATOR}{name}" for name in shard_members(shard)),
+        labels=tuple(labels),
+        splits=("all",) * len(labels),
+        groups=tuple(map(script, labels)),
+        root=folder,
+    )
+    train, _ = catalog.split_classes(train_fraction, seed=seed)
+    seen = set(train.labels)
+    splits = tuple("train" if label in seen else "test" for label in labels)
+    return Catalog(catalog.paths, catalog.labels, splits, folder, groups=catalog.groups)
+
+
+def characters() -> tuple[str, ...]:
+    """Return the characters of the set in the order of their code points."""
+    text = resources.files(__package__).joinpath("characters.txt").read_text(encoding="utf-8")
+    return tuple(text.replace("\n", ""))
+
+
+def script(character: str) -> str:
+    """Return the script of a letter ("latin", "greek", …), "number" or "sign"."""
+    kind = unicodedata.category(character)[0]
+    if kind == "L":
+        return unicodedata.name(character).split()[0].lower()
+    return "number" if kind == "N" else "sign"
+
+
+@cache
+def face_characters(face: str) -> frozenset[str]:
+    """Return the characters that a face has an outline for."""
+    fonts = need("fontTools.ttLib", "glyphs", "Drawing glyphs")
+    with fonts.TTFont(_font_file(face), lazy=True) as font:
+        return frozenset(map(chr, font.getBestCmap()))
+
+
+@cache
+def load_face(face: str, size: int) -> ImageFont.FreeTypeFont:
+    """Return a face at a size in pixels."""
+    # The plain layout: the other one depends on which libraries the system has.
+    return ImageFont.truetype(_font_file(face), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _font_file(face: str) -> str:
+    # matplotlib itself is not imported: only its files are needed.
+    found = find_spec("matplotlib")
+    if found is None or not found.submodule_search_locations:
+        need("matplotlib", "glyphs", "Drawing glyphs")
+        raise ModuleNotFoundError("matplotlib is installed without its data files")
+    home = Path(found.submodule_search_locations[0])
+    return os.fspath(home / "mpl-data" / "fonts" / "ttf" / f"{face}.ttf")
+
+
+def _key(side: int, seed: int) -> str:
+    """Digest everything that the pixels depend on."""
+    versions = (metadata.version("pillow"), features.version("freetype2"))
+    facts = (_DRAWING, side, seed, *versions, _fonts_version(), characters(), FACES)
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+def _fonts_version() -> str:
+    _font_file(FACES[0])
+    return metadata.version("matplotlib")
+
+
+def _complete(shard: Path) -> bool:
+    """Tell whether a cached set can be used; one that was damaged since is drawn again."""
+    try:
+        return len(shard_members(shard)) > 0
+    except (OSError, ValueError):
+        return False
+
+
+def _draw_all(file: Path, side: int, seed: int) -> None:
+    with tarfile.open(file, "w") as tar:
+        for character in characters():
+            for number, face in enumerate(FACES):
+                if character in face_characters(face):
+                    random = np.random.default_rng([seed, ord(character), number])
+                    data = _png(_draw(character, face, side, random))
+                    info = tarfile.TarInfo(f"U+{ord(character):04X}/{face}.png")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
+def _draw(character: str, face: str, side: int, random: np.random.Generator) -> Image.Image:
+    """Draw black on white: ink centred, then turned, scaled and moved a little."""
+    size, angle, right, down = random.uniform(
+        (0.5 * side, -15, -0.1 * side, -0.1 * side), (0.85 * side, 15, 0.1 * side, 0.1 * side)
+    )
+    ink = _ink(character, face, round(size), angle)
+    room = side - 2
+    if max(ink.size) > room:
+        smaller = math.floor(round(size) * room / max(ink.size))
+        ink = _ink(character, face, smaller, angle)
+    ink.thumbnail((room, room))
+    left = min(max(round((side - ink.width) / 2 + right), 0), side - ink.width)
+    top = min(max(round((side - ink.height) / 2 + down), 0), side - ink.height)
+    canvas = Image.new("L", (side, side), 255)
+    canvas.paste(0, (left, top), ink)
+    return canvas
+
+
+def _ink(character: str, face: str, size: int, angle: float) -> Image.Image:
+    mask = load_face(face, size).getmask(character, mode="L")
+    image = Image.frombytes("L", mask.size, bytes(mask))
+    image = image.rotate(angle, Image.Resampling.BICUBIC, expand=True)
+    return image.crop(image.getbbox())
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=4)
+    return buffer.getvalue()

@@ -1,0 +1,268 @@
+"""Images from files, and the one rule that makes them what an embedder sees.
+
+Any image file or array becomes one RGB picture, or one clear error that names it. The rule: scale
+the shorter side, then take the centre. Training, evaluation and encoding all follow it, so they see
+the same bytes.
+"""
+
+import io
+import os
+import struct
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from proximetry._common import need
+from proximetry.data.tar_shards import is_shard_path, read_member
+
+try:
+    from PIL import Image, ImageFile, UnidentifiedImageError
+except ModuleNotFoundError:
+    need("PIL", "images", "Reading images")
+
+Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
+
+# Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns by itself as well.
+MAX_PIXELS = 89_478_485
+
+# Formats that strangers' files may use. Others that Pillow knows can start outside programs
+# (EPS) or are rarely exercised parsers; a picture in one of them is refused by name.
+_WANTED = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
+
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class ImageError(ValueError):
+    """An image could not be read; says which one and why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
+        return type(self), (self.name, self.reason)
+
+
+def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Read one image as upright RGB.
+
+    Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
+    (H×W or H×W×C, uint8, uint16 or bool). Transparency is laid on white, EXIF orientation is
+    applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
+    Colour profiles are not applied.
+
+    Raises:
+        ImageError: missing, unreadable, truncated, or more than `max_pixels` pixels. The size
+            is taken from the header, before anything is decoded.
+    """
+    name = _name(source)
+    if isinstance(source, Image.Image):
+        return _finish(source, name, max_pixels)
+    if isinstance(source, np.ndarray):
+        return _finish(_from_array(source, name), name, max_pixels)
+    file: io.BytesIO | str
+    if isinstance(source, bytes):
+        file = io.BytesIO(source)
+    elif is_shard_path(name):
+        try:
+            file = io.BytesIO(read_member(name))
+        except (OSError, ValueError) as error:
+            raise ImageError(name, str(error)) from error
+    else:
+        file = name
+    try:
+        with Image.open(file, formats=_formats()) as image:
+            return _finish(image, name, max_pixels)
+    except ImageError:
+        raise
+    except FileNotFoundError as error:
+        raise ImageError(name, "no such file") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(name, f"too large: {error}") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(name, f"not an image in a known format ({_list_formats()})") from error
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
+        raise ImageError(name, f"cannot be opened: {error}") from error
+
+
+def check_interpolation(name: str) -> None:
+    """Refuse filters that there are not."""
+    if name not in get_args(Interpolation):
+        raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {name!r}")
+
+
+def scaled_size(width: int, height: int, short_side: int) -> tuple[int, int]:
+    """Return width and height with the shorter one as asked and the other in proportion."""
+    if width <= height:
+        return short_side, max(short_side, int(short_side * height / width))
+    return max(short_side, int(short_side * width / height)), short_side
+
+
+def resize_short_side(
+    image: Image.Image, short_side: int, interpolation: Interpolation
+) -> Image.Image:
+    """Scale an image with Pillow so that its shorter side has so many pixels.
+
+    Raises:
+        ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
+    """
+    check_interpolation(interpolation)
+    size = scaled_size(*image.size, short_side)
+    if size[0] * size[1] > MAX_PIXELS:
+        reason = f"{image.width}×{image.height} pixels is too narrow to scale"
+        raise ImageError(_name(image), reason)
+    if size == image.size:
+        return image
+    return image.resize(size, Image.Resampling[interpolation.upper()])
+
+
+def center_offset(size: int, crop: int) -> int:
+    """Return where a centred crop starts; halves are rounded to even, as torchvision does."""
+    return round((size - crop) / 2)
+
+
+def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of a crop that may be given as one side of a square."""
+    height, width = (crop, crop) if isinstance(crop, int) else crop
+    if height < 1 or width < 1:
+        raise ValueError(f"crop must be positive, got {crop}")
+    return height, width
+
+
+def resize_and_center_crop(
+    image: Image.Image, resize: int, crop: int | tuple[int, int], interpolation: Interpolation
+) -> Image.Image:
+    """Scale the shorter side to `resize`, then take the centre: a square or (height, width)."""
+    height, width = crop_size(crop)
+    scaled_width, scaled_height = scaled_size(*image.size, resize)
+    if scaled_height < height or scaled_width < width:
+        raise ValueError(
+            f"an image of {image.height}×{image.width} pixels becomes "
+            f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
+            f"use a resize of {max(height, width)}"
+        )
+    image = resize_short_side(image, resize, interpolation)
+    top, left = center_offset(image.height, height), center_offset(image.width, width)
+    return image.crop((left, top, left + width, top + height))
+
+
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in _WANTED if name in Image.OPEN)
+
+
+def _list_formats() -> str:
+    return ", ".join(_formats())
+
+
+def _name(source: Source) -> str:
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    if isinstance(source, bytes):
+        return f"<{len(source)} bytes>"
+    if isinstance(source, Image.Image):
+        return str(getattr(source, "filename", "") or f"<{source.mode} image>")
+    if isinstance(source, np.ndarray):
+        return f"<array {source.shape} {source.dtype}>"
+    raise TypeError(
+        f"an image is a path, bytes, a PIL image or a NumPy array, not {type(source).__name__}"
+    )
+
+
+def _from_array(array: np.ndarray[Any, Any], name: str) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    colour = array.ndim == 3 and array.shape[2] in (3, 4)
+    if array.size == 0 or not (array.ndim == 2 or colour):
+        raise ImageError(name, "an array must be H×W, H×W×1, H×W×3 or H×W×4 (channels last)")
+    if array.dtype == np.uint16:
+        array = _sixteen_to_eight(array)
+    elif array.dtype == np.bool_:
+        array = array.astype(np.uint8) * 255
+    elif array.dtype != np.uint8:
+        raise ImageError(name, "an array must be uint8, uint16 or bool; scale it to 0…255 first")
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {max_pixels}")
+    if width == 0 or height == 0:
+        raise ImageError(name, f"empty: {width}×{height} pixels")
+    try:
+        if isinstance(image, ImageFile.ImageFile):
+            image.load()
+        upright = _upright(image)
+        return _to_rgb(upright, name)
+    except (ImageError, MemoryError):
+        raise
+    except Exception as error:
+        # Broken files raise whatever the format's parser trips over: OSError, SyntaxError,
+        # struct.error, zlib.error, IndexError, … All mean the same to the reader.
+        raise ImageError(name, f"damaged or truncated: {error}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:
+        # A mangled EXIF block says nothing about the pixels, which are fine.
+        turn = None
+    return image if turn is None else image.transpose(turn)
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":
+        return Image.fromarray(_deep_to_eight(image, name)).convert("RGB")
+    if image.mode == "LAB":
+        return _from_lab(image)
+    if image.has_transparency_data or image.mode in ("La", "RGBa"):
+        if image.mode == "La":
+            image = image.convert("LA")
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    # convert() to the mode an image already has copies it, so the result never shares a file.
+    return image.convert("RGB")
+
+
+def _sixteen_to_eight(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    # 65535 / 257 = 255 exactly; adding half of it rounds.
+    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def _deep_to_eight(image: Image.Image, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Scale integer samples from 16 bits; take floats as 0…1 or as 0…255."""
+    values = np.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    if image.mode != "F" and low >= 0 and high <= 65535:
+        return _sixteen_to_eight(values)
+    if image.mode == "F" and low >= 0 and high <= 255:
+        return np.rint(values * (255.0 if high <= 1 else 1.0)).astype(np.uint8)
+    raise ImageError(
+        name, f"mode {image.mode} with values from {low:g} to {high:g}: save it with 8 or 16 bits"
+    )
+
+
+def _from_lab(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    converted = ImageCms.applyTransform(
+        image, ImageCms.buildTransform(lab, srgb, "LAB", "RGB"), inPlace=False
+    )
+    if converted is None:
+        raise ValueError("the conversion from LAB gave nothing")
+    return converted

@@ -1,0 +1,142 @@
+"""How a loss declares its settings: each once, with its default, its check and its meaning.
+
+    class NormSoftmax(ProxyLoss, name="norm_softmax"):
+        scale: float = setting(checks.positive, "scale λ", default=20.0)
+
+The constructor, its signature, the check of every later assignment, the validation of recipes
+and the tables of the documentation all come from these lines.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, ClassVar, dataclass_transform
+
+from torch import nn
+
+from proximetry._common import closest
+from proximetry.losses.checks import Check
+
+REQUIRED: Any = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One argument of a loss."""
+
+    check: Check[Any]
+    help: str
+    default: Any = REQUIRED
+    kw_only: bool = False
+    alias: str | None = None
+    attribute: str = ""
+    fixed: bool = False
+    """Whether it is used to build the loss and cannot be changed afterwards."""
+
+
+def setting(
+    check: Check[Any],
+    help: str,
+    *,
+    default: Any = REQUIRED,
+    kw_only: bool = False,
+    alias: str | None = None,
+) -> Any:
+    """Declare an argument in the body of a loss, in the order of the constructor.
+
+    It becomes an attribute that is checked whenever it is assigned. Annotated as ``InitVar[…]`` it
+    is no attribute, only an argument for `Declared.build`. ``alias`` is its name in the
+    constructor, if another than the attribute's.
+    """
+    return Setting(check, help, default, kw_only, alias)
+
+
+def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given settings as they are stored; refuse unknown names and bad values."""
+    for name in given:
+        if name not in known:
+            raise ValueError(_unknown(owner, name, known))
+    return {name: known[name].check(name, value) for name, value in given.items()}
+
+
+def _unknown(owner: str, name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    if not known:
+        return f"{owner} takes no settings, got {name!r}"
+    return f"{owner} has no setting {name!r}{closest(name, known)}"
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(setting,))
+class Declared(nn.Module):
+    """A module whose constructor is made from the settings that its class declares.
+
+    A subclass inherits the settings of its parent; one that it declares again keeps its place.
+    """
+
+    __signature__: ClassVar[inspect.Signature] = inspect.Signature()
+    _arguments: ClassVar[dict[str, Setting]] = {}
+    _names: ClassVar[dict[str, str]] = {}  # of the arguments, by attribute
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._arguments, cls._names = dict(cls._arguments), dict(cls._names)
+        parameters = dict(cls.__signature__.parameters)
+        annotations = inspect.get_annotations(cls)
+        for attribute, declared in list(vars(cls).items()):
+            if not isinstance(declared, Setting):
+                continue
+            delattr(cls, attribute)
+            annotation = annotations.get(attribute, REQUIRED)
+            fixed = "InitVar[" in str(annotation)
+            name = declared.alias or attribute
+            cls._arguments[name] = replace(declared, attribute=attribute, fixed=fixed)
+            cls._names[attribute] = name
+            parameters[name] = inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY
+                if declared.kw_only
+                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=declared.default,
+                annotation=annotation.type if isinstance(annotation, InitVar) else annotation,
+            )
+        cls.__signature__ = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        cls = type(self)
+        for name in kwargs:
+            if name not in self._arguments:
+                raise TypeError(_unknown(cls.__name__, name, self._arguments))
+        try:
+            given = cls.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}") from None
+        given.apply_defaults()
+        arguments = check_all(cls.__name__, self._arguments, given.arguments)
+        for name, value in arguments.items():
+            if not self._arguments[name].fixed:
+                setattr(self, self._arguments[name].attribute, value)
+        self.build(arguments)
+
+    def build(self, arguments: dict[str, Any]) -> None:
+        """Make what the module holds besides its settings: parameters, buffers, submodules."""
+
+    @classmethod
+    def settings(cls) -> dict[str, Setting]:
+        """Return the settings by name, in the order of the constructor."""
+        every = {name: cls._arguments[name] for name in cls.__signature__.parameters}
+        return {name: one for name, one in every.items() if one.default is not REQUIRED}
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print(loss)``."""
+        every = ((name, getattr(self, name, None)) for name in self.settings())
+        return ", ".join(f"{name}={value!r}" for name, value in every if value is not None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        argument = self._names.get(name)
+        if argument is not None:
+            declared = self._arguments[argument]
+            if declared.fixed:
+                raise AttributeError(f"{name} cannot be changed after the loss is made")
+            value = declared.check(argument, value)
+        super().__setattr__(name, value)

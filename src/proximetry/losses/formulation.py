@@ -1,0 +1,110 @@
+"""What distinguishes one proxy loss from another, and how its parts make one number.
+
+Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
+
+1. the *similarity* S(x, c) made from the K proxies of class c;
+2. *by* what logits are grouped: which of them share one logarithm, all samples of a class or all
+   classes of a sample;
+3. how a sample's own class (positive) and the others (negatives) *join*.
+
+The fourth choice, what a margin does to the logits, is two short methods of the loss itself
+(`ProxyLoss.positive_logit` and `ProxyLoss.negative_logit`): any function for the positive,
+``scale · S + offset`` for the negatives.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from proximetry.losses import checks
+from proximetry.losses.similarity import Similarity, add_rows_
+
+By = Literal["class", "sample"]
+Join = Literal["apart", "together", "softmax", "others"]
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """The form of a loss: three choices that both engines understand."""
+
+    similarity: Similarity
+    by: By
+    join: Join
+
+    def __post_init__(self) -> None:
+        checks.one_of(*get_args(Similarity))("similarity", self.similarity)
+        checks.one_of(*get_args(By))("by", self.by)
+        checks.one_of(*get_args(Join))("join", self.join)
+        if self.by == "class" and self.join != "apart":
+            raise ValueError(
+                f"a class-wise loss keeps positives and negatives apart, got {self.join!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
+
+    An engine returns each sample's similarity to its own class [B], and the negatives: by sample,
+    the log-sum-exp over the other classes [B]; by class, the sum over the classes of
+    ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
+    """
+
+    x: Tensor
+    """Embeddings [B, D] of length one."""
+    proxies: Tensor
+    """[C, K, D], of any length."""
+    labels: Tensor
+    form: LossForm
+    gamma: float
+    """Temperature of the soft assignment, for the similarity "soft"."""
+    scale: float | Tensor
+    """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
+    offset: float
+    class_weight: float | Tensor
+    """Weight of the negative term of a class, or of each class [C]; for class-wise losses."""
+
+
+def combine(
+    form: LossForm, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
+) -> Tensor:
+    """Join the logits of the positives with what the engine made of the negatives.
+
+    ``positive`` holds one logit per sample. ``negatives`` is, by sample, the log-sum-exp over the
+    other classes ([batch]; -inf where there is none) and, by class, the finished negative term.
+    """
+    if form.by == "class":
+        return _mean_over_present_classes(positive, labels, num_classes) + negatives
+    match form.join:
+        case "apart":
+            return (softplus(positive) + softplus(negatives)).mean()
+        case "together":
+            return softplus(torch.logaddexp(positive, negatives)).mean()
+        case "softmax":
+            return softplus(negatives - positive).mean()
+        case "others":
+            # With a single class there is nothing to push away from: only the pull remains.
+            push = torch.where(torch.isneginf(negatives), torch.zeros_like(negatives), negatives)
+            return (push - positive).mean()
+
+
+def softplus(z: Tensor) -> Tensor:
+    """log(1 + e^z), exact to the last digits also in float64 (torch's default stops at z = 20)."""
+    return F.softplus(z, threshold=50.0)
+
+
+def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
+    """log(1 + Σ e^z) from ``total`` = Σ e^(z - shift), ``shift`` >= 0, without cancellation."""
+    return shift + torch.log1p(total + torch.expm1(-shift))
+
+
+def _mean_over_present_classes(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Mean over the classes in the batch of log(1 + Σ over their samples of e^logit)."""
+    zero = logit.new_zeros(num_classes)
+    shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
+    total = add_rows_(torch.zeros_like(zero), labels, torch.exp(logit - shift[labels]))
+    present = zero.scatter(0, labels, 1.0).sum()
+    return log1p_sum_exp(total, shift).sum() / present

@@ -1,0 +1,162 @@
+"""Pair-based baselines and cross-batch memory, from pytorch-metric-learning (extra ``pairs``).
+
+Proxy losses are our own work; the pair losses exist, are good, and are used as they are. The
+adapter gives them the same interface as the rest: ``forward(embeddings, labels)`` to a float32
+scalar, full precision under autocast, clear errors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from proximetry._common import closest, need
+from proximetry.losses import checks
+from proximetry.losses.declaration import Setting, check_all, setting
+
+Parts = tuple[nn.Module, nn.Module | None]
+"""A loss and its miner."""
+
+_MEMORY: Setting = setting(
+    checks.optional(checks.count),
+    "how many past embeddings a cross-batch memory keeps (Wang et al. 2020)",
+    default=None,
+)
+
+
+@dataclass(frozen=True)
+class PairForm:
+    """A pair loss: its settings, and the function that makes it and its miner from them."""
+
+    make: Callable[..., Parts]
+    settings: dict[str, Setting]
+    memory: bool
+    """Whether it can be combined with cross-batch memory."""
+
+    def all_settings(self) -> dict[str, Setting]:
+        """Return the settings by name, with ``memory``."""
+        return {**self.settings, "memory": _MEMORY} if self.memory else self.settings
+
+
+#: The pair losses by name.
+PAIR_LOSSES: dict[str, PairForm] = {}
+
+
+def _pair_loss(
+    name: str, *, memory: bool = True, **settings: Setting
+) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
+    def register(make: Callable[..., Parts]) -> Callable[..., Parts]:
+        PAIR_LOSSES[name] = PairForm(make, settings, memory)
+        return make
+
+    return register
+
+
+@_pair_loss(
+    "contrastive",
+    margin=setting(checks.finite, "negatives are pushed below this cosine", default=0.5),
+)
+def _contrastive(peer: Any, margin: float) -> Parts:
+    """Hadsell et al. 2006, on cosines: pull to 1, push below the margin; no miner."""
+    cosine = peer.distances.CosineSimilarity()
+    return peer.losses.ContrastiveLoss(pos_margin=1.0, neg_margin=margin, distance=cosine), None
+
+
+@_pair_loss("triplet", margin=setting(checks.finite, "margin of distances", default=0.1))
+def _triplet(peer: Any, margin: float) -> Parts:
+    """Schroff et al. 2015, semi-hard negatives with the same margin."""
+    miner = peer.miners.TripletMarginMiner(margin=margin, type_of_triplets="semihard")
+    return peer.losses.TripletMarginLoss(margin=margin), miner
+
+
+@_pair_loss("lifted_structure", margin=setting(checks.finite, "margin of distances", default=1.0))
+def _lifted(peer: Any, margin: float) -> Parts:
+    """Oh Song et al. 2016, in the generalised form; no miner."""
+    return peer.losses.GeneralizedLiftedStructureLoss(neg_margin=margin), None
+
+
+@_pair_loss("n_pair", memory=False)
+def _n_pair(peer: Any) -> Parts:
+    """Sohn 2016; no miner."""
+    return peer.losses.NPairsLoss(), None
+
+
+@_pair_loss(
+    "margin",
+    margin=setting(checks.finite, "margin of distances", default=0.2),
+    beta=setting(checks.finite, "boundary β between positives and negatives", default=1.2),
+    num_classes=setting(
+        checks.optional(checks.count), "if given, β is learned, one for each class", default=None
+    ),
+)
+def _margin(peer: Any, margin: float, beta: float, num_classes: int | None) -> Parts:
+    """Wu et al. 2017, distance-weighted negatives."""
+    learn = num_classes is not None
+    loss = peer.losses.MarginLoss(
+        margin=margin, nu=0, beta=beta, learn_beta=learn, num_classes=num_classes
+    )
+    return loss, peer.miners.DistanceWeightedMiner(cutoff=0.5, nonzero_loss_cutoff=1.4)
+
+
+@_pair_loss(
+    "multi_similarity",
+    alpha=setting(checks.finite, "sharpness α for positives", default=2.0),
+    beta=setting(checks.finite, "sharpness β for negatives", default=50.0),
+    base=setting(checks.finite, "cosine from which both are measured", default=0.5),
+    epsilon=setting(checks.finite, "margin of the miner", default=0.1),
+)
+def _multi_similarity(peer: Any, alpha: float, beta: float, base: float, epsilon: float) -> Parts:
+    """Wang et al. 2019, its own mining of informative pairs."""
+    loss = peer.losses.MultiSimilarityLoss(alpha=alpha, beta=beta, base=base)
+    return loss, peer.miners.MultiSimilarityMiner(epsilon=epsilon)
+
+
+class PairLoss(nn.Module):
+    """A pair-based loss by name, optionally with a memory of past batches.
+
+    ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
+    ``dim``. Further settings are those of the loss, and unknown ones are errors.
+    """
+
+    def __init__(
+        self, name: str, *, memory: int | None = None, dim: int | None = None, **settings: Any
+    ) -> None:
+        super().__init__()
+        if name not in PAIR_LOSSES:
+            raise ValueError(f"unknown pair loss {name!r}{closest(name, PAIR_LOSSES)}")
+        form = PAIR_LOSSES[name]
+        given = {**settings, "memory": memory} if memory is not None else settings
+        values = {key: one.default for key, one in form.settings.items()}
+        values |= check_all(f"loss 'pairs/{name}'", form.all_settings(), given)
+        if values.pop("memory", None) is not None and dim is None:
+            raise ValueError("cross-batch memory needs dim, the embedding dimension")
+        for part in ("losses", "miners", "distances"):
+            need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
+        peer = need("pytorch_metric_learning", "pairs", "a pair loss")
+        loss, miner = form.make(peer, **values)
+        self.name = name
+        self.miner = miner
+        if memory is not None:
+            loss = peer.losses.CrossBatchMemory(
+                loss,
+                embedding_size=checks.count("dim", dim),
+                memory_size=memory,
+                miner=miner,
+            )
+            self.miner = None
+        self.loss = loss
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
+        checks.batch(embeddings, labels)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            x = embeddings.float()
+            pairs = self.miner(x, labels) if self.miner is not None else None
+            value: Tensor = self.loss(x, labels, pairs)
+            return value.float().reshape(())
+
+    def extra_repr(self) -> str:
+        """Name, for ``print(loss)``."""
+        return f"name={self.name!r}"

@@ -1,0 +1,189 @@
+"""Embeddings and labels of any common kind, checked and made uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry._common import by_device, chunks
+
+Embeddings = Tensor | npt.NDArray[Any]
+Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
+FloatSimilarity = Literal["cosine", "euclidean", "dot"]
+
+# Rows looked at together when checking or normalising, so temporaries stay small.
+ROWS = 4096
+
+
+def check_similarity(similarity: str, known: Any = Similarity) -> None:
+    """Refuse a similarity nobody knows."""
+    if similarity not in get_args(known):
+        raise ValueError(
+            f"unknown similarity {similarity!r}; choose one of {', '.join(get_args(known))}"
+        )
+
+
+def as_vectors(
+    values: Embeddings | None, similarity: Similarity, name: str, *, allow_empty: bool = False
+) -> Tensor:
+    """Embeddings, or packed codes for the Hamming distance, checked."""
+    check_similarity(similarity)
+    if similarity == "hamming":
+        codes = _as_matrix(values, name, allow_empty)
+        if codes.dtype != torch.uint8:
+            raise ValueError(
+                f"{name} must be packed uint8 codes for the Hamming distance, got {codes.dtype}; "
+                "pack bits with numpy.packbits(bits, axis=1)"
+            )
+        return codes
+    vectors = as_embeddings(values, name, allow_empty=allow_empty)
+    if similarity != "cosine" and len(vectors):
+        largest = float(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).max())
+        if 4 * largest * largest > torch.finfo(vectors.dtype).max:
+            raise ValueError(
+                f"{name} has vectors of length {largest:.3g}: their products overflow "
+                f"{vectors.dtype}; rescale them or use float64"
+            )
+    return vectors
+
+
+def as_embeddings(
+    values: Embeddings | None, name: str = "embeddings", *, allow_empty: bool = False
+) -> Tensor:
+    """A finite floating matrix on its own device: float64 stays, every other float is float32.
+
+    Half precision is a way to store: distances computed in it would tie by the thousand.
+    """
+    matrix = _as_matrix(values, name, allow_empty)
+    if not matrix.is_floating_point():
+        raise ValueError(
+            f"{name} must be floating point, got {matrix.dtype}; convert it first, or use "
+            'similarity="hamming" for packed uint8 codes'
+        )
+    if matrix.dtype != torch.float64:
+        matrix = matrix.to(torch.float32)
+    check_finite(matrix, name)
+    return matrix
+
+
+def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tensor:
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "fiub":
+            raise ValueError(f"{name} must hold numbers, got an array of {values.dtype}")
+        if values.dtype.itemsize > 8:
+            raise ValueError(f"{name} is {values.dtype}; convert it to float64 first")
+        # torch takes no negative strides, no foreign byte order, and warns at read-only arrays.
+        native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+        matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
+    elif isinstance(values, Tensor):
+        matrix = values.detach()
+    else:
+        raise ValueError(
+            f"{name} must be a torch tensor or a NumPy array, got {type(values).__name__}"
+        )
+    if matrix.ndim != 2:
+        raise ValueError(
+            f"{name} must be a matrix (items × dimensions), got shape {tuple(matrix.shape)}"
+        )
+    if matrix.shape[1] == 0 or (matrix.shape[0] == 0 and not allow_empty):
+        raise ValueError(f"{name} is empty: shape {tuple(matrix.shape)}")
+    return matrix
+
+
+def check_finite(matrix: Tensor, name: str, *, show: int = 5) -> None:
+    """Refuse NaN and infinity, naming the first rows that hold them."""
+    # A sum is finite only if every term is, and costs no temporary; the search comes after.
+    if bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
+        return
+    bad = [
+        rows.start + row
+        for rows in chunks(len(matrix), ROWS)
+        for row in (~torch.isfinite(matrix[rows])).any(1).nonzero()[:, 0].tolist()
+    ]
+    if bad:
+        listed = ", ".join(map(str, bad[:show])) + (", …" if len(bad) > show else "")
+        raise ValueError(
+            f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: {listed}; "
+            "drop or recompute these rows"
+        )
+
+
+def normalize(matrix: Tensor) -> Tensor:
+    """Rows of unit length (a row of zeros stays zero).
+
+    Lengths are taken in float64: squares of small float32 values would vanish.
+    """
+    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    for rows in chunks(len(matrix), ROWS):
+        wide = matrix[rows].to(torch.float64)
+        # Scaling by the largest entry first keeps even float64 squares from vanishing.
+        wide = wide / wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        result[rows] = wide / length.masked_fill(length == 0, 1.0)
+    return result
+
+
+def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
+    """Labels as a one-dimensional NumPy array of int64 or of strings."""
+    # Anything that becomes an array will do, a column of a pandas table for one.
+    if isinstance(values, str) or not (
+        isinstance(values, Sequence) or hasattr(values, "__array__")
+    ):
+        raise ValueError(f"{name} must be a sequence of integers or strings, got {values!r}")
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one entry per item, got shape {array.shape}")
+    if len(array) != length:
+        raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")
+    if array.dtype.kind == "O" and all(isinstance(entry, str) for entry in array):
+        array = array.astype(np.str_)
+    if len(array) == 0:
+        # An empty list has no kind of its own and must not clash with its neighbours.
+        return array if array.dtype.kind == "U" else array.astype(np.int64)
+    if array.dtype.kind == "U":
+        # A list that mixes numbers and text is turned into text by NumPy without a word.
+        if isinstance(values, Sequence) and not all(isinstance(entry, str) for entry in values):
+            raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
+        return array
+    if array.dtype.kind not in "iub":
+        raise ValueError(f"{name} must be integers or strings, got {array.dtype}")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} has a value above 2^63 − 1: {array.max()}")
+    return array.astype(np.int64)
+
+
+def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
+    """Number the distinct labels of all arrays together: codes for each, and the labels by code."""
+    kinds = {array.dtype.kind for array in arrays if len(array)}
+    if len(kinds) > 1:
+        raise ValueError("some labels are integers and others are strings; use one kind for both")
+    filled = [array for array in arrays if len(array)] or [arrays[0]]
+    classes, codes = np.unique(np.concatenate(filled), return_inverse=True)
+    ends = np.cumsum([len(array) for array in arrays])[:-1]
+    return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
+
+
+def tiles(total: int, width: int, device: torch.device, entries: dict[str, int]) -> Iterator[slice]:
+    """Slices of 0 … total, such that a tile of this width has no more than ``entries``."""
+    return chunks(total, max(1, by_device(device, **entries) // max(1, width)))
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Plain float32 products, whatever autocast or TF32 settings the caller has."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

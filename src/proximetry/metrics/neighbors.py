@@ -1,0 +1,176 @@
+"""Exact nearest neighbours, one block of queries at a time.
+
+Every similarity is one matrix product: Euclidean and Hamming distances become dot products of
+slightly longer vectors. Similarities are always "larger is nearer"; neighbours are in the total
+order (similarity falling, index rising), so equal similarities never depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proximetry._common import Progress, by_device, chunks
+from proximetry.metrics.symmetric import applies, search_symmetric
+from proximetry.metrics.task import Block, Task, from_keys, project, reported, to_keys
+
+# Bytes of similarities held at once. A processor works best from its caches; a GPU wants large
+# products and few launches.
+BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+MOST_ROWS = 8192
+
+
+def search(
+    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+) -> Iterator[Block]:
+    """Answer every query, ``depths[i]`` neighbours deep, by whichever way is faster."""
+    deepest = int(depths.max())
+    if applies(task, deepest):
+        yield search_symmetric(task, deepest, with_ranks=with_ranks, progress=progress)
+    else:
+        yield from search_blocks(task, depths, with_ranks=with_ranks, progress=progress)
+
+
+def search_blocks(
+    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+) -> Iterator[Block]:
+    """Answer in blocks that fit in cache or memory.
+
+    Queries of like depth share a block: one large class does not make every list long.
+    """
+    gallery = project(task.gallery, task.similarity, "gallery")
+    shared = task.similarity in ("cosine", "dot") and task.queries is task.gallery
+    queries = gallery if shared else project(task.queries, task.similarity, "query")
+    members = _Members.of(task.gallery_codes) if with_ranks else None
+    order = torch.argsort(depths, stable=True)
+    done = 0
+    for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
+        similarities = queries[rows] @ gallery.T
+        _leave_out(similarities, task, rows)
+        values, ids = nearest(similarities, depth)
+        ids = ids.masked_fill(values == -torch.inf, -1)
+        ranks = None
+        if members is not None:
+            ranks = _best_ranks(
+                similarities, ids, task.query_codes[rows], task.gallery_codes, members
+            )
+        yield Block(rows, ids, reported(values, task.similarity), ranks)
+        done += len(rows)
+        if progress is not None:
+            progress(done, len(order))
+
+
+def _blocks(
+    order: Tensor, depths: Tensor, width: int, itemsize: int
+) -> Iterator[tuple[Tensor, int]]:
+    budget = by_device(order.device, **BLOCK_BYTES)
+    sorted_depths = depths[order].clamp(max=width).tolist()
+    start = 0
+    while start < len(order):
+        # A guess from the shallowest row, corrected by the deepest row it leads to.
+        rows = _rows_within(budget, width, itemsize, sorted_depths[start])
+        deepest = sorted_depths[min(start + rows, len(order)) - 1]
+        rows = _rows_within(budget, width, itemsize, deepest)
+        stop = min(start + rows, len(order))
+        yield order[start:stop], sorted_depths[stop - 1]
+        start = stop
+
+
+def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
+    # Each neighbour costs a value, an index and their copies while they are put in order.
+    return max(1, min(MOST_ROWS, budget // (width * itemsize + depth * 32)))
+
+
+def _leave_out(similarities: Tensor, task: Task, rows: Tensor) -> None:
+    if task.own is not None:
+        similarities.scatter_(1, task.own[rows, None], -torch.inf)
+    if task.query_groups is not None and task.gallery_groups is not None:
+        same = task.query_groups[rows, None] == task.gallery_groups
+        similarities.masked_fill_(same, -torch.inf)
+
+
+def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The largest entries of each row, ties by smaller index."""
+    width = similarities.shape[1]
+    # One more than asked shows whether a tie straddles the end of the list.
+    values, ids = similarities.topk(min(depth + 1, width), dim=1)
+    if values.shape[1] > depth:
+        split = (values[:, depth - 1] == values[:, depth]) & (values[:, depth] > -torch.inf)
+        values, ids = values[:, :depth], ids[:, :depth]
+        if bool(split.any()):
+            rows = split.nonzero()[:, 0]
+            values, ids = values.clone(), ids.clone()
+            # A row that ties over its end is chosen again in the full order, a few rows at a time.
+            for part in _quarters(rows, len(similarities)):
+                values[part], ids[part] = _nearest_in_total_order(similarities[part], depth)
+    return _order_ties(values, ids)
+
+
+def _quarters(rows: Tensor, block: int) -> Iterator[Tensor]:
+    """Rows in parts no larger than a quarter of the block, whose copies then stay small."""
+    return (rows[part] for part in chunks(len(rows), max(1, block // 4)))
+
+
+def _nearest_in_total_order(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    if similarities.dtype != torch.float32:
+        values, ids = similarities.sort(dim=1, descending=True, stable=True)
+        return values[:, :depth], ids[:, :depth]
+    ids = torch.arange(similarities.shape[1], device=similarities.device)
+    return from_keys(to_keys(similarities, ids).topk(depth, dim=1).values)
+
+
+def _order_ties(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    if not bool((values[:, 1:] == values[:, :-1]).any()):
+        return values, ids
+    ids, by_id = ids.sort(dim=1)
+    values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, by_value)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Gallery items by class: those of class c are ``order[starts[c] : starts[c] + counts[c]]``."""
+
+    order: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor) -> _Members:
+        counts = torch.bincount(codes)
+        return cls(torch.argsort(codes, stable=True), counts.cumsum(0) - counts, counts)
+
+    def table(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of members per code, and which entries of the row are real."""
+        known = codes < len(self.counts)
+        safe = codes.clamp(max=len(self.counts) - 1)
+        counts = self.counts[safe] * known
+        places = torch.arange(max(1, int(counts.max())), device=codes.device)
+        real = places < counts[:, None]
+        return self.order[(self.starts[safe, None] + places).masked_fill(~real, 0)], real
+
+
+def _best_ranks(
+    similarities: Tensor, ids: Tensor, codes: Tensor, gallery_codes: Tensor, members: _Members
+) -> Tensor:
+    """The place of each query's best positive: read from its list, or else counted."""
+    hits = (gallery_codes[ids.clamp_min(0)] == codes[:, None]) & (ids >= 0)
+    ranks = torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, 0)
+    missed = (ranks == 0).nonzero()[:, 0]
+    for part in _quarters(missed, len(similarities)):
+        ranks[part] = _count_ranks(similarities[part], *members.table(codes[part]))
+    return ranks
+
+
+def _count_ranks(similarities: Tensor, table: Tensor, real: Tensor) -> Tensor:
+    own = similarities.gather(1, table).masked_fill_(~real, -torch.inf)
+    best = own.amax(1, keepdim=True)
+    last = similarities.shape[1]
+    place = torch.where(own == best, table, last).amin(1, keepdim=True)
+    nearer = (similarities > best).sum(1)
+    columns = torch.arange(last, device=similarities.device)
+    tied = ((similarities == best) & (columns < place)).sum(1)
+    return torch.where(best[:, 0] > -torch.inf, 1 + nearer + tied, 0)

@@ -1,0 +1,290 @@
+"""Pairs for verification: lists of them, their similarities, and templates of several frames."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry.metrics.inputs import (
+    Embeddings,
+    FloatSimilarity,
+    IntArray,
+    Labels,
+    as_embeddings,
+    as_labels,
+    check_similarity,
+    encode,
+    full_precision,
+    normalize,
+    tiles,
+)
+
+Pooling = Literal["mean", "max"]
+
+# Values gathered or multiplied at once.
+_TILE = {"cpu": 2**21, "cuda": 2**26}
+# Frames of one template compared at once with those of another.
+_FRAMES = 512
+
+
+@dataclass(frozen=True)
+class PairList:
+    """A verification protocol: which images are compared, in which fold, and the truth.
+
+    ``images`` lists each image once as (name, number); ``pairs`` is [M, 2] and points into it, so
+    embed the images in this order and hand both to ``pair_similarities``. ``same`` and ``folds``
+    go to ``verify``.
+    """
+
+    images: tuple[tuple[str, int], ...]
+    pairs: IntArray
+    same: npt.NDArray[np.bool_]
+    folds: IntArray
+
+    @property
+    def files(self) -> list[str]:
+        """The images under LFW's naming: ``Name/Name_0001.jpg``."""
+        return [f"{name}/{name}_{number:04d}.jpg" for name, number in self.images]
+
+
+def read_pairs(path: str | os.PathLike[str]) -> PairList:
+    """Read LFW's ``pairs.txt``.
+
+    The first line gives the number of folds and of pairs of either kind per fold (``10  300``; a
+    single number means one fold). Then each fold lists its same-person pairs, ``name i j``, and
+    its different-person pairs, ``name1 i name2 j``.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty; expected LFW's pairs format")
+    folds, each = _header(path, lines[0][1])
+    if len(lines) - 1 != 2 * folds * each:
+        raise ValueError(
+            f"{path}: the first line promises {folds} × 2 × {each} = {2 * folds * each} pairs, "
+            f"the file has {len(lines) - 1}"
+        )
+    places: dict[tuple[str, int], int] = {}
+    pairs = []
+    for at, (number, line) in enumerate(lines[1:]):
+        images = _pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
+        pairs.append([places.setdefault(image, len(places)) for image in images])
+    index = np.arange(len(pairs))
+    return PairList(
+        tuple(places), np.array(pairs, np.int64), index % (2 * each) < each, index // (2 * each)
+    )
+
+
+def _header(path: str | os.PathLike[str], line: str) -> tuple[int, int]:
+    fields = line.split()
+    if len(fields) not in (1, 2) or not all(f.isdecimal() and int(f) > 0 for f in fields):
+        raise ValueError(
+            f"{path}, line 1: expected the number of folds and of pairs per fold, such as "
+            f"'10  300', got {line!r}"
+        )
+    return (int(fields[0]), int(fields[1])) if len(fields) == 2 else (1, int(fields[0]))
+
+
+def _pair(place: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+    fields = [f.strip() for f in line.split("\t")] if "\t" in line else line.split()
+    shape = "'name i j' (same person)" if same else "'name1 i name2 j' (different people)"
+    if len(fields) != (3 if same else 4):
+        raise ValueError(f"{place}: expected {shape} here, got {line!r}")
+    first, i, second, j = (fields[0], fields[1], fields[0], fields[2]) if same else fields
+    for value in (i, j):
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{place}: {value!r} is no image number in {line!r}; expected {shape}")
+    if (first == second) != same or (same and int(i) == int(j)):
+        what = "an image with itself" if same else "a person with themselves as different people"
+        raise ValueError(f"{place}: {line!r} compares {what}")
+    return (first, int(i)), (second, int(j))
+
+
+def pair_similarities(
+    embeddings: Embeddings,
+    pairs: Tensor | npt.ArrayLike,
+    *,
+    similarity: FloatSimilarity = "cosine",
+    flipped: Embeddings | None = None,
+) -> Tensor:
+    """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
+
+    ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. With ``flipped``, the
+    embeddings of the flipped images, each image is described by both vectors one after the
+    other, as RegularFace does (512 + 512 = 1024 dimensions). A cosine with a zero vector is 0.
+    """
+    check_similarity(similarity, FloatSimilarity)
+    vectors = as_embeddings(embeddings)
+    index = _as_pairs(pairs, len(vectors)).to(vectors.device)
+    views = [vectors]
+    if flipped is not None:
+        views.append(as_embeddings(flipped, "flipped").to(vectors.device, vectors.dtype))
+        if len(views[1]) != len(vectors):
+            raise ValueError(f"{len(vectors)} embeddings but {len(views[1])} flipped ones")
+    width = sum(view.shape[1] for view in views)
+    result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
+    for tile in tiles(len(index), width, vectors.device, _TILE):
+        left, right = (
+            torch.cat([view[side] for view in views], dim=1) for side in index[tile].unbind(1)
+        )
+        result[tile] = _similarity(left, right, similarity)
+    return result
+
+
+def _similarity(left: Tensor, right: Tensor, similarity: FloatSimilarity) -> Tensor:
+    """Row by row, summed in float64 so that nothing depends on how rows were grouped."""
+    left, right = left.double(), right.double()
+    if similarity == "cosine":
+        return (normalize(left) * normalize(right)).sum(1).clamp(-1, 1)
+    if similarity == "dot":
+        return (left * right).sum(1)
+    return (left - right).square().sum(1).sqrt().neg()
+
+
+def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
+    array = _pair_array(pairs)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"pairs must be integers (row numbers), got {array.dtype}")
+    outside = np.flatnonzero(((array < 0) | (array >= count)).any(1))
+    if len(outside):
+        first = outside[0]
+        raise ValueError(
+            f"pair {first} is {tuple(array[first].tolist())}, outside the rows 0 to {count - 1}"
+        )
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
+    array = np.asarray(pairs.detach().cpu() if isinstance(pairs, Tensor) else pairs)
+    if array.ndim != 2 or array.shape[1] != 2 or not len(array):
+        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
+    return array
+
+
+@dataclass(frozen=True)
+class Templates:
+    """One vector per template, in the order of ``ids``; ``counts`` is the number of frames."""
+
+    vectors: Tensor
+    ids: npt.NDArray[Any]
+    counts: IntArray
+
+    def rows(self, ids: npt.ArrayLike) -> IntArray:
+        """The row of each template named, for ``pair_similarities``; any shape."""
+        return _rows_of(self.ids, np.asarray(ids))
+
+
+def _rows_of(known: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> IntArray:
+    (known_codes, codes), _ = encode(known, as_labels(wanted.reshape(-1), wanted.size, "pairs"))
+    rows = np.searchsorted(known_codes, codes)  # both are sorted the same way
+    unknown = known_codes[np.minimum(rows, len(known) - 1)] != codes
+    if unknown.any():
+        raise ValueError(f"there is no template {wanted.reshape(-1)[unknown][0].item()!r}")
+    return rows.reshape(wanted.shape).astype(np.int64)
+
+
+def templates(
+    embeddings: Embeddings,
+    template_ids: Labels,
+    weights: Tensor | npt.ArrayLike | None = None,
+) -> Templates:
+    """Pool the frames of each video (or the photos of each person) into one vector.
+
+    The (weighted) mean of the rows with the same template id, as they are, scaled to length 1;
+    normalise the embeddings first if every frame should count the same whatever its length.
+    ``weights`` are one number ≥ 0 per row, such as the quality of the frame.
+    """
+    vectors = as_embeddings(embeddings)
+    (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
+    share = _weights(weights, codes, ids).to(vectors.device)
+    index = torch.from_numpy(codes).to(vectors.device)
+    return Templates(normalize(_pool(vectors, index, share, len(ids))), ids, np.bincount(codes))
+
+
+def _weights(
+    weights: Tensor | npt.ArrayLike | None, codes: IntArray, ids: npt.NDArray[Any]
+) -> Tensor:
+    """Each row's share in its template; the shares of a template sum to 1."""
+    if weights is None:
+        return torch.from_numpy(1.0 / np.bincount(codes)[codes])
+    array = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else weights
+    values = np.asarray(array, dtype=np.float64)
+    if values.shape != codes.shape:
+        raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise ValueError(f"weights must be finite and not negative; row {wrong[0]} is not")
+    totals = np.bincount(codes, values)
+    if (totals == 0).any():
+        raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
+    return torch.from_numpy(values / totals[codes])
+
+
+def _pool(vectors: Tensor, index: Tensor, share: Tensor, count: int) -> Tensor:
+    sums = torch.zeros(count, vectors.shape[1], dtype=torch.float64, device=vectors.device)
+    for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):
+        sums.index_add_(0, index[tile], vectors[tile].double() * share[tile, None])
+    return sums.to(vectors.dtype)
+
+
+def set_similarities(
+    embeddings: Embeddings,
+    template_ids: Labels,
+    pairs: Tensor | npt.ArrayLike,
+    *,
+    pooling: Pooling = "mean",
+) -> Tensor:
+    """Cosine of two sets of frames: the mean or the maximum over all pairs of their frames.
+
+    ``pairs`` is [M, 2] of template ids. Frames are normalised first, so the mean over all pairs
+    is the dot product of the two mean frames.
+    """
+    if pooling not in get_args(Pooling):
+        raise ValueError(f'pooling must be "mean" or "max", got {pooling!r}')
+    vectors = normalize(as_embeddings(embeddings))
+    (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
+    index = _rows_of(ids, _pair_array(pairs))
+    if pooling == "mean":
+        share = _weights(None, codes, ids).to(vectors.device)
+        pooled = _pool(vectors, torch.from_numpy(codes).to(vectors.device), share, len(ids))
+        return pair_similarities(pooled, index, similarity="dot")
+    with full_precision(vectors.device):
+        return _largest(vectors, codes, index)
+
+
+def _largest(vectors: Tensor, codes: IntArray, pairs: IntArray) -> Tensor:
+    """Largest dot product between the frames of two templates, many template pairs at a time."""
+    counts = np.bincount(codes)
+    starts = np.cumsum(counts) - counts
+    vectors = vectors[torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)]
+    # Pairs of similar size go together, so that little of a batch is padding.
+    order = np.lexsort((counts[pairs[:, 1]], counts[pairs[:, 0]]))
+    result = torch.empty(len(pairs), dtype=vectors.dtype, device=vectors.device)
+    frames = min(_FRAMES, int(counts.max()))
+    for tile in tiles(len(pairs), frames * (frames + vectors.shape[1]), vectors.device, _TILE):
+        rows = order[tile]
+        left, right = (
+            torch.from_numpy(np.stack([starts[side], counts[side]], 1)).to(vectors.device)
+            for side in (pairs[rows, 0], pairs[rows, 1])
+        )
+        best = torch.full((len(rows),), -torch.inf, dtype=vectors.dtype, device=vectors.device)
+        for at in range(0, int(left[:, 1].max()), frames):
+            ours = _frames(vectors, left, at, frames)
+            for other in range(0, int(right[:, 1].max()), frames):
+                theirs = _frames(vectors, right, other, frames)
+                # Past its end a template repeats its last frame, which changes no maximum.
+                best = torch.maximum(best, (ours @ theirs.mT).amax((1, 2)))
+        result[torch.from_numpy(rows).to(vectors.device)] = best.clamp_(-1, 1)
+    return result
+
+
+def _frames(vectors: Tensor, spans: Tensor, at: int, most: int) -> Tensor:
+    """Frames at … at + most of several templates, [templates, frames, D]."""
+    width = min(most, int(spans[:, 1].max()) - at)
+    offsets = at + torch.arange(width, device=vectors.device)
+    return vectors[spans[:, :1] + torch.minimum(offsets, spans[:, 1:] - 1)]

@@ -1,0 +1,46 @@
+"""Separability of classes by their proxies or classifier weights (Zhao et al. 2019)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proximetry._common import nearest_rivals
+from proximetry.metrics.inputs import Embeddings, as_embeddings, full_precision, normalize
+
+
+@dataclass(frozen=True)
+class Separability:
+    """Sep_i of every class, on the device of the proxies, and the mean over classes.
+
+    Lower is better: −1/(C − 1) is the least the mean can be, for C classes spread as a simplex.
+    """
+
+    per_class: Tensor
+    mean: float
+
+
+def separability(proxies: Embeddings) -> Separability:
+    """Sep_i = max over j ≠ i of cos(W_i, W_j): how near the nearest other class is.
+
+    ``proxies`` is [C, D], or [C, K, D] with K proxies per class; then the maximum runs over all
+    pairs of proxies of two different classes. The cosine with a row of zeros counts as 0.
+    """
+    shape = tuple(getattr(proxies, "shape", ()))
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            "proxies must be an array [classes, dimensions] or [classes, proxies per class, "
+            f"dimensions], got {f'shape {shape}' if shape else type(proxies).__name__}"
+        )
+    classes, per_class = shape[0], shape[1] if len(shape) == 3 else 1
+    if classes < 2 or per_class < 1:
+        raise ValueError(
+            "separability compares classes: it needs at least two of them with at least one "
+            f"proxy each, got shape {shape}"
+        )
+    name = "proxies" if per_class == 1 else f"proxies (row = class · {per_class} + proxy)"
+    rows = as_embeddings(proxies.reshape(classes * per_class, shape[-1]), name)
+    with full_precision(rows.device):
+        cosines, _ = nearest_rivals(normalize(rows), per_class)
+    nearest = cosines.reshape(classes, per_class).amax(1).clamp_(-1, 1)
+    return Separability(nearest, float(nearest.mean(dtype=torch.float64)))

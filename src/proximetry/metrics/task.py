@@ -1,0 +1,221 @@
+"""A search, checked and ready to run: vectors on one device, labels and groups as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry.metrics.inputs import (
+    Embeddings,
+    Labels,
+    Similarity,
+    as_labels,
+    as_vectors,
+    encode,
+    normalize,
+)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A gallery or queries as handed over by the caller, checked."""
+
+    vectors: Tensor
+    labels: npt.NDArray[Any]
+    groups: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Queries and a gallery. All tensors live on one device.
+
+    ``own`` holds each query's own place in the gallery, which is left out by index; queries and
+    gallery items with equal group are left out too. Codes number the labels, ``classes``.
+    """
+
+    queries: Tensor
+    gallery: Tensor
+    query_codes: Tensor
+    gallery_codes: Tensor
+    classes: npt.NDArray[Any]
+    similarity: Similarity
+    own: Tensor | None = None
+    query_groups: Tensor | None = None
+    gallery_groups: Tensor | None = None
+
+    @property
+    def is_self_search(self) -> bool:
+        """Whether every item is a query against all others, in order."""
+        return self.own is not None and self.queries is self.gallery
+
+    def only(self, rows: slice, queries: Tensor) -> Task:
+        """The same for some of the queries, whose vectors are given."""
+        return replace(
+            self,
+            queries=queries,
+            query_codes=self.query_codes[rows],
+            own=None if self.own is None else self.own[rows],
+            query_groups=None if self.query_groups is None else self.query_groups[rows],
+        )
+
+    def positives(self) -> Tensor:
+        """How many gallery items of its class each query may find."""
+        if not len(self.query_codes):
+            return self.query_codes
+        classes = 1 + int(torch.maximum(self.query_codes.amax(), self.gallery_codes.amax()))
+        found = torch.bincount(self.gallery_codes, minlength=classes)[self.query_codes]
+        if self.query_groups is not None and self.gallery_groups is not None:
+            groups = 1 + int(torch.maximum(self.query_groups.amax(), self.gallery_groups.amax()))
+            # A query's own entry shares its group, so it goes with them.
+            return found - _occurrences(
+                self.query_codes * groups + self.query_groups,
+                self.gallery_codes * groups + self.gallery_groups,
+            )
+        return found if self.own is None else found - 1
+
+
+def _occurrences(wanted: Tensor, values: Tensor) -> Tensor:
+    """How often each wanted number occurs among the values."""
+    ordered = values.sort().values
+    high = torch.searchsorted(ordered, wanted, right=True)
+    return high - torch.searchsorted(ordered, wanted)
+
+
+Given = tuple[Embeddings | None, Labels | None, Labels | None]
+"""Vectors, their labels, and the groups that are not to meet."""
+
+
+def check(
+    similarity: Similarity,
+    gallery: Given,
+    queries: Given,
+    *,
+    allow_empty: bool = False,
+    allow_unlabeled: bool = False,
+) -> tuple[Items, Items | None]:
+    """Refuse what does not fit together; ``allow_empty`` is for a process with no share."""
+
+    def items(given: Given, names: tuple[str, str, str]) -> Items:
+        vectors = as_vectors(given[0], similarity, names[0], allow_empty=allow_empty)
+        # Without labels every item counts as a class of its own.
+        unlabeled = given[1] is None and allow_unlabeled
+        return Items(
+            vectors,
+            as_labels(range(len(vectors)) if unlabeled else given[1], len(vectors), names[1]),
+            None if given[2] is None else as_labels(given[2], len(vectors), names[2]),
+        )
+
+    held = items(gallery, ("embeddings", "labels", "ignore_groups"))
+    names = ("queries", "query_labels", "query_ignore_groups")
+    if queries[0] is None:
+        for name, value in zip(names, queries, strict=True):
+            if value is not None:
+                raise ValueError(f"{name} is given but queries is not; give both or neither")
+        return held, None
+    for place, pair in (
+        (1, "labels and query_labels"),
+        (2, "ignore_groups and query_ignore_groups"),
+    ):
+        if (gallery[place] is None) != (queries[place] is None):
+            raise ValueError(f"give {pair} together, or neither")
+    asked = items(queries, names)
+    _check_alike(held.vectors, asked.vectors)
+    return held, asked
+
+
+def _check_alike(gallery: Tensor, queries: Tensor) -> None:
+    if gallery.shape[1] != queries.shape[1]:
+        raise ValueError(
+            f"queries have {queries.shape[1]} dimensions and embeddings {gallery.shape[1]}; "
+            "they must come from one model"
+        )
+    if gallery.device != queries.device:
+        raise ValueError(
+            f"queries are on {queries.device} and embeddings on {gallery.device}; "
+            "move them to one device"
+        )
+    if gallery.dtype != queries.dtype:
+        raise ValueError(
+            f"queries are {queries.dtype} and embeddings {gallery.dtype}; use one type for both"
+        )
+
+
+def build(gallery: Items, queries: Items | None, similarity: Similarity) -> Task:
+    """The search of every query in the whole gallery; without queries, of every item."""
+    device = gallery.vectors.device
+    sets = [gallery] if queries is None else [gallery, queries]
+    numbers, classes = encode(*(items.labels for items in sets))
+    codes = [torch.from_numpy(part).to(device) for part in numbers]
+    task = Task(sets[-1].vectors, gallery.vectors, codes[-1], codes[0], classes, similarity)
+    if queries is None:
+        task = replace(task, own=torch.arange(len(gallery), device=device))
+    named = [items.groups for items in sets if items.groups is not None]
+    if named:
+        groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
+        task = replace(task, query_groups=groups[-1], gallery_groups=groups[0])
+    return task
+
+
+@dataclass(frozen=True)
+class Block:
+    """Answers for some queries: neighbours in order, and the place of the best positive.
+
+    ``ids`` is −1 and ``similarities`` −inf where fewer items than asked for may be returned.
+    ``ranks`` counts from 1, and is 0 for queries that have no positive.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    similarities: Tensor
+    ranks: Tensor | None
+
+
+def project(vectors: Tensor, similarity: Similarity, side: Literal["query", "gallery"]) -> Tensor:
+    """Vectors whose dot products are similarities: of a query with a gallery item."""
+    if similarity == "dot":
+        return vectors
+    if similarity == "cosine":
+        return normalize(vectors)
+    if similarity == "euclidean":
+        # −|q − g|² = 2 q·g − |q|² − |g|²
+        squares = vectors.square().sum(1, keepdim=True)
+        ones = torch.ones_like(squares)
+        if side == "query":
+            return torch.cat([2 * vectors, squares, ones], dim=1)
+        return torch.cat([vectors, -ones, -squares], dim=1)
+    # Signs s of b bits: −(number of different bits) = (s·s′ − b) / 2, exact in float32.
+    bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
+    signs = (vectors[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
+    ones = torch.ones_like(signs[:, :1])
+    if side == "query":
+        return torch.cat([signs, ones], dim=1)
+    return torch.cat([signs.mul_(0.5), ones * (-signs.shape[1] / 2)], dim=1)
+
+
+def reported(similarities: Tensor, similarity: Similarity) -> Tensor:
+    """What people see: the negative distance instead of its negative square."""
+    if similarity != "euclidean":
+        return similarities
+    return -(-similarities).clamp_min(0).sqrt()
+
+
+def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
+    """Whole numbers in the order of float32 similarities, equal ones by smaller index first."""
+    bits = (similarities + 0.0).view(torch.int32)  # adding 0 makes −0 equal to 0
+    # The bits of a negative float count backwards.
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(torch.int64) << 32) + (0x7FFFFFFF - ids)
+
+
+def from_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The similarities and indices that :func:`to_keys` was given."""
+    bits = (keys >> 32).to(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)

@@ -1,0 +1,62 @@
+"""PCA of the embedding, folded into the linear head.
+
+A wide head trains better than a narrow one. PCA, fitted on the training images, then reduces the
+embedding to fewer dimensions with the least loss of variance. Leading dimensions carry most
+variance, so prefixes of the vectors can be used directly.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from proximetry.models.embedder import Embedder
+
+
+def second_moments(vectors: Tensor) -> Tensor:
+    """Return Σ (v, 1) (v, 1)ᵀ [D + 1, D + 1] of vectors [N, D], in float64, for `principal_axes`.
+
+    The moments of several batches may be added.
+    """
+    extended = F.pad(vectors.double(), (0, 1), value=1.0)
+    return torch.mm(extended.t(), extended)
+
+
+def principal_axes(moments: Tensor, dim: int, centered: bool = False) -> Tensor:
+    """Return the first `dim` principal axes [dim, D] of second moments, largest variance first.
+
+    About the origin, which keeps cosines; or `centered` on the mean, which distances ignore.
+    """
+    second, first, count = moments[:-1, :-1], moments[:-1, -1], moments[-1, -1]
+    if not 1 <= dim <= len(second):
+        raise ValueError(f"dim must be between 1 and {len(second)}, got {dim}")
+    if centered:
+        second = second - torch.outer(first, first) / count
+    axes: Tensor = torch.linalg.eigh(second).eigenvectors.flip(1)[:, :dim].t()
+    # The sign is arbitrary: the largest entry is made positive, so that equal runs agree.
+    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+    return (axes * largest.sign()).float().contiguous()
+
+
+@torch.no_grad()
+def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
+    """Return a copy of an embedder whose vectors are reduced to their components along the axes.
+
+    `axes` is [dim, D]. Features that are at hand need not be computed again: `project` of the
+    copy turns those of `embedder.pixel_features` into the reduced vectors.
+    """
+    reduced, head = copy.deepcopy(embedder), embedder.head
+    reduced.dim = len(axes)
+    reduced.architecture = replace(embedder.architecture, dim=reduced.dim)
+    # Without the usual start, which would draw random numbers.
+    linear = nn.Linear(embedder.width, reduced.dim, device="meta").to_empty(device=axes.device)
+    reduced.head = linear
+    if isinstance(head, nn.Linear):
+        linear.weight.copy_(torch.mm(axes.double(), head.weight.double()))
+        linear.bias.copy_(torch.mv(axes.double(), head.bias.double()))
+    else:
+        linear.weight.copy_(axes)
+        linear.bias.zero_()
+    return reduced

@@ -1,0 +1,32 @@
+"""Where the time of a run goes: start-up, training, evaluation."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["startup", "training", "evaluation", "other"]
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase. Every moment belongs to one phase; `enter` begins the next.
+
+    Start-up is loading data and weights and the first step of a network, in which kernels are
+    compiled and CUDA graphs recorded.
+    """
+
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"startup": 0.0, "training": 0.0, "evaluation": 0.0, "other": 0.0}
+    )
+    phase: Phase = "startup"
+
+    def __post_init__(self) -> None:
+        self._since = time.monotonic()
+
+    def enter(self, phase: Phase) -> float:
+        """Begin a phase; return the seconds that the one before has lasted since it was entered."""
+        now = time.monotonic()
+        lasted = now - self._since
+        self.seconds[self.phase] += lasted
+        self.phase, self._since = phase, now
+        return lasted

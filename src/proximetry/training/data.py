@@ -1,0 +1,310 @@
+"""What a run trains on and is evaluated on: rows of the catalogue, and batches of pixels."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry.data import (
+    Catalog,
+    CenterCrop,
+    ClassBalanced,
+    ColorJitter,
+    PixelCache,
+    RandomResizedCrop,
+    Shuffled,
+    open_dataset,
+)
+from proximetry.data.augment.colors import ColorChanges, recolor
+from proximetry.data.augment.resample import Windows
+from proximetry.models import Preprocessing
+from proximetry.training.distributed import World
+from proximetry.training.recipe import DataConfig, Recipe, RecipeError
+from proximetry.training.run_folder import RunError
+
+Rows = npt.NDArray[np.int64]
+
+
+def open_catalog(data: DataConfig) -> Catalog:
+    """The catalogue of a recipe's data."""
+    if data.root is None and data.dataset != "glyphs":
+        raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
+    return open_dataset(data.dataset, data.root)
+
+
+class _Order(NamedTuple):
+    """A batch before it is made: which window of which rows, in which colors, and the labels."""
+
+    rows: Rows
+    windows: Windows
+    colors: ColorChanges | None
+    labels: Tensor
+
+
+class _Cut(NamedTuple):
+    """A batch that a GPU is making, and when it is made."""
+
+    pixels: Tensor
+    labels: Tensor
+    done: torch.cuda.Event
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The batch, for the present stream, which waits where it must; the processor does not."""
+        torch.cuda.current_stream(self.pixels.device).wait_event(self.done)
+        return self.pixels, self.labels
+
+
+class TrainingData:
+    """The images of a run.
+
+    Attributes:
+        rows: rows of the catalogue to ``train`` on, the ``held_out`` classes, the ``test`` set.
+        class_names: of the training classes, in the order of their labels.
+        sampler: which of the training rows make up which batch.
+        notes: what the reader of the data had to say.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        preprocessing: Preprocessing,
+        world: World,
+        report: Callable[[str], None],
+    ) -> None:
+        d = recipe.data
+        self.world = world
+        self._bad_images = d.bad_images
+        self._place, self._folder = d.cache, d.cache_dir
+        self._filter = preprocessing.interpolation
+        cache = self._build(open_catalog(d), d.short_side or preprocessing.resize)
+        self.catalog = cache.catalog
+        self.notes = [*self.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
+        for note in self.notes:
+            report(note)
+        self.rows = divide(self.catalog, recipe)
+        self._cache = self._put(cache)
+        self._eval_rows, self._eval_cache = self._evaluation_cache(
+            preprocessing.resize, recipe
+        )
+        self._seed = recipe.training.seed
+        train = self.catalog.subset(self.rows["train"])
+        self.class_names = list(train.class_names)
+        self._codes = train.codes
+        self.sampler = _sampler(recipe, train.codes, world)
+        self._augment = RandomResizedCrop(
+            d.crop_size or preprocessing.crop,
+            scale=d.crop_scale,
+            flip=d.flip,
+            interpolation=preprocessing.interpolation,
+        )
+        self._colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
+        self._view = CenterCrop(preprocessing.crop)
+        self._stream: torch.cuda.Stream | None = None
+
+    def _build(self, catalog: Catalog, short_side: int) -> PixelCache:
+        def build() -> PixelCache:
+            return PixelCache.build(
+                catalog,
+                short_side,
+                self._folder,
+                interpolation=self._filter,
+                policy=self._bad_images,
+            )
+
+        if self.world.size > 1:  # rank 0 decodes, the others then find it done
+            self.world.first(lambda: len(build()))
+        return build()
+
+    def _put(self, cache: PixelCache) -> PixelCache:
+        """Bring the pixels where the recipe wants them."""
+        if self._place == "memory":
+            return PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
+        if self._place == "disk":
+            return cache
+        try:
+            return cache.to(self.world.device)
+        except ValueError as error:
+            raise RunError(f"data.cache gpu: {error}") from error
+
+    def _evaluation_cache(self, resize: int, recipe: Recipe) -> tuple[Rows, PixelCache]:
+        """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
+
+        Evaluation sees what the saved embedder will see of the image files: their short side
+        scaled to `resize`, once. Where the training cache has another size, there is a second one.
+        """
+        every = np.arange(len(self.catalog))
+        if (recipe.data.short_side or resize) == resize:
+            return every, self._cache
+        wanted = self.rows["test"]
+        if recipe.model.pca_dim or len(self.rows["held_out"]):
+            wanted = every  # the whole of it, so that runs with other held-out classes share it
+        if len(wanted) == 0:
+            return every, self._cache
+        places = np.full(len(self.catalog), -1)
+        places[wanted] = np.arange(len(wanted))
+        return places, self._put(self._build(self.catalog.subset(wanted), resize))
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of this process's part of each batch, from batch ``start`` on.
+
+        The next batch is made while the present one is trained on: in a thread or, of pixels on a
+        GPU, there, beside the network. What a batch holds depends on the seed, the epoch and its
+        number alone.
+        """
+        prepared = self._prepared(epoch, start)
+        if self._cache.flat.device.type == "cpu":
+            for order, pixels in prepared:
+                assert pixels is not None
+                yield pixels.to(self.world.device), self._send(order.labels)
+            return
+        coming: _Cut | None = None
+        for order, _ in prepared:
+            ready, coming = coming, self._cut(order)
+            if ready is not None:
+                yield ready.take()
+        if coming is not None:
+            yield coming.take()
+
+    def _prepared(self, epoch: int, start: int) -> Iterator[tuple[_Order, Tensor | None]]:
+        """What a thread prepares, one batch ahead."""
+        threads = torch.get_num_threads()
+        # One thread is enough for crops; more would take turns with those of the network.
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            coming = pool.submit(self._prepare, epoch, start)
+            for number in range(start, len(self.sampler)):
+                found = coming.result()
+                torch.set_num_threads(threads)
+                if number + 1 < len(self.sampler):
+                    coming = pool.submit(self._prepare, epoch, number + 1)
+                yield found
+
+    def _cut(self, order: _Order) -> _Cut:
+        """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own.
+
+        What has been asked of the GPU so far comes first, so memory that has become free is not
+        written to before its last reader is done. The coming step is not among it.
+        """
+        device = self._cache.flat.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            pixels = self._make(order)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return _Cut(pixels, self._send(order.labels), done)
+
+    def _prepare(self, epoch: int, number: int) -> tuple[_Order, Tensor | None]:
+        """What the thread does: the order, and its pixels unless a GPU is to cut them.
+
+        It leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph, which no
+        other thread may disturb, be it by asking for pinned memory.
+        """
+        order = self._order(epoch, number)
+        if self._cache.flat.device.type != "cpu":
+            return order, None
+        return order, self._make(order)
+
+    def _make(self, order: _Order) -> Tensor:
+        pixels = self._augment.apply(self._cache, order.rows, order.windows)
+        return pixels if order.colors is None else recolor(pixels, order.colors)
+
+    def _order(self, epoch: int, number: int) -> _Order:
+        chosen = self.sampler.batch(epoch, number)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, number))
+        rank, size = self.world.rank, self.world.size
+        mine = slice(len(chosen) * rank // size, len(chosen) * (rank + 1) // size)
+        rows = self.rows["train"][chosen]
+        # Drawn for the whole batch, so that nothing depends on who does what.
+        windows = self._augment.draw(self._cache, rows, generator)[mine]
+        colors = self._colors.draw(len(rows), generator)[mine] if self._colors else None
+        labels = torch.from_numpy(self._codes[chosen[mine]])
+        return _Order(rows[mine], windows, colors, labels)
+
+    def _send(self, labels: Tensor) -> Tensor:
+        """Labels on the device of the run, without waiting for what that is doing."""
+        if self.world.device.type != "cuda":
+            return labels.to(self.world.device)
+        return labels.pin_memory().to(self.world.device, non_blocking=True)
+
+    def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
+        """Pixels of rows as evaluation sees them.
+
+        On a GPU the last batch is filled up with its last image: a CUDA graph has one batch size.
+        """
+        missing = -len(rows) % batch_size
+        if self.world.device.type == "cuda" and missing:
+            rows = np.concatenate([rows, np.full(missing, rows[-1])])
+        for start in range(0, len(rows), batch_size):
+            places = self._eval_rows[rows[start : start + batch_size]]
+            yield self._view(self._eval_cache, places).to(self.world.device)
+
+    def file(self, index: int) -> str:
+        """The file of the index-th image to fit, for messages."""
+        return self.catalog.file(int(self.rows["train"][index]))
+
+
+def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
+    """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
+
+    Classes are held out by a fixed draw, the same for every seed of a run, unless the catalogue
+    has a split "val" of its own. Without a split at all, everything is there to be trained on.
+    """
+    splits = np.asarray(catalog.splits)
+    train = np.flatnonzero((splits == "train") | (splits == "all"))
+    rows = {
+        "train": train,
+        "held_out": np.flatnonzero(splits == "val"),
+        "test": np.flatnonzero(splits == "test"),
+    }
+    e = recipe.evaluation
+    if e.protocol == "held_out" and len(rows["held_out"]) == 0:
+        part = catalog.subset(train)
+        classes = len(part.class_names)
+        held = min(classes - 1, max(1, round(e.held_out * classes)))
+        if classes < 3:
+            raise RunError(
+                f"{classes} training classes are too few to hold some out; "
+                "use evaluation.protocol last (with training.stop_after 0)"
+            )
+        names = part.split_classes((classes - held, held), seed=0)[1].class_names
+        out = np.isin(np.asarray(part.labels), names)
+        rows["train"], rows["held_out"] = train[~out], train[out]
+    if len(rows["train"]) == 0:
+        raise RunError("there is no image to train on: the catalogue has no rows of split train")
+    pca_dim = recipe.model.pca_dim or 0
+    if len(rows["train"]) < pca_dim:
+        raise RunError(
+            f"model.pca_dim {pca_dim} needs as many training images to fit the PCA, and there are "
+            f"{len(rows['train'])}; choose a smaller dimension"
+        )
+    if e.protocol == "paper" and len(rows["test"]) == 0:
+        raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
+    return rows
+
+
+def _sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
+    d, seed = recipe.data, recipe.training.seed
+    if d.batch_size % world.size:
+        raise RecipeError(
+            f"data.batch_size {d.batch_size} cannot be shared evenly by {world.size} processes; "
+            f"use a multiple of {world.size}"
+        )
+    try:
+        if d.sampler == "balanced":
+            classes = d.batch_size // d.images_per_class
+            return ClassBalanced(codes, classes, d.images_per_class, seed=seed)
+        full = len(codes) >= d.batch_size
+        return Shuffled(len(codes), d.batch_size, drop_last=full, seed=seed)
+    except ValueError as error:
+        raise RecipeError(f"data: {error}") from error
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a 63-bit seed that depends on all the numbers, the same on every machine."""
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(state[0]) >> 1

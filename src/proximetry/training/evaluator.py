@@ -1,0 +1,194 @@
+"""The one evaluator: of a run while it trains, of a saved embedder, of a published table's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from proximetry import metrics
+from proximetry._common import Progress
+from proximetry.cuda.graphs import GraphedInference
+from proximetry.data import Catalog
+from proximetry.metrics import Metrics
+from proximetry.models import Embedder, evaluating
+from proximetry.models.pca import principal_axes, second_moments, with_pca
+from proximetry.training.data import TrainingData
+from proximetry.training.distributed import World, from_first_rank, sum_over_ranks
+from proximetry.training.recipe import Recipe
+from proximetry.training.update import autocast
+
+Scores = dict[str, Any]
+"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text."""
+
+
+def score(
+    vectors: Tensor,
+    catalog: Catalog,
+    similarity: str,
+    wanted: Metrics,
+    eval_dims: Sequence[int] = (),
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Scores:
+    """Compute the metrics of a catalogue's embeddings, and of their first dimensions.
+
+    All images against all, or the catalogue's queries against its gallery.
+    """
+    labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
+    asked: dict[str, Any] = {}
+    answers = np.ones(len(labels), bool)
+    if catalog.queries is not None and catalog.galleries is not None:
+        queries, answers = np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
+        asked = {"query_labels": labels[queries]}
+
+    def evaluate(vectors: Tensor) -> Scores:
+        if asked:
+            asked["queries"] = vectors[torch.from_numpy(queries)]
+        return dict(
+            metrics.evaluate(
+                vectors[torch.from_numpy(answers)],
+                labels[answers],
+                **asked,
+                metrics=wanted,
+                similarity=similarity,
+                group=group,
+                progress=progress,
+            )
+        )
+
+    scores = evaluate(vectors)
+    if eval_dims:
+        scores["dims"] = {str(dim): evaluate(vectors[:, :dim]) for dim in eval_dims}
+    return scores
+
+
+def evaluate_embedder(
+    embedder: Embedder,
+    catalog: Catalog,
+    *,
+    wanted: Metrics | None = None,
+    eval_dims: Sequence[int] = (),
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Scores:
+    """Evaluate an embedder on the images of a catalogue, as the run that trained it was.
+
+    Args:
+        embedder: with its similarity and preprocessing.
+        catalog: the images; with queries and a gallery, or all against all.
+        wanted: what to compute.
+        eval_dims: also evaluate the first d dimensions, for each d.
+        batch_size: images per forward pass; None takes that of the recipe the embedder was
+            trained with, so that the figures are the same to the last digit.
+        progress: called with (done, total) while images are embedded and neighbours searched.
+    """
+    trained = (embedder.recipe or {}).get("evaluation", {}).get("batch_size", 128)
+    files = [catalog.file(row) for row in range(len(catalog))]
+    vectors = embedder.encode(
+        files,
+        batch_size or trained,
+        progress=None if progress is None else lambda done: progress(done, len(files)),
+    )
+    similarity = embedder.architecture.similarity
+    return score(vectors, catalog, similarity, wanted or Metrics(), eval_dims, progress=progress)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of an evaluation.
+
+    Attributes:
+        scores: by split, ``held_out`` or ``test``.
+        embedder: the one that was evaluated, with its PCA folded into the head.
+    """
+
+    scores: dict[str, Scores]
+    embedder: Embedder
+
+
+class Evaluator:
+    """Evaluates a run's embedder on its held-out classes and its test set.
+
+    Embeddings are those that the saved embedder gives for the image files.
+    """
+
+    def __init__(
+        self, recipe: Recipe, embedder: Embedder, data: TrainingData, world: World, graph: bool
+    ) -> None:
+        self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
+        features = _Features(embedder, recipe.training.precision, world.device)
+        self._features = GraphedInference(features) if graph else features
+
+    def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
+        """Evaluate the weights as they are now.
+
+        With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
+        """
+        with torch.no_grad(), evaluating(self.embedder):
+            embedder = self._reduced(full_precision)
+            scores = {split: self._score(embedder, split, full_precision) for split in splits}
+        return Evaluated(scores, embedder)
+
+    def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
+        e, rows = self.recipe.evaluation, self._own_rows(split)
+        return score(
+            torch.cat([*self._embed(embedder, rows, full_precision)]),
+            self.data.catalog.subset(rows),
+            e.similarity,
+            e.metrics,
+            e.eval_dims,
+            group=dist.group.WORLD if self.world.size > 1 else None,
+        )
+
+    def _reduced(self, full_precision: bool) -> Embedder:
+        """Return the embedder with PCA fitted on the training images, where the recipe has it."""
+        dim = self.recipe.model.pca_dim
+        if dim is None:
+            return self.embedder
+        parts = self._embed(self.embedder, self._own_rows("train"), full_precision)
+        moments = reduce(torch.add, map(second_moments, parts))
+        # About the mean only for plain distances: those between unit vectors are angles too.
+        centered = (
+            self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
+        )
+        axes = principal_axes(sum_over_ranks(moments, self.world), dim, centered)
+        return with_pca(self.embedder, from_first_rank(axes, self.world))
+
+    def _own_rows(self, split: str) -> npt.NDArray[np.int64]:
+        """The rows of a split that this process embeds."""
+        return self.data.rows[split][self.world.rank :: self.world.size]
+
+    def _embed(
+        self, embedder: Embedder, rows: npt.NDArray[np.int64], full_precision: bool
+    ) -> Iterator[Tensor]:
+        yield torch.empty(0, embedder.dim, device=self.world.device)  # there may be no rows
+        left = len(rows)
+        precision = "float32" if full_precision else self.recipe.training.precision
+        features = self._features if precision == self.recipe.training.precision else None
+        for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
+            with autocast(precision, self.world.device):
+                found = (features or embedder.pixel_features)(pixels)
+                vectors = embedder.project(found)[:left]  # the last batch may be filled up
+            left -= len(vectors)
+            yield vectors
+
+
+class _Features(nn.Module):
+    """Pixels 0…255 to pooled features, in the precision of the recipe."""
+
+    def __init__(self, embedder: Embedder, precision: str, device: torch.device) -> None:
+        super().__init__()
+        self.embedder, self.precision, self.device = embedder, precision, device
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        with autocast(self.precision, self.device):
+            return self.embedder.pixel_features(pixels)

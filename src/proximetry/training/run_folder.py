@@ -1,0 +1,213 @@
+"""The folder of a run: recipe, environment, metrics, checkpoints, the embedder."""
+
+import json
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from proximetry import __version__
+from proximetry._common import PART_SUFFIX, atomic_write
+from proximetry.training.recipe import Recipe, differences
+
+LOCK = "run.lock"
+LOCK_SECONDS = 20.0
+"""How long a run waits for another one to leave its folder."""
+
+# What a run writes; a folder with nothing else is ours to begin anew.
+_OURS = frozenset(
+    {"recipe.yaml", "environment.json", "metrics.jsonl", "results.json", "checkpoints"}
+    | {"embedder", "tensorboard", "wandb", LOCK}
+)
+
+
+class RunError(ValueError):
+    """A run that cannot start or go on, and why."""
+
+
+class RunFolder:
+    """Where a run writes. Only rank 0 writes; everyone may read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FileLock | None = None
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def last(self) -> Path:
+        """The newest checkpoint."""
+        return self.path / "checkpoints" / "last.safetensors"
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the selected epoch so far."""
+        return self.path / "checkpoints" / "best.safetensors"
+
+    def of_epoch(self, epoch: int) -> Path:
+        """The kept checkpoint of an epoch."""
+        return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line and epoch."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def results(self) -> Path:
+        """What came out: metrics, protocol, selected epoch."""
+        return self.path / "results.json"
+
+    @property
+    def embedder(self) -> Path:
+        """The trained embedder."""
+        return self.path / "embedder"
+
+    def begin(self, recipe: Recipe, resume: bool) -> bool:
+        """Begin a run here, or continue one; return whether there is a checkpoint to continue.
+
+        A folder without a checkpoint is free: nothing was trained in it yet. Without ``resume``
+        a run that is there is removed first.
+        """
+        self.check(recipe, resume)
+        if not resume:
+            self._remove_run()
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for leftover in self.path.glob(f"**/.*{PART_SUFFIX}"):
+            leftover.unlink(missing_ok=True)
+        continues = self.last.exists()
+        if not (continues or self.results.exists()):
+            environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
+            atomic_write(self.path / "environment.json", environment.encode())
+            recipe.save(self.recipe)
+        return continues
+
+    def check(self, recipe: Recipe, resume: bool = True) -> None:
+        """Refuse a folder that holds something else, or a run that was started differently."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunError(f"{self.path} is a file; choose another folder")
+        if self.recipe.exists():
+            if resume and (self.last.exists() or self.results.exists()):
+                changed = differences(Recipe.load(self.recipe).portable(), recipe.portable())
+                if changed:
+                    raise RunError(
+                        f"the run in {self.path} was started with another recipe: "
+                        f"{', '.join(changed)}; continue it with the same recipe, choose another "
+                        "folder, or start over with --fresh"
+                    )
+        elif any(
+            path.name not in _OURS and path.suffix != PART_SUFFIX for path in self.path.iterdir()
+        ):
+            raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+
+    def acquire(self) -> None:
+        """Be the only one who writes here, after waiting a little for another run to end."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path / LOCK)
+        try:
+            self._lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise RunError(
+                f"another process is training in {self.path}; wait for it, or choose another folder"
+            ) from None
+
+    def release(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _remove_run(self) -> None:
+        for name in _OURS - {LOCK}:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics so far; a half-written last line of a killed run is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = []
+        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return lines
+
+    def forget_after(self, epochs: int) -> None:
+        """Drop lines of epochs that will be trained again."""
+        kept = [line for line in self.history() if line["epoch"] <= epochs]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        atomic_write(self.metrics, text.encode())
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Write results.json."""
+        atomic_write(self.results, json.dumps(results, indent=2).encode())
+
+    def read_results(self) -> dict[str, Any]:
+        """Read results.json."""
+        results: dict[str, Any] = json.loads(self.results.read_text(encoding="utf-8"))
+        return results
+
+
+def describe_environment(seed: int) -> dict[str, Any]:
+    """Versions, seed, command and state of the code: what a figure needs to be believed."""
+    packages = ("torch", "torchvision", "timm", "numpy", "pillow")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "seed": seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {"proximetry": __version__} | {name: _version(name) for name in packages},
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "git": _git_state(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    def ask(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(Path(__file__).parent), *words],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}

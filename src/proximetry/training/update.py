@@ -1,0 +1,159 @@
+"""One update of the weights: forward, loss over all processes, backward, optimiser."""
+
+import copy
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from proximetry._common import chunks
+from proximetry.cuda.graphs import GraphedNetwork
+from proximetry.models import Embedder
+from proximetry.training.data import derive_seed
+from proximetry.training.distributed import World, average_gradients, gather
+from proximetry.training.objective import Objective
+from proximetry.training.recipe import Recipe
+
+_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """The precision of a recipe, for the network alone."""
+    dtype = _PRECISIONS.get(precision)
+    # The cache of cast weights would outlive a CUDA graph that was recorded with it.
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+class TrainingNetwork(nn.Module):
+    """Pixels 0…255 to embeddings, as they are trained: in the recipe's precision, with dropout."""
+
+    def __init__(self, embedder: Embedder, recipe: Recipe, device: torch.device) -> None:
+        super().__init__()
+        self.embedder, self.device = embedder, device
+        self.precision, self.dropout = recipe.training.precision, recipe.model.dropout
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalise and embed."""
+        with autocast(self.precision, self.device):
+            features = self.embedder.features(self.embedder.preprocessing.normalize(pixels))
+            if self.dropout:
+                features = F.dropout(features, self.dropout)
+            return self.embedder.project(features)
+
+
+class Updater:
+    """Updates embedder, loss and moving average, step by step.
+
+    Attributes:
+        average: the exponential moving average of the embedder's weights, if there is one.
+        scaler: of the gradients in float16.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        embedder: Embedder,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        graph: bool,
+    ) -> None:
+        self.recipe, self.world = recipe, world
+        self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
+        self.average = copy.deepcopy(embedder) if recipe.training.ema else None
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=recipe.training.precision == "float16"
+        )
+        self._plain = TrainingNetwork(embedder, recipe, world.device)
+        self._graph = graph
+        self._network: nn.Module | None = None
+        self._frozen: bool | None = None
+
+    def freeze_backbone(self, frozen: bool) -> bool:
+        """Train the backbone or not; return whether that is new, and the next step thus slow.
+
+        CUDA graphs and DistributedDataParallel note which parameters are trained, so both are
+        made anew.
+        """
+        if self._network is not None and frozen == self._frozen:
+            return False
+        self._frozen = frozen
+        for parameter in self.embedder.parameter_parts()["backbone"]:
+            parameter.requires_grad_(not frozen)
+        self._network = GraphedNetwork(self._plain) if self._graph else self._plain
+        if self.world.size > 1:
+            self._network = DistributedDataParallel(self._network)
+        return True
+
+    def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Make one update and return the loss of the whole batch over all processes."""
+        # Every step has a seed of its own, so a continued run draws what the first would have.
+        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._backward(pixels, labels, step)
+        self.scaler.unscale_(self.optimizer)
+        average_gradients(self.objective.parameters(), self.world)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.objective.after_step()
+        self._update_average(step)
+        return loss
+
+    def _backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Fill in the gradients and return the loss.
+
+        With `accumulate` the batch goes through the network in chunks, twice: once for the
+        embeddings, from which loss and gradient of the whole batch follow, and once to carry the
+        gradient back (gradient caching). The result is that of the whole batch, in the memory of
+        a chunk.
+        """
+        assert self._network is not None
+        count = self.recipe.training.accumulate
+        everyone = gather(labels, self.world)
+        if count == 1:
+            return self._loss(self._network(pixels), everyone)
+        parts = list(chunks(len(pixels), -(-len(pixels) // count)))
+        with torch.no_grad():
+            found = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
+        embeddings = torch.cat(found).requires_grad_()
+        loss = self._loss(embeddings, everyone)
+        assert embeddings.grad is not None
+        for i, part in enumerate(parts):
+            again = self._embed_chunk(pixels[part], step, i)
+            again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+        return loss
+
+    def _loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.objective(gather(embeddings, self.world), labels)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach().double()
+
+    def _embed_chunk(self, pixels: Tensor, step: int, number: int) -> Tensor:
+        # Both passes over a chunk must drop the same units.
+        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
+        assert self._network is not None
+        embeddings: Tensor = self._network(pixels)
+        return embeddings
+
+    def _clip(self) -> None:
+        o = self.recipe.optimizer
+        if o.clip_value is not None:
+            everything = [*self.embedder.parameters(), *self.objective.parameters()]
+            nn.utils.clip_grad_value_(everything, o.clip_value)
+        if o.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.embedder.parameters(), o.clip_norm)
+
+    @torch.no_grad()
+    def _update_average(self, step: int) -> None:
+        """Let the moving average follow; it starts quickly, as a plain mean would."""
+        if self.average is None:
+            return
+        decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
+        slow: list[Tensor] = list(self.average.parameters())
+        fast: list[Tensor] = list(self.embedder.parameters())
+        torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
+        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
+            kept.copy_(new)

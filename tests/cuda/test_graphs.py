@@ -1,0 +1,75 @@
+"""CUDA graphs give what the network gives, and leave no trace of their recording."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from proximetry.cuda.graphs import GraphedInference, GraphedNetwork
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+def make_network(device="cuda"):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8 * 36, 4)).to(device)
+
+
+def make_batch(count=5, device="cuda"):
+    return torch.randn(count, 3, 8, 8, device=device)
+
+
+@on_gpu
+def test_inference_on_the_gpu_follows_the_weights():
+    network = make_network().eval()
+    graphed = GraphedInference(network)
+    for count in (5, 5, 2):  # recorded, replayed, of another shape
+        batch = make_batch(count)
+        with torch.no_grad():
+            network[0].weight.normal_()
+            expected = network(batch)
+        found = graphed(batch)
+        graphed(make_batch())  # does not overwrite what was given before
+        torch.testing.assert_close(found, expected)
+        assert not found.requires_grad
+
+
+@on_gpu
+def test_training_on_the_gpu_is_the_networks():
+    network = make_network()
+    plain = copy.deepcopy(network)
+    graphed = GraphedNetwork(network)
+    for count in (5, 5, 2):
+        batch, slopes = make_batch(count), []
+        for one in (graphed, plain):
+            torch.manual_seed(1)
+            loss = one(batch).square().sum()
+            slopes.append(torch.autograd.grad(loss, list(one.parameters())))
+        for found, expected in zip(*slopes, strict=True):
+            torch.testing.assert_close(found, expected)
+    for found, expected in zip(network.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_recording_draws_no_random_numbers(monkeypatch):
+    """A run that continues records later than the whole one did, and must drop the same units."""
+
+    def record(module, arguments, allow_unused_input):
+        for _ in range(3):  # as torch does, to warm up
+            module(*arguments)
+        return module
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    network, batch = make_network("cpu"), make_batch(device="cpu")
+    plain, graphed = copy.deepcopy(network), GraphedNetwork(network)
+    results = []
+    for one in (graphed, plain):
+        torch.manual_seed(5)
+        results.append([one(batch), one(batch)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    for found, value in zip(network.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, value)

@@ -1,0 +1,109 @@
+"""Color jitter beside torchvision's functions, and what must hold for all of it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchvision.transforms.v2 import functional as tv
+
+from proximetry.data.augment import ColorChanges, ColorJitter, recolor
+
+
+def some_pixels(seed, batch=3, height=5, width=7):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (batch, 3, height, width), generator=draw, dtype=torch.uint8)
+
+
+def same(batch, **changes):
+    values = {"hue": 0.0, "saturation": 1.0, "contrast": 1.0, "brightness": 1.0, **changes}
+    return ColorChanges(
+        **{k: torch.full((batch,), v, dtype=torch.float64) for k, v in values.items()}
+    )
+
+
+@given(
+    name=st.sampled_from(["brightness", "contrast", "saturation"]),
+    factor=st.floats(0, 2),
+    seed=st.integers(0, 999),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+)
+def test_each_agrees_with_torchvision(name, factor, seed, height, width):
+    pixels = some_pixels(seed, 2, height, width)
+    found = recolor(pixels, same(2, **{name: factor}))
+    expected = 255 * getattr(tv, f"adjust_{name}")(pixels.double() / 255, factor)
+    # Half a grey level is rounding. The weights of light add up to 0.9999, which a grey image sees.
+    assert (found - expected).abs().max() <= 0.5 + 0.03
+
+
+def test_grayscale_agrees_with_torchvision():
+    pixels = some_pixels(0)
+    found = recolor(pixels, same(3, saturation=0.0))
+    expected = 255 * tv.rgb_to_grayscale(pixels.double() / 255, 3)
+    assert (found - expected).abs().max() <= 0.5 + 0.03
+    assert torch.equal(found[:, 0], found[:, 1])
+
+
+@given(hue=st.floats(-0.5, 0.5), seed=st.integers(0, 99))
+def test_a_turn_of_hue_keeps_light_and_grey(hue, seed):
+    # Weak colours, so that nothing is cut off at black and white.
+    pixels = (some_pixels(seed).float() / 8 + 112).to(torch.uint8)
+    light = torch.tensor([0.2989, 0.587, 0.114])
+    turned = recolor(pixels, same(3, hue=hue))
+    before, after = (torch.einsum("bchw,c->bhw", p.float(), light) for p in (pixels, turned))
+    assert (before - after).abs().max() <= 0.6
+    grey = pixels[:, :1].expand(-1, 3, -1, -1)
+    assert (recolor(grey, same(3, hue=hue)).int() - grey.int()).abs().max() <= 1
+    back = recolor(turned, same(3, hue=-hue))
+    assert (back.int() - pixels.int()).abs().max() <= 2
+
+
+@pytest.mark.parametrize(("hue", "largest"), [(1 / 3, 1), (-1 / 3, 2), (2 / 3, 2)])
+def test_hue_turns_from_red_over_green_to_blue(hue, largest):
+    red = torch.tensor([120, 60, 60], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert recolor(red, same(1, hue=hue)).flatten().argmax() == largest
+
+
+def test_nothing_to_do_changes_nothing():
+    pixels = some_pixels(1)
+    assert torch.equal(recolor(pixels, same(3)), pixels)
+    assert torch.equal(recolor(pixels, same(3, hue=1.0)), pixels)
+    assert not ColorJitter()
+    assert ColorJitter(hue=0.1)
+
+
+def test_images_are_changed_on_their_own_and_keep_their_layout():
+    pixels = some_pixels(2, 6).to(memory_format=torch.channels_last)
+    changes = ColorJitter(0.4, 0.2, 0.3).draw(6, torch.Generator().manual_seed(0))
+    whole = recolor(pixels, changes)
+    assert whole.is_contiguous(memory_format=torch.channels_last)
+    for i in range(6):
+        part = slice(i, i + 1)
+        assert torch.equal(recolor(pixels[part], changes[part])[0], whole[i])
+    assert not torch.equal(whole, pixels)
+
+
+def test_what_is_drawn_keeps_to_its_bounds():
+    draw = torch.Generator().manual_seed(0)
+    changes = ColorJitter(jitter=0.3, hue=0.1, grayscale=0.25).draw(4000, draw)
+    assert len(changes) == 4000
+    grey = changes.saturation == 0
+    assert 0.2 < grey.double().mean() < 0.3
+    for values in (changes.contrast, changes.brightness, changes.saturation[~grey]):
+        assert 0.7 <= values.min() < 0.71
+        assert 1.29 < values.max() <= 1.3
+    assert -0.1 <= changes.hue.min() < -0.099
+    assert 0.099 < changes.hue.max() <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"jitter": 1.5}, "jitter must be between 0 and 1"),
+        ({"hue": 0.6}, r"hue must be between 0 and 0\.5"),
+        ({"grayscale": -0.1}, "grayscale must be between 0 and 1"),
+    ],
+)
+def test_mistakes_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        ColorJitter(**values)

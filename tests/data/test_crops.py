@@ -1,0 +1,272 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from scipy import stats
+from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional as tv
+
+from proximetry.data import (
+    Catalog,
+    CenterCrop,
+    PixelCache,
+    RandomResizedCrop,
+    open_image,
+    resize_and_center_crop,
+)
+from proximetry.data.augment.resample import resample
+
+SIZES = [(40, 56), (64, 48), (33, 33), (50, 20), (21, 90), (7, 5)]
+MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    rng = np.random.default_rng(0)
+    return PixelCache.in_memory([rng.integers(0, 256, (*s, 3), dtype=np.uint8) for s in SIZES])
+
+
+def chw(pixels, i):
+    return torch.from_numpy(pixels[i].copy()).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("interpolation", list(MODES))
+@pytest.mark.parametrize("crop", [9, 32, 60])
+def test_random_crops_equal_torchvision_resized_crop(pixels, interpolation, crop):
+    transform = RandomResizedCrop(crop, interpolation=interpolation)
+    rows = np.tile(np.arange(len(pixels)), 6)
+    windows = transform.draw(pixels, rows, seeded(crop))
+    batch = transform.apply(pixels, rows, windows)
+    assert batch.shape == (len(rows), 3, crop, crop)
+    assert batch.dtype == torch.uint8
+    for k, row in enumerate(rows):
+        box = [int(getattr(windows, n)[k]) for n in ("top", "left", "height", "width")]
+        expected = tv.resized_crop(
+            chw(pixels, row), *box, [crop, crop], MODES[interpolation], antialias=True
+        )
+        if windows.flip[k]:
+            expected = tv.horizontal_flip(expected)
+        assert torch.equal(batch[k], expected)
+
+
+@given(data=st.data())
+def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
+    # Scaled once, by the same rule, and cropped: training evaluates the bytes that encoding sees.
+    folder = tmp_path_factory.mktemp("images")
+    height, width = (data.draw(st.integers(1, 60)) for _ in range(2))
+    form = data.draw(st.sampled_from(["png", "jpeg", "webp", "gif", "bmp", "tiff"]))
+    channels = data.draw(st.sampled_from([(), (3,)]))
+    noise = np.random.default_rng(data.draw(st.integers(0, 99)))
+    array = noise.integers(0, 256, (height, width, *channels), dtype=np.uint8)
+    Image.fromarray(array).save(folder / f"x.{form}")
+    resize = data.draw(st.integers(1, 40))
+    crop = tuple(data.draw(st.integers(1, resize)) for _ in range(2))
+    interpolation = data.draw(st.sampled_from(list(MODES)))
+    catalog = Catalog((f"x.{form}",), ("a",), ("all",), folder)
+    cache = PixelCache.build(catalog, resize, folder / "cache", interpolation=interpolation)
+    found = CenterCrop(crop)(cache, [0])[0]
+    expected = resize_and_center_crop(open_image(catalog.file(0)), resize, crop, interpolation)
+    assert np.array_equal(found.permute(1, 2, 0), expected)
+
+
+def test_center_crop_equals_torchvision(pixels):
+    for crop in (5, (7, 4)):
+        batch = CenterCrop(crop)(pixels, np.arange(len(pixels) - 1))
+        for k, image in enumerate(batch):
+            assert torch.equal(image, tv.center_crop(chw(pixels, k), crop))
+
+
+def sized(*sizes):
+    """A cache that knows sizes and has no pixels."""
+    names = tuple(map(str, range(len(sizes))))
+    catalog = Catalog(names, names, ("all",) * len(sizes))
+    index = np.array([[0, *size] for size in sizes], dtype=np.int64)
+    return PixelCache(catalog, torch.empty(0, dtype=torch.uint8), index)
+
+
+def test_a_crop_that_an_image_cannot_hold_names_the_image():
+    crop = CenterCrop((24, 16))  # fits what is taller than wide
+    message = r"image 7 has 20×30 pixels, too few for a crop of 24×16; use a short side of 24"
+    with pytest.raises(ValueError, match=message):
+        crop.windows(sized(*[(30, 20)] * 7, (20, 30)), [0, 7])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top", -1),
+        ("left", 50),
+        ("height", 0),
+        ("width", 57),
+    ],
+)
+def test_windows_must_lie_inside(pixels, field, value):
+    windows = CenterCrop(8).windows(pixels, [0])
+    wrong = dataclasses.replace(windows, **{field: torch.tensor([value])})
+    with pytest.raises(ValueError, match=f"image 0 must lie inside its 40×56 .* {field} {value}"):
+        resample(pixels, [0], wrong, (8, 8), "bilinear")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU with 1 MiB free, and 1 MiB that torch holds in reserve."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
+
+
+def test_too_many_pixels_for_a_gpu_is_said_beforehand(gpu):
+    pixels = PixelCache.in_memory([np.zeros((1024, 1024, 3), np.uint8)])
+    message = (
+        "the pixels need 0.003 GiB of cuda:0, of which 0.002 GiB are free; "
+        "use data.cache memory or disk, or a smaller data.short_side"
+    )
+    with pytest.raises(ValueError, match=message):
+        pixels.to("cuda:0")
+
+
+def test_a_gpu_that_runs_out_while_copying_says_the_same(gpu, monkeypatch):
+    def run_out(tensor, device):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "to", run_out)
+    pixels = PixelCache.in_memory([np.zeros((512, 512, 3), np.uint8)])
+    with pytest.raises(ValueError, match=r"need 0\.001 GiB of cuda, of which 0\.002 GiB are free"):
+        pixels.to("cuda")
+
+
+def test_calls_use_the_windows_that_draw_gives(pixels):
+    transform = RandomResizedCrop(16)
+    rows = [3, 0, 3]
+    batch = transform(pixels, rows, seeded(4))
+    again = transform.apply(pixels, rows, transform.draw(pixels, rows, seeded(4)))
+    assert torch.equal(batch, again)
+    assert not torch.equal(batch, transform(pixels, rows, seeded(5)))
+
+
+def test_windows_of_a_global_batch_can_be_sliced(pixels):
+    transform = RandomResizedCrop(8)
+    rows = np.tile(np.arange(len(pixels)), 4)
+    whole = transform.draw(pixels, rows, seeded(7))
+    batch = transform.apply(pixels, rows, whole)
+    parts = [transform.apply(pixels, rows[p], whole[p]) for p in (slice(0, 10), slice(10, None))]
+    assert torch.equal(torch.cat(parts), batch)
+    # A shorter batch from the same generator begins with the same windows.
+    short = transform.draw(pixels, rows[:10], seeded(7))
+    assert torch.equal(short.top, whole[:10].top)
+    assert torch.equal(short.flip, whole[:10].flip)
+
+
+def draws(size, transform, count):
+    image = np.zeros((*size, 3), np.uint8)
+    cache = PixelCache.in_memory([image])
+    windows = transform.draw(cache, np.zeros(count, np.int64), seeded(1))
+    return torch.stack([windows.top, windows.left, windows.height, windows.width], 1).numpy()
+
+
+@pytest.mark.parametrize("size", [(48, 64), (90, 40), (30, 200)])
+def test_windows_have_the_distribution_of_torchvision(size):
+    # (30, 200) is so wide that many draws end in the central crop.
+    count = 4000
+    transform = RandomResizedCrop(8)
+    ours = draws(size, transform, count)
+    torch.manual_seed(0)
+    reference = v2.RandomResizedCrop(8, transform.scale, transform.ratio)
+    image = torch.zeros(3, *size)
+    make = getattr(reference, "make_params", None) or reference._get_params
+    theirs = np.array(
+        [[p[k] for k in ("top", "left", "height", "width")] for p in _repeat(make, image, count)]
+    )
+    for column in range(4):
+        assert stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3
+    area = [(w[:, 2] * w[:, 3]) for w in (ours, theirs)]
+    shape = [(w[:, 3] / w[:, 2]) for w in (ours, theirs)]
+    assert stats.ks_2samp(*area).pvalue > 1e-3
+    assert stats.ks_2samp(*shape).pvalue > 1e-3
+
+
+def _repeat(make, image, count):
+    return [make([image]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", [(10, 200), (200, 10)])
+def test_fallback_is_the_largest_central_window(size):
+    # The whole area cannot have an allowed shape here, so every try fails.
+    transform = RandomResizedCrop(8, scale=(1.0, 1.0))
+    boxes = draws(size, transform, 50)
+    height, width = size
+    if width > height:
+        expected = [0, (width - round(height * 4 / 3)) // 2, height, round(height * 4 / 3)]
+    else:
+        expected = [(height - round(width * 4 / 3)) // 2, 0, round(width * 4 / 3), width]
+    assert (boxes == expected).all()
+
+
+def test_windows_stay_inside_even_of_tiny_images():
+    for size in [(1, 1), (1, 7), (2, 3), (5, 1)]:
+        boxes = draws(size, RandomResizedCrop(4), 300)
+        assert (boxes[:, :2] >= 0).all()
+        assert (boxes[:, 2:] >= 1).all()
+        assert (boxes[:, 0] + boxes[:, 2] <= size[0]).all()
+        assert (boxes[:, 1] + boxes[:, 3] <= size[1]).all()
+
+
+def test_flip_is_a_fair_coin_and_can_be_off(pixels):
+    rows = np.zeros(2000, np.int64)
+    flips = RandomResizedCrop(4).draw(pixels, rows, seeded()).flip
+    assert abs(flips.double().mean() - 0.5) < 4 * 0.5 / math.sqrt(2000)
+    assert not RandomResizedCrop(4, flip=False).draw(pixels, rows, seeded()).flip.any()
+    # Without flips the windows stay the same.
+    on, off = (RandomResizedCrop(4, flip=f).draw(pixels, rows, seeded()).top for f in (True, False))
+    assert torch.equal(on, off)
+
+
+def test_crops_need_not_be_square():
+    pixels = PixelCache.in_memory([np.arange(40 * 30 * 3, dtype=np.uint8).reshape(40, 30, 3)])
+    train = RandomResizedCrop((12, 8))(pixels, [0], seeded())
+    assert train.shape == (1, 3, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomResizedCrop(0), "crop must be positive"),
+        (lambda: RandomResizedCrop(8, scale=(0.5, 0.1)), "smallest ≤ largest"),
+        (lambda: RandomResizedCrop(8, scale=(0, 1)), "scale must be"),
+        (lambda: RandomResizedCrop(8, ratio=(0, 1)), "ratio must be"),
+        (lambda: RandomResizedCrop(8, interpolation="nearest"), "got 'nearest'"),
+        (lambda: CenterCrop((8, 0)), "crop must be positive"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_rows(pixels):
+    for crop in (
+        lambda rows: CenterCrop(3)(pixels, rows),
+        lambda rows: RandomResizedCrop(3)(pixels, rows, seeded()),
+    ):
+        with pytest.raises(ValueError, match="rows run from 0 to 5, got 0 … 6"):
+            crop([0, 6])
+        with pytest.raises(ValueError, match="list of image numbers"):
+            crop([[0, 1]])
+    windows = CenterCrop(3).windows(pixels, [0])
+    with pytest.raises(ValueError, match="2 images, but 1 windows"):
+        resample(pixels, [0, 1], windows, (3, 3), "bilinear")
+
+
+def test_no_images_give_an_empty_batch(pixels):
+    # As a process gets whose share of a small last batch is nothing.
+    assert CenterCrop(3)(pixels, []).shape == (0, 3, 3, 3)
+    assert RandomResizedCrop(4)(pixels, [], seeded()).shape == (0, 3, 4, 4)

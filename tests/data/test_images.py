@@ -1,0 +1,342 @@
+"""Every kind of file that people have, and every way in which a file can be broken."""
+
+import io
+import pickle
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
+
+from proximetry.data import ImageError, open_image, resize_and_center_crop
+from proximetry.data.images import center_offset, resize_short_side, scaled_size
+
+RED, BLUE = (220, 30, 40), (20, 40, 200)
+
+
+def halves(mode="RGB", size=(20, 12)):
+    """Left half red, right half blue."""
+    image = Image.new("RGB", size, RED)
+    image.paste(BLUE, (size[0] // 2, 0, *size))
+    return image.convert(mode)
+
+
+def encoded(image, form, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "tolerance"),
+    [
+        ("PNG", {}, 0),
+        ("BMP", {}, 0),
+        ("TIFF", {}, 0),
+        ("TIFF", {"compression": "tiff_lzw"}, 0),
+        ("PPM", {}, 0),
+        ("GIF", {}, 3),
+        ("JPEG", {"quality": 95, "subsampling": 0}, 8),
+        ("WEBP", {"lossless": True}, 0),
+    ],
+)
+def test_formats(tmp_path, form, options, tolerance):
+    image = halves()
+    file = tmp_path / "image.bin"
+    image.save(file, form, **options)
+    for source in (file, str(file), file.read_bytes()):
+        out = open_image(source)
+        assert out.mode == "RGB"
+        assert out.size == (20, 12)
+        error = np.abs(np.asarray(out).astype(int) - np.asarray(image).astype(int))
+        assert error.max() <= tolerance
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB"])
+def test_modes_of_pil_images(mode):
+    image = Image.new("RGB", (6, 4), (255, 255, 255))
+    if mode == "LAB":
+        from PIL import ImageCms
+
+        profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        image = ImageCms.profileToProfile(image, *profiles, outputMode="LAB")
+    else:
+        image = image.convert(mode)
+    out = np.asarray(open_image(image))
+    assert out.shape == (4, 6, 3)
+    assert out.min() >= 252
+
+
+def test_cmyk_jpeg():
+    out = open_image(encoded(halves("CMYK"), "JPEG", quality=95))
+    assert np.abs(np.asarray(out)[6, 3].astype(int) - RED).max() <= 8
+
+
+def test_one_bit_png():
+    image = Image.fromarray(np.eye(9, dtype=bool))
+    out = np.asarray(open_image(encoded(image, "PNG")))
+    assert (out == np.eye(9, dtype=np.uint8)[:, :, None] * 255).all()
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_sixteen_bits_scale_to_eight(form):
+    values = np.array([[0, 128, 129, 257, 32896, 65407, 65535]], dtype=np.uint16)
+    out = np.asarray(open_image(encoded(Image.fromarray(values), form)))
+    expected = np.round(values / 65535 * 255).astype(np.uint8)
+    assert (out == expected[:, :, None]).all()
+    assert (np.asarray(open_image(values)) == expected[:, :, None]).all()
+
+
+def test_big_endian_and_wide_integers():
+    values = np.array([[0, 257, 65535]], dtype=np.uint16)
+    big = Image.frombytes("I;16B", (3, 1), values.astype(">u2").tobytes())
+    wide = Image.fromarray(values.astype(np.int32))
+    for image in (big, wide):
+        assert np.asarray(open_image(image))[0, :, 0].tolist() == [0, 1, 255]
+
+
+def test_float_images():
+    unit = Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype=np.float32))
+    assert np.asarray(open_image(unit))[0, :, 0].tolist() == [0, 128, 255]
+    bytes_like = Image.fromarray(np.array([[0.0, 99.6, 255.0]], dtype=np.float32))
+    assert np.asarray(open_image(bytes_like))[0, :, 0].tolist() == [0, 100, 255]
+    for bad in (-1.0, 300.0, float("nan")):
+        with pytest.raises(ImageError, match="mode F"):
+            open_image(Image.fromarray(np.array([[bad]], dtype=np.float32)))
+
+
+def expected_on_white(rgba):
+    alpha = rgba[..., 3:].astype(float) / 255
+    return rgba[..., :3] * alpha + 255 * (1 - alpha)
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF"])
+def test_transparency_lies_on_white(form):
+    rgba = np.random.default_rng(0).integers(0, 256, (8, 9, 4), dtype=np.uint8)
+    options = {"lossless": True, "exact": True} if form == "WEBP" else {}
+    out = np.asarray(open_image(encoded(Image.fromarray(rgba), form, **options)))
+    assert np.abs(out - expected_on_white(rgba)).max() <= 1
+
+
+def test_grey_with_alpha_and_premultiplied():
+    la = Image.new("LA", (3, 2), (0, 0))
+    assert np.asarray(open_image(la)).min() == 255
+    assert np.asarray(open_image(la.convert("La"))).min() == 255
+    half = Image.new("RGBA", (3, 2), (200, 0, 0, 128)).convert("RGBa")
+    assert np.abs(np.asarray(open_image(half))[0, 0].astype(int) - (227, 127, 127)).max() <= 2
+
+
+def test_palette_with_transparency():
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50] + [0] * 762)
+    image.putpixel((1, 1), 1)
+    for form in ("PNG", "GIF"):
+        out = np.asarray(open_image(encoded(image, form, transparency=0)))
+        assert out[0, 0].tolist() == [255, 255, 255]
+        assert out[1, 1].tolist() == [200, 100, 50]
+
+
+def test_transparent_colour_of_rgb_png():
+    data = encoded(halves(), "PNG", transparency=RED)
+    out = np.asarray(open_image(data))
+    assert out[0, 0].tolist() == [255, 255, 255]
+    assert tuple(out[0, -1]) == BLUE
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation(form, orientation):
+    upright = np.random.default_rng(1).integers(0, 256, (3, 2, 3), dtype=np.uint8)
+    upright = upright.repeat(16, 0).repeat(16, 1)
+    # How a camera stores a scene under each tag: the inverse of what the viewer must do.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.swapaxes(0, 1),
+        6: np.rot90(upright, 1),
+        7: upright[::-1, ::-1].swapaxes(0, 1),
+        8: np.rot90(upright, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    quality = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
+    image = Image.fromarray(np.ascontiguousarray(stored))
+    out = np.asarray(open_image(encoded(image, form, exif=exif, **quality.get(form, {}))))
+    assert out.shape == upright.shape
+    assert np.abs(out.astype(int) - upright.astype(int)).max() <= (12 if form == "JPEG" else 0)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_broken_exif_does_not_cost_the_image():
+    data = encoded(halves(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\xff\xff")
+    assert open_image(data).size == (20, 12)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_orientation_counts_even_where_the_rest_of_exif_is_broken():
+    # Orientation 6, and a rational without a value, which Pillow reads but cannot write again.
+    tags = [(0x0112, 3, 1, 6 << 16), (0x0131, 12, 1, 0)]
+    entries = b"".join(struct.pack(">HHII", *tag) for tag in tags)
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(tags)) + entries + bytes(4)
+    assert open_image(encoded(halves(), "JPEG", exif=exif)).size == (12, 20)
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (5, 5), c) for c in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.asarray(open_image(data))[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.parametrize("keep", [0.05, 0.5, 0.9])
+def test_truncated(tmp_path, form, keep):
+    noise = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise), form)
+    file = tmp_path / "cut.img"
+    file.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ImageError) as caught:
+        open_image(file)
+    assert caught.value.name == str(file)
+    assert str(file) in str(caught.value)
+
+
+def test_not_an_image(tmp_path):
+    text = tmp_path / "notes.jpg"
+    text.write_text("no picture here")
+    with pytest.raises(ImageError, match=r"notes\.jpg: not an image in a known format"):
+        open_image(text)
+    with pytest.raises(ImageError, match="not an image"):
+        open_image(b"")
+    with pytest.raises(ImageError, match="no such file"):
+        open_image(tmp_path / "nowhere.png")
+    with pytest.raises(ImageError, match="cannot be opened"):
+        open_image(tmp_path)
+
+
+def test_postscript_is_refused():
+    data = encoded(halves(), "EPS")
+    assert b"%!PS" in data
+    with pytest.raises(ImageError, match="not an image in a known format"):
+        open_image(data)
+
+
+def png_header(width, height):
+    """A PNG that claims a size and holds no pixels to speak of."""
+
+    def chunk(kind, body):
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [10_000, 60_000])
+def test_decompression_bomb_is_refused_from_its_header(side):
+    with pytest.raises(ImageError, match="too large"):
+        open_image(png_header(side, side))
+
+
+def test_limit_can_be_set():
+    data = encoded(halves(), "PNG")
+    assert open_image(data, max_pixels=240).size == (20, 12)
+    for source in (data, halves(), np.asarray(halves())):
+        with pytest.raises(ImageError, match="20×12 pixels, the limit is 239"):
+            open_image(source, max_pixels=239)
+
+
+def test_arrays():
+    rng = np.random.default_rng(3)
+    grey = rng.integers(0, 256, (4, 5), dtype=np.uint8)
+    assert (np.asarray(open_image(grey)) == grey[:, :, None]).all()
+    assert (np.asarray(open_image(grey[:, :, None])) == grey[:, :, None]).all()
+    colour = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    assert (np.asarray(open_image(colour[:, ::-1])) == colour[:, ::-1]).all()
+    assert np.asarray(open_image(np.eye(3, dtype=bool)))[0, 0, 0] == 255
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.zeros((3, 8, 8), np.uint8), "channels last"),
+        (np.zeros(5, np.uint8), "channels last"),
+        (np.zeros((0, 4, 3), np.uint8), "H×W"),
+        (np.zeros((4, 4, 3), np.float32), "uint8, uint16 or bool"),
+    ],
+)
+def test_bad_arrays(array, reason):
+    with pytest.raises(ImageError, match=reason):
+        open_image(array)
+
+
+def test_other_types_are_refused():
+    with pytest.raises(TypeError, match="not int"):
+        open_image(3)
+
+
+def test_result_does_not_share_with_its_source():
+    image = halves()
+    out = open_image(image)
+    out.putpixel((0, 0), (1, 2, 3))
+    assert image.getpixel((0, 0)) == RED
+
+
+def test_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(ImageError("a.jpg", "gone")))
+    assert (error.name, error.reason, str(error)) == ("a.jpg", "gone", "a.jpg: gone")
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 64))
+def test_scaled_size(width, height, short_side):
+    wide, tall = scaled_size(width, height, short_side)
+    assert min(wide, tall) == short_side
+    assert scaled_size(height, width, short_side) == (tall, wide)
+    # In proportion, rounded down as torchvision does.
+    assert max(wide, tall) == int(short_side * max(width, height) / min(width, height))
+
+
+@given(
+    size=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    resize=st.integers(1, 40),
+    interpolation=st.sampled_from(["bilinear", "bicubic"]),
+    data=st.data(),
+)
+def test_resize_and_center_crop_equals_torchvision(size, resize, interpolation, data):
+    crop = [data.draw(st.integers(1, resize)) for _ in range(2)]
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+    found = resize_and_center_crop(image, resize, tuple(crop), interpolation)
+    scaled = tv.resize(image, [resize], InterpolationMode[interpolation.upper()], antialias=True)
+    assert np.array_equal(found, tv.center_crop(scaled, crop))
+
+
+def test_center_offset_rounds_halves_to_even():
+    assert [center_offset(size, 4) for size in (4, 5, 6, 7, 9)] == [0, 0, 1, 2, 2]
+
+
+def test_a_crop_that_does_not_fit_is_refused():
+    image = Image.new("RGB", (60, 40))
+    message = (
+        "an image of 40×60 pixels becomes 20×30, too few for a crop of 24×16; use a resize of 24"
+    )
+    with pytest.raises(ValueError, match=message):
+        resize_and_center_crop(image, 20, (24, 16), "bicubic")
+    assert resize_and_center_crop(image, 20, (16, 24), "bicubic").size == (24, 16)
+    with pytest.raises(ValueError, match="crop must be positive, got 0"):
+        resize_and_center_crop(image, 20, 0, "bicubic")
+    with pytest.raises(ValueError, match="'bilinear' or 'bicubic', got 'box'"):
+        resize_and_center_crop(image, 20, 16, "box")
+
+
+def test_an_image_too_narrow_to_scale_is_refused():
+    with pytest.raises(ImageError, match="1×5000 pixels is too narrow to scale"):
+        resize_short_side(Image.new("RGB", (1, 5000)), 256, "bilinear")

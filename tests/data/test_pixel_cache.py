@@ -1,0 +1,315 @@
+import errno
+import multiprocessing
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from proximetry.data import Catalog, ImageError, PixelCache, open_image
+from proximetry.data.pixel_cache import BrokenStoreError, read_store
+
+
+def make_images(root, count=8, seed=0):
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        file = root / f"class{i % 2}" / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        size = rng.integers(10, 40, 2)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(file)
+    return Catalog.from_folder(root)
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    return make_images(tmp_path / "images")
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "cache"
+
+
+def stores(home):
+    return [p for p in home.iterdir() if p.is_dir() and p.name != "contents"]
+
+
+def reference(file, short_side, interpolation="bicubic"):
+    image = open_image(file)
+    scale = short_side / min(image.size)
+    size = tuple(max(short_side, int(s * scale + 1e-9)) for s in image.size)
+    return np.asarray(image.resize(size, Image.Resampling[interpolation.upper()]))
+
+
+@pytest.mark.parametrize(("short_side", "interpolation"), [(16, "bicubic"), (31, "bilinear")])
+def test_holds_the_scaled_images(catalog, home, short_side, interpolation):
+    done = []
+    cache = PixelCache.build(
+        catalog,
+        short_side,
+        home,
+        interpolation=interpolation,
+        progress=lambda *step: done.append(step),
+    )
+    assert len(cache) == len(catalog) == 8
+    assert done == [(i + 1, 8) for i in range(8)]
+    assert cache.catalog == catalog
+    for i in range(8):
+        assert cache[i].shape[:2] == (cache.heights[i], cache.widths[i])
+        assert min(cache[i].shape[:2]) == short_side
+        assert (cache[i] == reference(catalog.file(i), short_side, interpolation)).all()
+
+
+def test_views_cannot_be_written(catalog, home):
+    cache = PixelCache.build(catalog, 16, home)
+    with pytest.raises(ValueError, match="read-only"):
+        cache[0][0, 0, 0] = 1
+    assert np.shares_memory(cache[0], cache[0])
+
+
+def test_second_time_nothing_is_decoded(catalog, home, monkeypatch):
+    first = PixelCache.build(catalog, 16, home)
+    monkeypatch.setattr("proximetry.data.pixel_cache.open_image", lambda *a: pytest.fail("decoded"))
+    monkeypatch.setattr("proximetry.data.pixel_cache.read_bytes", lambda *a: pytest.fail("read"))
+    second = PixelCache.build(catalog, 16, home)
+    assert (second.flat == first.flat).all()
+
+
+def test_found_by_content_not_by_place(catalog, home, tmp_path, monkeypatch):
+    PixelCache.build(catalog, 16, home)
+    shutil.copytree(catalog.root, tmp_path / "moved")
+    monkeypatch.setattr("proximetry.data.pixel_cache.open_image", lambda *a: pytest.fail("decoded"))
+    PixelCache.build(Catalog.from_folder(tmp_path / "moved"), 16, home)
+    assert len(stores(home)) == 1
+
+
+def test_changed_file_size_or_filter_is_another_cache(catalog, home):
+    before = PixelCache.build(catalog, 16, home)
+    Image.new("RGB", (20, 20), "red").save(catalog.file(0))
+    after = PixelCache.build(catalog, 16, home)
+    assert tuple(after[0][0, 0]) == (255, 0, 0)
+    assert (before[1] == after[1]).all()
+    PixelCache.build(catalog, 17, home)
+    PixelCache.build(catalog, 17, home, interpolation="bilinear")
+    assert len(stores(home)) == 4
+
+
+def break_two(catalog):
+    first, second = Path(catalog.file(1)), Path(catalog.file(4))
+    first.write_bytes(first.read_bytes()[: first.stat().st_size // 2])
+    second.write_text("no image")
+
+
+def test_bad_images_are_all_named(catalog, home):
+    break_two(catalog)
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(ImageError, match=r"2 of 8 images cannot be read") as caught:
+            PixelCache.build(catalog, 16, home)
+        assert f"{catalog.paths[1]}: damaged or truncated" in str(caught.value)
+        assert f"{catalog.paths[4]}: not an image" in str(caught.value)
+        assert "policy='skip'" in str(caught.value)
+
+
+def test_bad_images_can_be_skipped_and_are_reported(catalog, home):
+    break_two(catalog)
+    for _ in range(2):
+        cache = PixelCache.build(catalog, 16, home, policy="skip")
+        assert [path for path, _ in cache.bad] == [catalog.paths[1], catalog.paths[4]]
+        assert cache.catalog.paths == tuple(catalog.paths[i] for i in (0, 2, 3, 5, 6, 7))
+        for i in range(6):
+            assert (cache[i] == reference(cache.catalog.file(i), 16)).all()
+
+
+def test_a_file_that_comes_back_is_used(catalog, home):
+    file = Path(catalog.file(2))
+    data = file.read_bytes()
+    file.unlink()
+    cache = PixelCache.build(catalog, 16, home, policy="skip")
+    assert cache.bad == ((catalog.paths[2], "no such file"),)
+    file.write_bytes(data)
+    assert len(PixelCache.build(catalog, 16, home)) == 8
+
+
+def test_nothing_readable_is_an_error_even_when_skipping(tmp_path, home):
+    (tmp_path / "x.png").write_text("no")
+    catalog = Catalog(("x.png",), ("a",), ("all",), tmp_path)
+    with pytest.raises(ImageError, match="1 of 1 images cannot be read"):
+        PixelCache.build(catalog, 16, home, policy="skip")
+
+
+def test_extreme_shapes_are_refused(tmp_path, home):
+    Image.new("RGB", (1, 5000)).save(tmp_path / "line.png")
+    catalog = Catalog(("line.png",), ("a",), ("all",), tmp_path)
+    with pytest.raises(ImageError, match="too narrow to scale"):
+        PixelCache.build(catalog, 256, home)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "index", "header", "gone"])
+def test_damage_is_noticed_and_repaired(catalog, home, damage):
+    good = PixelCache.build(catalog, 16, home).flat.clone()
+    (folder,) = stores(home)
+    file = folder / {"index": "index.npy", "header": "header.json"}.get(damage, "pixels.bin")
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(BrokenStoreError, match=folder.name):
+        read_store(folder, verify=True)
+    assert (PixelCache.build(catalog, 16, home).flat == good).all()
+    read_store(folder, verify=True)
+    assert stores(home) == [folder]
+
+
+def _build(root, home, start, results):
+    start.wait()
+    cache = PixelCache.build(Catalog.from_folder(root), 24, home)
+    results.put(int(cache.flat.long().sum()))
+
+
+def test_processes_that_start_together_share_one_cache(tmp_path, home):
+    root = tmp_path / "images"
+    make_images(root, 40)
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Event(), context.Queue()
+    workers = [context.Process(target=_build, args=(root, home, start, results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    start.set()
+    sums = {results.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    expected = PixelCache.build(Catalog.from_folder(root), 24, tmp_path / "alone")
+    assert sums == {int(expected.flat.long().sum())}
+    (folder,) = stores(home)
+    read_store(folder, verify=True)
+
+
+SLOW_BUILD = """
+import sys, time
+from proximetry.data import Catalog, PixelCache
+PixelCache.build(
+    Catalog.from_folder(sys.argv[1]), 16, sys.argv[2],
+    progress=lambda done, total: (print(done, flush=True), time.sleep(0.05)),
+)
+"""
+
+
+def test_killed_while_building_starts_clean(catalog, home):
+    builder = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BUILD, str(catalog.root), str(home)], stdout=subprocess.PIPE
+    )
+    assert builder.stdout.readline().strip() == b"1"
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    builder.stdout.close()
+    assert [p.name for p in stores(home)]  # the part it was writing
+    cache = PixelCache.build(catalog, 16, home)
+    for i in range(8):
+        assert (cache[i] == reference(catalog.file(i), 16)).all()
+    assert [p.name.startswith(".") for p in stores(home)] == [False]
+
+
+def test_failure_while_writing_leaves_nothing(catalog, home, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("proximetry.data.pixel_cache.np.save", fail)
+    with pytest.raises(OSError, match="No space"):
+        PixelCache.build(catalog, 16, home)
+    assert stores(home) == []
+
+
+def test_take_and_pickle(catalog, home):
+    cache = PixelCache.build(catalog, 16, home)
+    part = cache.take([5, 2])
+    assert part.catalog.paths == (catalog.paths[5], catalog.paths[2])
+    assert (part[1] == cache[2]).all()
+    assert part.flat.data_ptr() == cache.flat.data_ptr()
+    mask = catalog.codes == 1
+    assert len(cache.take(mask)) == mask.sum()
+    assert len(cache.take([])) == 0
+    data = pickle.dumps(part)
+    assert len(data) < 5000
+    again = pickle.loads(data)
+    assert (again[0] == cache[5]).all()
+
+
+def test_in_memory():
+    images = [np.full((2, 3, 3), 7, np.uint8), np.full((4, 1, 3), 9, np.uint8)]
+    cache = PixelCache.in_memory(images)
+    assert [cache[i].tolist() for i in range(2)] == [i.tolist() for i in images]
+    assert len(PixelCache.in_memory([])) == 0
+    assert (pickle.loads(pickle.dumps(cache))[1] == 9).all()
+    moved = cache.to("cpu")
+    assert (moved[0] == cache[0]).all()
+    with pytest.raises(ValueError, match="image 0 must be uint8 of H×W×3, got float64"):
+        PixelCache.in_memory([np.zeros((2, 2, 3))])
+    with pytest.raises(ValueError, match="2 rows in the catalogue, 1 images"):
+        PixelCache(Catalog(("a", "b"), ("a", "b"), ("all",) * 2), cache.flat, np.zeros((1, 3), int))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "ignore"}, "got 'ignore'"),
+        ({"short_side": 0}, "from 1 to 4096 pixels, got 0"),
+        ({"interpolation": "nearest"}, "'bilinear' or 'bicubic', got 'nearest'"),
+    ],
+)
+def test_bad_options(catalog, home, options, message):
+    with pytest.raises(ValueError, match=message):
+        PixelCache.build(catalog, **({"short_side": 16, "root": home} | options))
+    with pytest.raises(ValueError, match="empty"):
+        PixelCache.build(catalog.subset([]), 16, home)
+
+
+def test_default_place(catalog, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "own"))
+    PixelCache.build(catalog, 16)
+    assert stores(tmp_path / "own" / "pixels")
+    monkeypatch.delenv("PROXIMETRY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    PixelCache.build(catalog, 16)
+    assert stores(tmp_path / "xdg" / "proximetry" / "pixels")
+
+
+def test_without_locks_the_first_to_finish_wins(catalog, home, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    first = PixelCache.build(catalog, 16, home)
+    # Somebody else finishes the same cache while this process is decoding.
+    (folder,) = stores(home)
+    kept = folder.rename(home / "kept")
+    other_part = home / f".{folder.name}.other.part"
+    other_part.mkdir()
+
+    def other(*_):
+        if not folder.exists():
+            shutil.copytree(kept, folder)
+
+    again = PixelCache.build(catalog, 16, home, progress=other)
+    assert (again.flat == first.flat).all()
+    # Without a lock nobody can tell that the other one is not at work any more.
+    assert other_part.exists()
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
+def test_file_systems_that_know_no_locks_at_all(catalog, home, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, "unknown here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert len(PixelCache.build(catalog, 16, home)) == 8

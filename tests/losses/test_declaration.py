@@ -1,0 +1,161 @@
+"""Settings: declared once, checked wherever they are given."""
+
+import copy
+import inspect
+import subprocess
+import sys
+from dataclasses import InitVar
+
+import pytest
+
+from proximetry import losses
+from proximetry.losses import checks, setting
+from tests.losses.cases import MULTI, NAMES, make
+
+PAIRS = [f"pairs/{name}" for name in losses.PAIR_LOSSES]
+
+
+def test_the_signature_is_the_declaration():
+    assert str(inspect.signature(losses.ProxyAnchor)).startswith(
+        "(num_classes: int, dim: int, alpha: float = 32.0, margin: float = 0.1, *, engine:"
+    )
+    order = {name: list(inspect.signature(cls).parameters) for name, cls in losses.LOSSES.items()}
+    assert order["mpa"][2:7] == ["proxies_per_class", "alpha", "margin", "gamma", "tau"]
+    assert order["soft_triple"][2:7] == ["proxies_per_class", "scale", "gamma", "margin", "tau"]
+    assert order["arcface"][2:4] == ["scale", "margin"]
+    loss = losses.MPA(3, 4, 2, 5.0, 0.2, 0.3, 0.4, negative_classes="absent")
+    assert (loss.alpha, loss.margin, loss.gamma, loss.tau) == (5.0, 0.2, 0.3, 0.4)
+    assert loss.proxies.proxies_per_class == 2
+    assert "alpha=5.0, margin=0.2" in repr(loss)
+    assert copy.deepcopy(loss).margin == 0.2
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS])
+def test_every_setting_has_a_default_that_passes_its_check_and_a_meaning(name):
+    for key, declared in losses.loss_settings(name).items():
+        assert declared.check(key, declared.default) == declared.default
+        assert declared.help
+        losses.check_settings(name, {key: declared.default})
+
+
+BAD = [
+    ("proxy_anchor", {"alpha": 0.0}, "alpha must be positive, got 0.0"),
+    ("proxy_anchor", {"alpha": -32}, "alpha must be positive, got -32"),
+    ("proxy_anchor", {"alpha": float("nan")}, "alpha .* got nan"),
+    ("proxy_anchor", {"alpha": "32"}, "alpha .* got '32'"),
+    ("proxy_anchor", {"margin": float("inf")}, "margin .* got inf"),
+    ("proxy_anchor", {"engine": "fast"}, "engine .* got 'fast'"),
+    ("mpa", {"proxies_per_class": 0}, "proxies_per_class .* got 0"),
+    ("mpa", {"tau": -1.0}, "tau must not be negative, got -1.0"),
+    ("mpa", {"negative_classes": "some"}, "negative_classes .* got 'some'"),
+    ("soft_triple", {"gamma": 0.0}, "gamma must be positive, got 0.0"),
+    ("soft_triple", {"scale": -1.0}, "scale must be positive, got -1.0"),
+    ("proxy_nca_plus_plus", {"temperature": 0}, "temperature .* got 0"),
+    ("proxy_nca_plus_plus", {"learn_temperature": "no"}, "learn_temperature .* got 'no'"),
+    ("arcface", {"margin": 3.5}, "margin is an angle in radians below π, got 3.5"),
+    ("sphereface", {"margin": 0}, "margin .* got 0"),
+    ("sphereface", {"margin": 1.5}, "margin .* got 1.5"),
+    ("mpa", {"alhpa": 3.0}, "loss 'mpa' has no setting 'alhpa', did you mean 'alpha'?"),
+    ("mpa_dw", {"negative_classes": "all"}, "'mpa_dw' has no setting 'negative_classes'"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), BAD)
+def test_the_constructor_and_the_check_without_it_say_the_same(name, settings, message):
+    with pytest.raises(ValueError, match=message) as made:
+        losses.create(name, 3, 4, **settings)
+    with pytest.raises(ValueError, match=message) as checked:
+        losses.check_settings(name, settings)
+    assert str(made.value) == str(checked.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("proxy_ancor", {}, "unknown loss 'proxy_ancor', did you mean 'proxy_anchor'?"),
+        ("triplet", {}, "did you mean 'pairs/triplet'?"),
+        ("pairs/tripet", {}, "did you mean 'pairs/triplet'?"),
+        ("pairs/triplet", {"marign": 1.0}, "no setting 'marign', did you mean 'margin'?"),
+        ("pairs/triplet", {"margin": "wide"}, "margin .* got 'wide'"),
+        ("pairs/triplet", {"memory": 0}, "memory .* got 0"),
+        ("pairs/n_pair", {"memory": 8}, "'pairs/n_pair' takes no settings, got 'memory'"),
+        ("proxy_anchor", {"dim": 3}, "no setting 'dim'"),
+    ],
+)
+def test_names_and_pair_losses_are_checked_too(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        losses.check_settings(name, settings)
+
+
+def test_checking_pair_losses_needs_no_extra():
+    code = (
+        "import sys; sys.modules['pytorch_metric_learning'] = None\n"
+        "from proximetry import losses\n"
+        "losses.check_settings('pairs/margin', {'beta': 1.0, 'memory': 8}); print('checked')\n"
+        "from proximetry.losses.pair_losses import PairLoss\n"
+        "PairLoss('triplet')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "checked\n"
+    assert "pip install 'proximetry[pairs]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: losses.ProxyAnchor(0, 4), ValueError, "num_classes .* got 0"),
+        (lambda: losses.ProxyAnchor(3, 0), ValueError, "dim .* got 0"),
+        (lambda: losses.ProxyAnchor(2.5, 4), ValueError, "num_classes .* got 2.5"),
+        (lambda: losses.MPA(3, 4, alhpa=1.0), TypeError, "MPA has no setting 'alhpa', did you"),
+        (lambda: losses.MPA(3), TypeError, "MPA: missing a required argument: 'dim'"),
+        (lambda: losses.ProxyAnchor(3, 4, 1.0, 0.1, "auto"), TypeError, "too many positional"),
+        (lambda: losses.create("proxy_ancor", 3, 4), ValueError, "did you mean 'proxy_anchor'"),
+        (lambda: losses.LossForm("single", "class", "softmax"), ValueError, "softmax"),
+        (lambda: losses.LossForm("double", "class", "apart"), ValueError, "got 'double'"),
+    ],
+)
+def test_bad_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_checked_on_assignment_too(name):
+    loss = make(name)
+    for key, declared in loss.settings().items():
+        if declared.fixed:
+            with pytest.raises(AttributeError, match=f"{key} cannot be changed"):
+                setattr(loss, key, declared.default)
+            continue
+        before = getattr(loss, key)
+        with pytest.raises(ValueError, match=key):
+            setattr(loss, key, float("nan"))
+        assert getattr(loss, key) == before
+
+
+def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
+    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", losses.LOSSES.copy())
+
+    class Plain(losses.ProxyLoss, name="plain"):
+        form = losses.LossForm("mean", by="sample", join="softmax")
+        proxies_per_class: InitVar[int] = setting(checks.count, "proxies per class", default=3)
+        scale: float = setting(checks.positive, "scale", default=4.0)
+
+    class Sharper(Plain):
+        extra: float = setting(checks.finite, "a setting more", default=0.0)
+        scale: float = setting(checks.positive, "scale", default=8.0)
+
+    assert Plain.name == "plain"
+    assert Sharper.name is None
+    assert list(Sharper.settings()) == ["proxies_per_class", "scale", "extra", "engine"]
+    assert Plain(2, 3).scale == 4.0
+    assert Sharper(2, 3, 1).scale == 8.0
+    assert Sharper(2, 3, 1).proxies.weight.shape == (2, 1, 3)
+    with pytest.raises(ValueError, match="'mpa' exists already: MPA"):
+
+        class Other(losses.ProxyLoss, name="mpa"):
+            pass
+
+
+def test_losses_with_several_proxies_are_those_whose_form_says_so():
+    assert {losses.LOSSES[name].form.similarity for name in MULTI} == {"soft", "max"}

@@ -1,0 +1,38 @@
+"""The tables of the documentation are those that the code declares."""
+
+import re
+
+from docs import generate
+from tests.losses.cases import NAMES
+
+
+def test_generated_parts_are_up_to_date():
+    assert [page.name for page in generate.stale()] == []
+
+
+def test_every_loss_has_a_page_with_its_settings():
+    for name in NAMES:
+        page = (generate.DOCS / "losses" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"<!-- generated: signature {name} -->" in page
+        assert f"<!-- generated: settings {name} -->" in page
+
+
+def test_a_part_is_made_anew_and_the_rest_is_kept():
+    text = "a\n<!-- generated: signature proxy_anchor -->\nold\n<!-- end -->\nb\n"
+    assert generate.filled(text) == (
+        "a\n<!-- generated: signature proxy_anchor -->\n"
+        '`ProxyAnchor(num_classes, dim, alpha=32.0, margin=0.1, *, engine="auto")`, '
+        "in recipes `proxy_anchor`\n<!-- end -->\nb\n"
+    )
+
+
+def test_every_citation_is_in_the_bibliography():
+    bibliography = (generate.DOCS / "bibliography.md").read_text(encoding="utf-8")
+    cited = re.compile(r"[A-Z][\w-]+ (?:et al\.|& [A-Z]\w+) \d{4}")
+    for root, pattern in ((generate.DOCS.parent / "src", "*.py"), (generate.DOCS, "*.md")):
+        for page in root.rglob(pattern):
+            text = " ".join(page.read_text(encoding="utf-8").split())
+            for citation in cited.findall(text):
+                assert f"{citation}.**" in bibliography, f"{page.name} cites {citation}"
+            for key in re.findall(r"bibliography\.md#([\w-]+)", text):
+                assert f'<a id="{key}"></a>' in bibliography, f"{page.name} links to {key}"

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proximetry.metrics import Metrics, evaluate, neighbors, retrieve, symmetric
+from proximetry.metrics.inputs import Similarity
+from proximetry.metrics.neighbors import nearest, search_blocks
+from proximetry.metrics.symmetric import applies, search_symmetric
+from proximetry.metrics.task import Task, from_keys, to_keys
+
+from . import brute
+
+floats = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 2**31 - 50))
+def test_keys_order_like_similarity_then_index(values: list[float], first: int) -> None:
+    similarities = torch.tensor(values, dtype=torch.float32)
+    ids = torch.arange(first, first + len(values))
+    keys = to_keys(similarities, ids)
+    expected = sorted(range(len(values)), key=lambda i: (-float(similarities[i]), i))
+    assert keys.argsort(descending=True).tolist() == expected
+    back, back_ids = from_keys(keys)
+    assert torch.equal(back, similarities)
+    assert torch.equal(back_ids, ids)
+
+
+def test_keys_hold_infinity_and_signed_zero() -> None:
+    similarities = torch.tensor([-torch.inf, -0.0, 0.0, torch.inf])
+    keys = to_keys(similarities, torch.arange(4))
+    assert keys.argsort(descending=True).tolist() == [3, 1, 2, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(1, 40),
+    depth=st.integers(1, 50),
+    levels=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_nearest_breaks_ties_by_index(
+    rows: int, width: int, depth: int, levels: int, seed: int, dtype: torch.dtype
+) -> None:
+    generator = np.random.default_rng(seed)
+    similarities = generator.integers(-levels, levels, (rows, width)).astype(np.float64)
+    values, ids = nearest(torch.tensor(similarities, dtype=dtype), min(depth, width))
+    for row, kept, near in zip(similarities, ids.tolist(), values.tolist(), strict=True):
+        order = brute.ranking(row, np.ones(width, dtype=bool))[:depth]
+        assert kept == order
+        assert near == [row[j] for j in order]
+
+
+def self_task(vectors: torch.Tensor, codes: torch.Tensor, similarity: Similarity) -> Task:
+    everyone, classes = torch.arange(len(vectors)), codes.unique().numpy()
+    return Task(vectors, vectors, codes, codes, classes, similarity, own=everyone)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles small enough that a few hundred items fill many."""
+    monkeypatch.setattr(symmetric, "TILE", 64)
+    monkeypatch.setattr(symmetric, "ROW_GROUP", 8)
+    monkeypatch.setattr(symmetric, "COLUMN_GROUP", 4)
+    monkeypatch.setattr(symmetric, "LANES", 16)
+    monkeypatch.setitem(neighbors.BLOCK_BYTES, "cpu", 20_000)
+
+
+def both_ways(task: Task, depth: int) -> None:
+    assert applies(task, depth)
+    count = len(task.gallery)
+    one = search_symmetric(task, depth, with_ranks=True)
+    ids = torch.empty((count, depth), dtype=torch.int64)
+    near = torch.empty((count, depth))
+    ranks = torch.empty(count, dtype=torch.int64)
+    for block in search_blocks(task, torch.full((count,), depth), with_ranks=True):
+        ids[block.rows], near[block.rows] = block.ids, block.similarities
+        assert block.ranks is not None
+        ranks[block.rows] = block.ranks
+    assert torch.equal(one.rows, torch.arange(count))
+    assert torch.equal(one.ids, ids)
+    assert torch.equal(one.similarities, near)
+    assert one.ranks is not None
+    assert torch.equal(one.ranks, ranks)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+@pytest.mark.parametrize("levels", [1, 2, 40])
+@pytest.mark.parametrize(("count", "classes"), [(128, 5), (130, 128), (357, 30), (511, 200)])
+def test_symmetric_search_equals_blocks_with_ties(
+    similarity: Similarity, levels: int, count: int, classes: int
+) -> None:
+    # Whole numbers: every similarity is exact, and ties abound.
+    generator = torch.Generator().manual_seed(count + levels)
+    vectors = torch.randint(-levels, levels + 1, (count, 6), generator=generator).float()
+    codes = torch.randint(0, classes, (count,), generator=generator)
+    codes = torch.unique(codes, return_inverse=True)[1]
+    if int(torch.bincount(codes).max()) > 32:
+        codes = torch.arange(count) % 30
+    for depth in (1, 7, 16):
+        both_ways(self_task(vectors, codes, similarity), depth)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("threads", [2, 5])
+def test_symmetric_search_on_several_threads(threads: int) -> None:
+    """Tiles are visited at once and in no fixed order; the answer is always the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            vectors = torch.randint(-2, 3, (700, 5), generator=generator).float()
+            both_ways(self_task(vectors, torch.arange(700) % 150, "dot"), 9)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_symmetric_search_handles_packed_codes() -> None:
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randint(0, 256, (200, 2), generator=generator, dtype=torch.uint8)
+    both_ways(self_task(vectors, torch.arange(200) % 40, "hamming"), 9)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_symmetric_search_equals_brute_force() -> None:
+    generator = np.random.default_rng(1)
+    vectors = generator.integers(-3, 4, (300, 5)).astype(np.float32)
+    labels = generator.integers(0, 60, 300)
+    lists = brute.rankings(vectors, vectors, "dot", same_set=True)
+    result = retrieve(vectors, labels, k=11, similarity="dot")
+    assert result.ids.tolist() == [order[:11] for order in lists]
+    expected, without = brute.evaluate(lists, labels, labels, (1, 5))
+    chosen = Metrics(recall_at=(1, 5), ndcg_at=(5,), map_at=(5,), precision_at=(5,))
+    found = evaluate(vectors, labels, metrics=chosen, similarity="dot")
+    assert found.pop("queries_without_positive") == without
+    assert found.pop("queries") == 300 - without
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], abs=1e-12), name
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_progress_reaches_the_end_both_ways() -> None:
+    vectors = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
+    for labels in (torch.arange(256) % 64, torch.arange(256) % 2):
+        calls: list[tuple[int, int]] = []
+        retrieve(
+            vectors, labels, progress=lambda done, total, calls=calls: calls.append((done, total))
+        )
+        done = [call[0] for call in calls]
+        assert done == sorted(set(done))
+        assert calls[-1][0] == calls[-1][1]
+
+
+def test_symmetric_search_at_its_real_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 900, (4500,), generator=generator)
+    codes = torch.unique(codes, return_inverse=True)[1]
+    centres = torch.randn(900, 16, generator=generator)
+    vectors = centres[codes] + torch.randn(4500, 16, generator=generator)
+    vectors[2000:2100] = vectors[:100]  # duplicates, some of them across classes
+    both_ways(self_task(vectors, codes, "cosine"), 50)
+
+
+def test_duplicates_rank_by_index_across_tiles() -> None:
+    """Equal vectors are equally near wherever they stand, though tiles differ."""
+    generator = torch.Generator().manual_seed(5)
+    vectors = torch.randn(2200, 24, generator=generator).repeat(2, 1)
+    result = retrieve(vectors, torch.arange(4400) % 2000, k=20)
+    pairs = result.ids % 2200
+    twins = (pairs[:, 1:] == pairs[:, :-1]) & (
+        result.similarities[:, 1:] == result.similarities[:, :-1]
+    )
+    assert twins.any()
+    assert (np.diff(result.ids, axis=1)[twins] == 2200).all()
+    # Every twin but the query's own follows its twin at once.
+    assert (twins.sum(1) >= 9).all()
+
+
+def test_precision_settings_of_the_caller_do_not_matter() -> None:
+    vectors = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(300) % 30
+    plain = retrieve(vectors, labels, k=20)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hasty = retrieve(vectors, labels, k=20)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert np.array_equal(plain.ids, hasty.ids)
+    assert np.array_equal(plain.similarities, hasty.similarities)

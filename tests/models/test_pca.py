@@ -1,0 +1,94 @@
+"""PCA: the principal axes, and embedders reduced to them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from proximetry.models import Embedder
+from proximetry.models.pca import principal_axes, second_moments, with_pca
+
+
+@given(seed=st.integers(0, 99), count=st.integers(1, 12), wide=st.integers(1, 9), data=st.data())
+def test_axes_are_those_of_the_singular_values(seed, count, wide, data):
+    torch.manual_seed(seed)
+    dim = data.draw(st.integers(1, wide))
+    vectors = torch.randn(count, wide, dtype=torch.float64)
+    axes = principal_axes(second_moments(vectors), dim)
+    assert axes.shape == (dim, wide)
+    assert torch.allclose(axes @ axes.t(), torch.eye(dim), atol=1e-5)
+    lost = (vectors - vectors @ axes.double().t() @ axes.double()).square().sum()
+    singular = torch.linalg.svdvals(vectors)
+    assert lost.item() == pytest.approx(singular[dim:].square().sum().item(), abs=1e-4)
+    assert (axes.gather(1, axes.abs().argmax(1, keepdim=True)) > 0).all()
+
+
+def reduce(vectors, axes, normalize=True):
+    found = vectors @ axes.t()
+    return F.normalize(found, dim=1) if normalize else found
+
+
+@given(seed=st.integers(0, 99), cut=st.integers(1, 5))
+def test_the_first_dimensions_are_what_fewer_axes_give(seed, cut):
+    torch.manual_seed(seed)
+    vectors = F.normalize(torch.randn(20, 6), dim=1)
+    summed = second_moments(vectors[:7]) + second_moments(vectors[7:])
+    long, short = (reduce(vectors, principal_axes(summed, dim)) for dim in (5, cut))
+    assert torch.allclose(F.normalize(long[:, :cut], dim=1), short, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dim", [0, 12])
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
+    torch.manual_seed(0)
+    embedder = Embedder.create(
+        "small_convnet",
+        dim,
+        weights="none",
+        image_size=24,
+        normalize=normalize,
+        layer_norm=layer_norm,
+    ).eval()
+    with torch.no_grad():
+        if dim:
+            embedder.head.bias.normal_()
+        pixels = torch.randn(9, 3, 24, 24)
+        vectors = embedder(pixels)
+        axes = principal_axes(second_moments(vectors), 5)
+        before = torch.random.get_rng_state()
+        reduced = with_pca(embedder, axes)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        expected = reduce(vectors, axes, normalize)
+        assert torch.allclose(reduced(pixels), expected, atol=1e-5)
+        assert reduced.dim == reduced.architecture.dim == 5
+        assert torch.equal(embedder(pixels), vectors)  # which stays as it was
+        raw = torch.randint(0, 256, (9, 3, 24, 24), dtype=torch.uint8)
+        assert torch.equal(reduced.project(embedder.pixel_features(raw)), reduced.embed(raw))
+        reduced.save(tmp_path / "reduced")
+        again = Embedder.load(tmp_path / "reduced")
+        assert torch.equal(again(pixels), reduced(pixels))
+
+
+@pytest.mark.parametrize("dim", [0, 7])
+def test_more_axes_than_dimensions_are_refused(dim):
+    with pytest.raises(ValueError, match=f"dim must be between 1 and 6, got {dim}"):
+        principal_axes(torch.eye(7), dim)
+
+
+def test_centered_axes_ignore_an_offset():
+    torch.manual_seed(0)
+    vectors = torch.randn(40, 5, dtype=torch.float64) * torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2])
+    there = principal_axes(second_moments(vectors + 100), 2, centered=True)
+    assert torch.allclose(
+        there, principal_axes(second_moments(vectors), 2, centered=True), atol=1e-5
+    )
+    assert not torch.allclose(there, principal_axes(second_moments(vectors + 100), 2), atol=0.1)
+
+
+def test_all_axes_keep_all_similarities():
+    torch.manual_seed(0)
+    vectors = F.normalize(torch.randn(30, 8), dim=1)
+    turned = reduce(vectors, principal_axes(second_moments(vectors), 8))
+    assert torch.allclose(turned @ turned.t(), vectors @ vectors.t(), atol=1e-5)

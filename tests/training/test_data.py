@@ -1,0 +1,174 @@
+import gc
+import threading
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.data import RandomResizedCrop, open_image, resize_and_center_crop
+from proximetry.models import Embedder
+from proximetry.training import RecipeError, RunError
+from proximetry.training.data import TrainingData, _sampler
+from proximetry.training.distributed import World
+from tests.training.tiny import with_
+
+
+def make_data(recipe, device="cpu"):
+    m = recipe.model
+    embedder = Embedder.create(
+        m.backbone, m.dim, weights="none", image_size=m.image_size, resize=m.resize
+    )
+    world = World(device=torch.device(device))
+    return TrainingData(recipe, embedder.preprocessing, world, lambda message: None)
+
+
+@pytest.fixture
+def makers(monkeypatch):
+    """The thread that cut the pixels of each batch."""
+    made = []
+    apply = RandomResizedCrop.apply
+
+    def note(self, pixels, rows, windows):
+        made.append(threading.current_thread())
+        return apply(self, pixels, rows, windows)
+
+    monkeypatch.setattr(RandomResizedCrop, "apply", note)
+    return made
+
+
+def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, makers):
+    data = make_data(recipe)
+    batches = list(data.batches(0, 0))
+    assert len(batches) == len(data.sampler) > 1
+    assert threading.main_thread() not in makers
+    # A batch is its place in the run: beginning later gives the same ones.
+    for (pixels, labels), (again, same) in zip(batches[1:], data.batches(0, 1), strict=True):
+        assert torch.equal(pixels, again)
+        assert torch.equal(labels, same)
+
+
+def stand_in_for_streams(monkeypatch):
+    """Let what is done on a stream be done at once."""
+    nothing = SimpleNamespace(
+        record=lambda: None, wait_event=lambda event: None, wait_stream=lambda stream: None
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: nothing)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: nothing)
+
+
+def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch):
+    data = make_data(recipe)
+    expected = list(data.batches(0, 0))
+    makers.clear()
+
+    class Far:
+        """Pixels that say they are elsewhere."""
+
+        device = torch.device("meta")
+
+    near = data._cache
+    far = type(near)(near.catalog, near.flat, near.index)
+    monkeypatch.setattr(far, "flat", Far())
+    apply = RandomResizedCrop.apply
+    monkeypatch.setattr(
+        RandomResizedCrop, "apply", lambda self, _, rows, windows: apply(self, near, rows, windows)
+    )
+    data._cache = far
+    stand_in_for_streams(monkeypatch)
+    got, begun = [], []
+    for batch in data.batches(0, 0):
+        got.append(batch)
+        begun.append(len(makers))
+    assert set(makers) == {threading.main_thread()}
+    # The next one is begun before this one is handed out.
+    assert begun == [*range(2, len(got) + 1), len(got)]
+    for (pixels, labels), (again, same) in zip(expected, got, strict=True):
+        assert torch.equal(pixels, again)
+        assert torch.equal(labels, same)
+
+
+@pytest.mark.parametrize("short_side", [24, 20, 40])
+def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, short_side):
+    recipe = recipe.override({"data.short_side": short_side, "model.resize": 32})
+    data = make_data(recipe)
+    rows = data.rows["held_out"]
+    views = torch.cat(list(data.views(rows, 5)))
+    for row, view in zip(rows, views, strict=True):
+        image = open_image(data.catalog.file(row))
+        seen = resize_and_center_crop(image, 32, (24, 24), "bicubic")
+        assert np.array_equal(view.permute(1, 2, 0), np.asarray(seen))
+
+
+def test_ranks_share_a_batch_evenly(recipe):
+    with pytest.raises(RecipeError, match=r"data.batch_size 8 cannot be shared evenly by 3"):
+        _sampler(recipe, np.arange(8), World(size=3))
+
+
+def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
+    message = r"data\.cache gpu: the pixels need .* use data\.cache memory or disk"
+    with pytest.raises(RunError, match=message):
+        make_data(with_(recipe, "data", cache="gpu"), "cuda")
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_pixels_are_freed_with_the_data(recipe, place):
+    data = make_data(with_(recipe, "data", cache=place))
+    for _ in data.batches(0, 0):
+        break
+    pixels = weakref.ref(data._cache.flat)
+    gc.disable()  # nothing may have to be found first
+    try:
+        del data, _
+        assert pixels() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_the_gpu(recipe):
+    expected = make_data(recipe)
+    before = torch.cuda.memory_allocated()
+    data = make_data(with_(recipe, "data", cache="gpu"), "cuda")
+    rows = data.rows["train"][:10]
+    list(data.batches(0, 0))  # the kernel is compiled
+    list(data.views(rows, 4))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(data.batches(0, 0))
+        views = list(data.views(rows, 5))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for (pixels, labels), (here, same) in zip(batches, expected.batches(0, 0), strict=True):
+        assert pixels.device.type == labels.device.type == "cuda"
+        assert (pixels.cpu().int() - here.int()).abs().max() <= 1
+        assert np.array_equal(labels.cpu(), same)
+    for there, here in zip(views, expected.views(rows, 5), strict=True):
+        assert (there.cpu().int() - here.int()).abs().max() <= 1
+    del data, batches, views, pixels, labels, there
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_colors_change_the_pixels_and_nothing_else(recipe):
+    plain = make_data(recipe)
+    colored = make_data(with_(recipe, "data", color_jitter=0.4, hue=0.2, grayscale=0.3))
+    for (pixels, labels), (changed, same) in zip(
+        plain.batches(0, 0), colored.batches(0, 0), strict=True
+    ):
+        assert torch.equal(labels, same)
+        assert not torch.equal(pixels, changed)
+        # Windows and flips are the same, so light is still light.
+        light, still = (p.double().mean(1).flatten(1) for p in (pixels, changed))
+        light, still = light - light.mean(1, keepdim=True), still - still.mean(1, keepdim=True)
+        cosine = (light * still).sum(1) / (light.norm(dim=1) * still.norm(dim=1))
+        assert cosine.median() > 0.9
+    rows = plain.rows["held_out"]
+    for view, other in zip(plain.views(rows, 5), colored.views(rows, 5), strict=True):
+        assert torch.equal(view, other)
+    again = make_data(with_(recipe, "data", color_jitter=0.4, hue=0.2, grayscale=0.3))
+    assert torch.equal(next(colored.batches(1, 2))[0], next(again.batches(1, 2))[0])

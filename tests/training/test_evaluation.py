@@ -1,0 +1,238 @@
+"""One evaluator: PCA, truncated embeddings, flip TTA; train's figures are evaluate's."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from proximetry import metrics
+from proximetry.data import open_dataset
+from proximetry.models import Embedder
+from proximetry.training import Callback, Recipe, RecipeError, RunError, RunFolder, train
+from proximetry.training.evaluator import evaluate_embedder
+from proximetry.training.recipe import shipped_recipes
+from proximetry.training.reporting import metrics_table
+from tests.training.test_distributed import RUN, launch
+from tests.training.test_training import assert_same_run, killed_at
+from tests.training.tiny import make_images, make_recipe, with_
+
+
+@pytest.fixture
+def reduced(tmp_path, cache):
+    for seed, split in enumerate(("train", "test")):
+        make_images(tmp_path / "images" / split, classes=6, seed=seed)
+    return make_recipe(
+        tmp_path / "images",
+        cache,
+        model={"dim": 12, "pca_dim": 5},
+        training={"ema": 0.9},
+        evaluation={"protocol": "last", "watch_test": True, "eval_dims": [1, 3]},
+    )
+
+
+def encoded(folder, recipe, split):
+    """Vectors of the saved embedder, of images that are read anew, and their labels."""
+    catalog = open_dataset("folder", recipe.data.root)
+    rows = np.flatnonzero(np.asarray(catalog.splits) == split)
+    files = [catalog.root / catalog.paths[row] for row in rows]
+    vectors = Embedder.load(folder / "embedder").encode(files, 128)
+    return vectors, np.asarray(catalog.labels)[rows]
+
+
+def by_hand(folder, recipe, dim=None):
+    """Metrics of the saved embedder on the test images."""
+    vectors, labels = encoded(folder, recipe, "test")
+    return vectors, metrics.evaluate(vectors[:, :dim], labels)
+
+
+def crosstalk(vectors):
+    """The largest correlation (about the origin) of two dimensions: 0 along principal axes."""
+    second = torch.mm(vectors.t(), vectors)
+    strength = second.diagonal().sqrt()
+    return (second / torch.outer(strength, strength) - torch.eye(len(second))).abs().max().item()
+
+
+def test_what_is_evaluated_is_what_is_saved(reduced, tmp_path):
+    results = train(reduced, tmp_path / "run", device="cpu")
+    scores = results["last"]["test"]
+    vectors, found = by_hand(tmp_path / "run", reduced)
+    assert vectors.shape[1] == 5
+    assert {key: scores[key] for key in found} == found
+    for dim in (1, 3):
+        assert scores["dims"][str(dim)] == by_hand(tmp_path / "run", reduced, dim)[1]
+    assert scores["recall@1"] != scores["dims"]["1"]["recall@1"]
+    assert RunFolder(tmp_path / "run").history()[-1]["test"] == scores
+    # The dimensions with the most variance come first.
+    strength = vectors.square().mean(0)
+    assert strength[0] > strength[-1]
+
+
+def test_pca_to_all_dimensions_changes_nothing_that_is_measured(reduced, tmp_path):
+    whole = reduced.override({"evaluation.eval_dims": [], "model.pca_dim": None})
+    turned = whole.override({"model.pca_dim": 12})
+    one, two = (
+        train(recipe, tmp_path / name, device="cpu")["last"]["test"]
+        for name, recipe in (("whole", whole), ("turned", turned))
+    )
+    assert one == pytest.approx(two)
+
+
+def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
+    recipe = with_(reduced, "model", normalize=False)
+    train(recipe, tmp_path / "run", device="cpu")
+    assert crosstalk(encoded(tmp_path / "run", recipe, "train")[0]) < 1e-3
+    assert crosstalk(encoded(tmp_path / "run", recipe, "test")[0]) > 1e-2
+
+
+def test_the_selected_epoch_gets_a_pca_of_its_own(reduced, tmp_path):
+    recipe = with_(reduced, "evaluation", protocol="paper", watch_test=False)
+    recipe = with_(with_(recipe, "training", epochs=6, ema=0.0), "optimizer", lr=0.03)
+    recipe = with_(recipe, "model", normalize=False)
+    results = train(recipe, tmp_path / "run", device="cpu")
+    assert results["selected"]["epoch"] < results["last"]["epoch"]
+    assert crosstalk(encoded(tmp_path / "run", recipe, "train")[0]) < 1e-3
+    _, found = by_hand(tmp_path / "run", recipe)
+    assert {key: results["selected"]["test"][key] for key in found} == found
+
+
+def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
+    recipe = with_(reduced, "model", normalize=False)
+    recipe = with_(recipe, "evaluation", similarity="euclidean")
+    train(recipe, tmp_path / "run", device="cpu")
+    vectors, _ = encoded(tmp_path / "run", recipe, "train")
+    assert crosstalk(vectors - vectors.mean(0)) < 1e-3
+    assert crosstalk(vectors) > 1e-2
+
+
+def test_more_dimensions_than_training_images_are_refused(reduced, tmp_path):
+    recipe = with_(reduced, "model", dim=64, pca_dim=40)
+    with pytest.raises(RunError, match=r"pca_dim 40 needs as many training images.*there are 36"):
+        train(recipe, tmp_path / "run", device="cpu")
+
+
+def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
+    train(reduced, tmp_path / "whole", device="cpu")
+    killed_at(5, reduced, tmp_path / "part")
+    train(reduced, tmp_path / "part", resume=True, device="cpu")
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
+
+
+def test_two_processes_find_the_pca_of_one(reduced, tmp_path):
+    reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
+    reduced = with_(reduced, "evaluation", eval_dims=[3])
+    train(reduced, tmp_path / "one", device="cpu")
+    reduced.save(tmp_path / "recipe.yaml")
+    launch(RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    one, two = (
+        json.loads((tmp_path / name / "results.json").read_text())["last"]["test"]
+        for name in ("one", "two")
+    )
+    assert one.pop("dims")["3"] == pytest.approx(two.pop("dims")["3"], abs=0.05)
+    assert one == pytest.approx(two, abs=0.05)
+    heads = [Embedder.load(tmp_path / name / "embedder").head for name in ("one", "two")]
+    assert torch.allclose(heads[0].weight, heads[1].weight, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.pca_dim": 13}, "model.pca_dim 13 is more than dim 12"),
+        ({"model.pca_dim": 0}, "model.pca_dim must be a whole number of at least 1, got 0"),
+        ({"evaluation.eval_dims": [5]}, r"eval_dims must differ and be below .* 5 dimensions"),
+        ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be a whole number of at least 1"),
+        ({"evaluation.eval_dims": [2, 2]}, r"evaluation.eval_dims must differ"),
+        ({"evaluation.select_by": "recall@3"}, r"select_by 'recall@3' is not computed"),
+    ],
+)
+def test_dimensions_that_cannot_be(reduced, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        reduced.override(changes)
+
+
+SIZES = sorted(
+    {
+        (r.data.short_side, r.model.image_size, r.model.resize, r.data.crop_size)
+        for r in map(Recipe.load, shipped_recipes())
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize(("short_side", "image_size", "resize", "crop_size"), SIZES)
+def test_train_and_evaluate_print_the_same_figures(
+    tmp_path, cache, short_side, image_size, resize, crop_size
+):
+    """For every shipped recipe's sizes; images are larger than all of them, and not square."""
+    sides = {"short_side": short_side, "crop_size": crop_size}
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for number in range(3):
+            folder = tmp_path / "images" / split / f"{split}{number}"
+            folder.mkdir(parents=True)
+            for i in range(3):
+                noise = draw.normal(draw.integers(60, 190, 3), 40, (70, 90, 3)).clip(0, 255)
+                picture = Image.fromarray(noise.astype(np.uint8))
+                picture.resize((460, 371)).save(folder / f"{i}.jpg")
+    recipe = make_recipe(
+        tmp_path / "images",
+        cache,
+        data=sides,
+        model={"image_size": image_size or 224, "resize": resize, "pca_dim": 6},
+        training={"epochs": 1},
+        evaluation={"protocol": "last", "metrics": {"recall_at": [1, 2], "precision_at": [2]}},
+    )
+    results = train(recipe, tmp_path / "run", device="cpu")
+    embedder = Embedder.load(tmp_path / "run" / "embedder")
+    catalog = open_dataset("folder", tmp_path / "images").filter(split="test")
+    wanted = recipe.evaluation.metrics
+    assert evaluate_embedder(embedder, catalog, wanted=wanted) == results["last"]["test"]
+
+
+def test_the_embedder_knows_how_it_is_compared(reduced, tmp_path):
+    """Unit vectors compared by distance, plain ones by angle: not what `normalize` suggests."""
+    for normalize, similarity in ((True, "euclidean"), (False, "cosine")):
+        recipe = reduced.override(
+            {"model.normalize": normalize, "evaluation.similarity": similarity}
+        )
+        results = train(recipe, tmp_path / similarity, device="cpu")
+        embedder = Embedder.load(tmp_path / similarity / "embedder")
+        assert embedder.architecture.similarity == similarity
+        catalog = open_dataset("folder", recipe.data.root).filter(split="test")
+        found = evaluate_embedder(embedder, catalog, eval_dims=(1, 3))
+        assert found == results["last"]["test"]
+
+
+def test_an_abandoned_evaluation_leaves_the_network_as_it_was(reduced, tmp_path):
+    class Check(Callback):
+        def on_epoch_end(self, run, line):
+            modes.append(run.updater.embedder.training)
+
+    modes = []
+    train(reduced, tmp_path / "run", device="cpu", callbacks=[Check()])
+    assert modes == [True, True, True]
+
+
+def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):
+    results = train(with_(reduced, "model", flip_tta=True), tmp_path / "run", device="cpu")
+    vectors, found = by_hand(tmp_path / "run", reduced)
+    assert Embedder.load(tmp_path / "run" / "embedder").architecture.flip_tta
+    scores = results["last"]["test"]
+    assert {key: scores[key] for key in found} == found
+    assert F.normalize(vectors, dim=1).allclose(vectors, atol=1e-5)
+    plain = train(reduced, tmp_path / "plain", device="cpu")["last"]["test"]
+    assert plain != scores
+
+
+def test_fewer_dimensions_are_lines_of_their_own_in_the_table():
+    dims = {"64": {"recall@1": 0.25}, "8": {"recall@1": 0.125}}
+    rows = {"test": {"recall@1": 0.5, "queries": 9.0, "dims": dims}}
+    lines = [line.split() for line in metrics_table(rows).splitlines()]
+    assert lines == [
+        ["recall@1"],
+        ["test", "50.0"],
+        ["first", "64", "dimensions", "25.0"],
+        ["first", "8", "dimensions", "12.5"],
+    ]
