@@ -95,9 +95,9 @@ def test_killed_processes_and_commands_cost_no_run(table, data, tmp_path, uninte
         return all((gate / run).exists() for run in runs)
 
     # Both runs wait in the fourth epoch, after the checkpoint of the second.
-    words = ["-m", "tests.reproduce.gated", "reproduce", first, 3 * STEPS + 2, table, data, tmp_path]
+    words = ["tests.reproduce.gated", "reproduce", first, 3 * STEPS + 2, table, data, tmp_path]
     command = subprocess.Popen(
-        [sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", *map(str, words)], stdout=subprocess.PIPE, text=True
     )
     wait_for(lambda: held(first) or command.poll() is not None, "the step")
     assert command.poll() is None

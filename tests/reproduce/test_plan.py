@@ -144,11 +144,14 @@ def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
 
 def test_the_command_says_what_differs_from_the_table():
     table = Table.load("mpa-table5")
-    plain = command_for(table, [0, 1], "tf_efficientnet_lite2", "auto", None, True)
-    assert plain == "proximetry reproduce mpa-table5 --data CARS --seeds 0 1"
-    other = command_for(table, [0], "bn_inception", "/home/me/bn.pth", 30, False)
+    plain = recipe_of(table).to_dict()
+    assert command_for(table, "MPA", [0, 1], plain, True) == (
+        "proximetry reproduce mpa-table5 --data CARS --seeds 0 1"
+    )
+    other = recipe_of(table, backbone="bn_inception", weights="/home/me/bn.pth", epochs=30)
     words = "--backbone bn_inception --weights bn.pth --epochs 30 --no-selection"
-    assert other.endswith(f"--seeds 0 {words}")
+    said = command_for(table, "MPA", [0], other.to_dict(), False)
+    assert said.endswith(f"--seeds 0 {words}")
     sweep = Table.load("mpa-table7")
-    chosen = command_for(sweep, [0], "tf_efficientnet_lite2", "auto", None, True)
-    assert chosen.endswith("--seeds 0 --selection")
+    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), True)
+    assert said.endswith("--seeds 0 --selection")

@@ -68,7 +68,9 @@ def test_the_page_ranks_the_rows(home):
     narrow = lines[head + 2 + names.index("narrow")]
     assert narrow.endswith("| model.pca_dim 3 |")
     assert "Percent on the held-out 30 % of the training classes" in text
-    assert "| protocol | last epoch; held-out training classes, never the test set |" in text
+    assert (
+        "| protocol | last epoch, on held-out training classes; the test set is not used |" in text
+    )
     assert "Published" not in text
     assert sorted(p.name for p in home.iterdir() if p.suffix != ".json") == ["README.md"]
 

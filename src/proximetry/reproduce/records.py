@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from proximetry._common import atomic_write
 from proximetry.models.names import WEIGHTS_SOURCES
-from proximetry.reproduce.plan import Kind, Run, run_id
+from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.recipe import (
     Recipe,
@@ -96,9 +96,17 @@ def without_places(recipe: Recipe) -> Recipe:
 
 
 def make_record(
-    table: Table, run: Run, folder: "RunFolder", root: str | None, on_gpu: bool, **known: Any
+    table: Table,
+    run: Run,
+    folder: "RunFolder",
+    *,
+    root: str | None,
+    on_gpu: bool,
+    selection: bool,
+    **known: Any,
 ) -> Record:
     """Gather what a finished run left in its folder; ``known`` are further fields of the record."""
+    recipe = without_places(run.recipe).to_dict()
     results = folder.read_results()
     environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
     weights = dict(results["weights"])
@@ -113,7 +121,8 @@ def make_record(
         slug=run.slug,
         seed=run.seed,
         kind=run.kind,
-        recipe=without_places(run.recipe).to_dict(),
+        recipe=recipe,
+        command=command_for(table, run.row, [run.seed], recipe, selection),
         device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,

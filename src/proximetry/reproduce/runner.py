@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -27,9 +27,9 @@ from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw, need_matplotlib
-from proximetry.reproduce.options import ReproduceOptions
+from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import FLIP_VIEW, page, view_name
-from proximetry.reproduce.plan import Run, command_for, make_run, plan, wants_selection
+from proximetry.reproduce.plan import Run, make_run, plan, wants_selection
 from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.data import divide
@@ -87,17 +87,7 @@ class Job:
         return self.work / f"{self.run.id}.log"
 
 
-class Child(Protocol):
-    """A run that was started; a `subprocess.Popen` is one."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-
-    def wait(self) -> int:
-        """Wait for its end."""
+Child = subprocess.Popen[bytes]
 
 
 def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
@@ -124,7 +114,7 @@ def reproduce(
     table: str | Path | Table,
     data: str | Path | None = None,
     out: str | Path = "results",
-    options: ReproduceOptions = ReproduceOptions(),
+    options: ReproduceOptions = DEFAULTS,
     *,
     report: Report = lambda line: None,
     start: Callable[[Job], Child] = start_process,
@@ -140,7 +130,7 @@ def reproduce(
         out: where the folder of the table is made.
         options: seeds, device and what else may be said.
         report: gets a line for every run that ends, and other news.
-        start: starts a run.
+        start: starts the process of a run.
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the same call continues.
@@ -244,9 +234,7 @@ class _Finish:
     catalog: Catalog
     left: int
     report: Report
-
-    def __post_init__(self) -> None:
-        self.failures: dict[str, str] = {}
+    failures: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: Job, code: int) -> None:
         self.left -= 1
@@ -263,17 +251,13 @@ class _Finish:
 
     def record(self, job: Job) -> Record:
         """Write the file of a run that has ended well, and remove what it leaves at work."""
-        run, model = job.run, job.recipe.model
-        selection = wants_selection(self.table, self.options)
         record = make_record(
             self.table,
-            run,
+            job.run,
             job.folder,
-            job.recipe.data.root,
-            job.on_gpu,
-            command=command_for(
-                self.table, [run.seed], model.backbone, model.weights, self.options.epochs, selection
-            ),
+            root=job.recipe.data.root,
+            on_gpu=job.on_gpu,
+            selection=wants_selection(self.table, self.options),
             parallel=_most_at_once(job),
             images={s: len(self.catalog.filter(split=s)) for s in ("train", "test")},
             views=_evaluate_views(job, self.table, self.catalog),
@@ -296,9 +280,7 @@ class _Finish:
             )
 
 
-def _evaluate_views(
-    job: Job, table: Table, catalog: Catalog
-) -> dict[str, dict[str, Any]] | None:
+def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]] | None:
     """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
     if not table.views:
         return None
@@ -331,23 +313,17 @@ def _why(job: Job, code: int) -> str:
         return "it was stopped from outside, and saved"
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
-    last = lines[-1].removeprefix("proximetry: ") if lines else f"its process ended with code {code}"
+    last = lines[-1] if lines else f"its process ended with code {code}"
     if re.search("out ?of ?memory|not enough memory", last, re.IGNORECASE):
+        place = "the GPU" if job.on_gpu else "this machine"
         lower = "lower --parallel, or " if job.parallel > 1 else ""
         return (
-            f"{_memory(job.device)} has too little memory for it and what else runs there; {lower}"
+            f"{place} has too little memory for it and what else runs there; {lower}"
             "give a table file of your own with a smaller data.batch_size, a larger "
             "training.accumulate or data.cache: disk"
         )
     whole = f" (the whole of it is in {job.log})" if "Traceback" in text else ""
-    return f"{last}{whole}"
-
-
-def _memory(device: str) -> str:
-    if not device.startswith("cuda") or not torch.cuda.is_available():
-        return "this machine"
-    gpu = torch.cuda.get_device_properties(torch.device(device))
-    return f"the GPU ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"
+    return last.removeprefix("proximetry: ") + whole
 
 
 def _find_data(table: Table, data: str | Path | None) -> tuple[Path | None, Catalog]:
