@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types bench pins clean
+.PHONY: demo test lint types docs bench pins clean
 .DEFAULT_GOAL := demo
 
 # The environment is built once and again only when what it is built from changes.
@@ -26,9 +26,16 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m benchmarks.check_results
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Fill in the parts of docs/ that the code declares, and the page of results.
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m benchmarks.results_page
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.losses

@@ -2,11 +2,11 @@
 
 python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [--rounds 5]
 python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
-    --crop 224 --cache gpu --precision bfloat16 --network capture --evaluate 5924   (on a GPU)
+    --crop 224 --cache gpu --precision bfloat16 --cuda-graph --evaluate 5924   (on a GPU)
 
 The bare network runs forward, backward and the optimiser's step on pixels that are already there;
 the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping. With
---evaluate so many test images are embedded and judged by every metric there is.
+--evaluate so many test images are embedded and evaluated with every metric there is.
 """
 
 import argparse
@@ -18,14 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from proximetry.training.display import Display
-from proximetry.training.folder import RunFolder
-from proximetry.training.trainer import Trainer
-from proximetry.training.world import enter_world
 
 from benchmarks.measure import versions
-from proximetry import metrics
+from proximetry.metrics import Metrics, evaluate
+from proximetry.training.distributed import join_processes
+from proximetry.training.loop import Run
 from proximetry.training.recipe import Recipe
+from proximetry.training.reporting import Display
+from proximetry.training.run import prepare
+from proximetry.training.run_folder import RunFolder
 
 
 def make_images(root: Path, count: int, side: int) -> None:
@@ -40,7 +41,7 @@ def make_images(root: Path, count: int, side: int) -> None:
 
 
 def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recipe:
-    return Recipe.from_dict(
+    return Recipe.load(
         {
             "data": {
                 "dataset": "folder",
@@ -61,59 +62,52 @@ def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recip
             "optimizer": {"clip_value": 10.0},
             "training": {
                 "precision": arguments.precision,
-                "capture": arguments.network == "capture",
-                "compile": arguments.network == "compile",
+                "cuda_graph": arguments.cuda_graph,
             },
             "evaluation": {"protocol": "last", "batch_size": arguments.batch},
         }
     )
 
 
-def bare_steps(trainer: Trainer, pixels: torch.Tensor, steps: int) -> float:
+def bare_steps(run: Run, pixels: torch.Tensor, steps: int) -> float:
     """Images per second of forward, backward and step alone."""
-    device = trainer.world.device
-    _wait(device)
+    network = run.updater.network
+    assert network is not None
+    _wait(run.world.device)
     started = time.perf_counter()
     for _ in range(steps):
-        trainer.optimizer.zero_grad(set_to_none=True)
-        trainer.network(pixels).sum().backward()
-        trainer.optimizer.step()
-    _wait(device)
+        run.optimizer.zero_grad(set_to_none=True)
+        network(pixels).sum().backward()
+        run.optimizer.step()
+    _wait(run.world.device)
     return steps * len(pixels) / (time.perf_counter() - started)
 
 
-def trainer_epoch(trainer: Trainer, epoch: int) -> float:
+def trainer_epoch(run: Run, epoch: int) -> float:
     """Images per second of the trainer's own steps."""
     seen = 0
-    _wait(trainer.world.device)
+    _wait(run.world.device)
     started = time.perf_counter()
-    for pixels, labels in trainer.material.batches(epoch, 0):
-        trainer.step(pixels, labels)
-        trainer.step_number += 1
+    for pixels, labels in run.data.batches(epoch, 0):
+        run.note_loss(run.updater(pixels, labels, run.state.step))
+        run.state.step += 1
         seen += len(labels)
-    _wait(trainer.world.device)
+    _wait(run.world.device)
     return seen / (time.perf_counter() - started)
 
 
-def evaluation_times(trainer: Trainer, count: int) -> tuple[float, float]:
-    """Seconds to embed so many images, and to judge them by every metric."""
-    rows = np.arange(count) % len(trainer.material.catalog)
-    labels = np.asarray(trainer.material.catalog.labels)[rows]
-    _wait(trainer.world.device)
+def evaluation_times(run: Run, count: int) -> tuple[float, float]:
+    """Seconds to embed so many images, and to evaluate them with every metric."""
+    rows = np.arange(count) % len(run.data.catalog)
+    labels = np.asarray(run.data.catalog.labels)[rows]
+    _wait(run.world.device)
     started = time.perf_counter()
-    embeddings = trainer.embeddings(rows)
-    _wait(trainer.world.device)
+    embeddings = run.evaluator.embed(rows)
+    _wait(run.world.device)
     embedded = time.perf_counter()
     at = (1, 2, 4, 8)
-    metrics.evaluate(
-        embeddings,
-        labels,
-        recall_at=at,
-        precision_at=at,
-        ndcg_at=at,
-        map_at=at,
-        clustering=True,
-    )
+    every = Metrics(recall_at=at, precision_at=at, ndcg_at=at, map_at=at, clustering=True)
+    evaluate(embeddings, labels, metrics=every)
     return embedded - started, time.perf_counter() - embedded
 
 
@@ -134,43 +128,43 @@ def main() -> None:
     parser.add_argument("--cache", default="disk")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--evaluate", type=int, default=0, metavar="IMAGES")
-    parser.add_argument("--network", default="plain", choices=["plain", "capture", "compile"])
+    parser.add_argument("--cuda-graph", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         root, cache = Path(home, "images"), Path(home, "cache")
         make_images(root, arguments.images, 320)
         recipe = make_recipe(root, cache, arguments)
         folder = RunFolder(Path(home, "run"))
-        world = enter_world()
         started = time.perf_counter()
-        trainer = Trainer(recipe, folder, world, True, Display())
+        run = prepare(recipe, folder, join_processes(), Display())
         first = time.perf_counter() - started
-        trainer.begin_epoch()
-        pixels, _ = next(iter(trainer.material.batches(0, 0)))
-        steps = len(trainer.material.sampler)
+        run.updater.freeze_backbone(False)
+        pixels, _ = next(iter(run.data.batches(0, 0)))
+        steps = len(run.data.sampler)
         started = time.perf_counter()
-        bare_steps(trainer, pixels, 2)
+        bare_steps(run, pixels, 2)
         warm = time.perf_counter() - started
         rates: dict[str, list[float]] = {"bare": [], "trainer": []}
         for number in range(arguments.rounds):
-            rates["bare"].append(bare_steps(trainer, pixels, steps))
-            rates["trainer"].append(trainer_epoch(trainer, number))
+            rates["bare"].append(bare_steps(run, pixels, steps))
+            rates["trainer"].append(trainer_epoch(run, number))
         bare, whole = (statistics.median(rates[name]) for name in ("bare", "trainer"))
         ratios = [t / b for t, b in zip(rates["trainer"], rates["bare"], strict=True)]
-        print(f"{arguments.backbone}, crop {trainer.embedder.preprocessing.crop[0]}, ", end="")
+        print(f"{arguments.backbone}, crop {run.updater.embedder.preprocessing.crop[0]}, ", end="")
         print(f"batch {arguments.batch}; {versions()}")
         print(f"first time: model made and {arguments.images} JPEG files decoded in {first:.1f} s")
         print(
-            f"network {arguments.network}, {arguments.precision}, cache {arguments.cache}; ", end=""
+            f"CUDA graph: {arguments.cuda_graph}, {arguments.precision}, cache {arguments.cache}; ",
+            end="",
         )
         print(f"first two steps {warm:.1f} s")
         print(f"bare network {bare:.1f} images/s, trainer {whole:.1f} images/s")
         print(f"ratio, median over {arguments.rounds} rounds: {statistics.median(ratios):.3f}")
         for time_of in ("first", "second") if arguments.evaluate else ():
-            embedding, judging = evaluation_times(trainer, arguments.evaluate)
+            embedding, scoring = evaluation_times(run, arguments.evaluate)
             print(
                 f"{time_of} evaluation of {arguments.evaluate} images: embedded in "
-                f"{embedding:.2f} s, every metric in {judging:.2f} s"
+                f"{embedding:.2f} s, every metric in {scoring:.2f} s"
             )
 
 

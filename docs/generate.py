@@ -8,15 +8,19 @@ A part stands between ``<!-- generated: WHAT ARGUMENTS -->`` and ``<!-- end -->`
 """
 
 import argparse
+import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from proximetry.data.datasets import datasets_table
 from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
+from proximetry.training import recipe
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- generated: (\w+) ?([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -154,7 +158,35 @@ def title(name: str) -> str:
     return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(":")[0]
 
 
+def recipe_keys(section: str) -> str:
+    """Return the table of the keys of a section of the recipe."""
+    rows = []
+    for key, field in recipe.recipe_keys():
+        if key.partition(".")[0] != section:
+            continue
+        if dataclasses.is_dataclass(field.annotation):
+            for inner in dataclasses.fields(field.annotation):
+                rows.append(
+                    (f"`{key}.{inner.name}`", default(inner.default), inner.metadata["help"])
+                )
+        else:
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            listed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
+            rows.append((f"`{key}`", default(field.default), f"{field.description}{listed}"))
+    return table(("key", "default", "meaning"), rows)
+
+
+def default(value: Any) -> str:
+    """Return a default as YAML writes it."""
+    if value in (None, ""):
+        return "–"
+    plain = list(value) if isinstance(value, tuple) else value
+    return f"`{json.dumps(plain) if isinstance(plain, bool | list | dict) else plain}`"
+
+
 PARTS: dict[str, Callable[..., str]] = {
+    "datasets": datasets_table,
+    "recipe_keys": recipe_keys,
     "signature": signature,
     "settings": settings,
     "losses": losses,

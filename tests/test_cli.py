@@ -154,10 +154,10 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),
         (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], 2, "nonsense"),
         (["train", "glyps", "out"], 2, "did you mean 'glyphs'"),
-        (["train", "glyphs"], 2, "OUT"),
+        (["train", "glyphs"], 2, "--out requires an argument"),
         (
             ["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"],
-            1,
+            2,
             "data.root is missing",
         ),
         (["train", "glyphs", "OUT", "--device", "gpu"], 1, "did you mean 'cuda'"),

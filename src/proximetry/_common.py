@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
@@ -116,8 +116,9 @@ def resolve_device(name: str | None = None) -> torch.device:
     return device
 
 
-def lazy_exports(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that imports names from submodules when first asked for."""
+def lazy_exports(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` that imports names from its modules when first asked for."""
+    places = {name: module for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:
         if name not in places:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_origin
+from typing import TYPE_CHECKING, get_args, get_origin
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -20,7 +20,7 @@ def make_app() -> "App":
         help="Train embeddings with proxy-based losses, evaluate them, put them to use.",
         version=f"proximetry {__version__}",
         version_flags=["--version", "-V"],
-        default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
+        default_parameter=Parameter(negative_iterable=()),
         result_action="return_value",
         exit_on_error=False,
         print_error=False,
@@ -79,13 +79,14 @@ def _complain(error: Exception, code: int) -> int:
 
 
 def _repeat_lists(app: "App", words: list[str]) -> list[str]:
-    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: numbers end where other words begin."""
-    command = app.get(words[0]) if hasattr(app, "get") else None
-    if command is None:
+    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word."""
+    from proximetry.cli.commands import COMMANDS
+
+    if words[0] not in COMMANDS:
         return words
     lists = {
-        name
-        for argument in command.assemble_argument_collection()
+        name: get_args(argument.hint)[0]
+        for argument in app[words[0]].assemble_argument_collection()
         if get_origin(argument.hint) is tuple
         for name in argument.names
     }
@@ -95,10 +96,11 @@ def _repeat_lists(app: "App", words: list[str]) -> list[str]:
         if word == "--":
             return found + words[position:]
         if word.startswith("-") and not _is_number(word):
-            current = word.replace("_", "-") if word.replace("_", "-") in lists else None
-            if current is None:
+            current = word.replace("_", "-")
+            if current not in lists:
+                current = None
                 found.append(word)
-        elif current is not None and _is_number(word):
+        elif current is not None and (lists[current] is str or _is_number(word)):
             found += [current, word]
         else:
             current = None

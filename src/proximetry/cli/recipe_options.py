@@ -37,11 +37,11 @@ def _option(kind: Any, default: Any, about: str) -> Any:
     if kind in (bool, str) or get_origin(kind) is Literal:
         return Annotated[kind, Parameter(help=about, show_default=False)]
     if get_origin(kind) is dict:
-        inner = Annotated[str, Parameter(converter=_as_yaml)]
-        return Annotated[dict[str, inner], Parameter(help=about)]  # type: ignore[valid-type]
+        value: Any = Annotated[Any, Parameter(converter=_as_yaml)]
+        return Annotated[dict[str, value], Parameter(help=about)]
     several = get_origin(kind) is tuple
     word = {int: "N", float: "X"}[_bare(get_args(kind)[0] if several else kind)]
-    hint: Any = tuple[str, ...] if several else str
+    hint: Any = tuple[Any, ...] if several else Any
     return Annotated[hint, Parameter(help=about, metavar=word, converter=_as_yaml)]
 
 
@@ -63,4 +63,4 @@ def _options(section: Any) -> Any:
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
-RecipeOptions = Annotated[_options(Recipe), Parameter(name="*")]
+RecipeOptions: Any = Annotated[_options(Recipe), Parameter(name="*")]

@@ -3,8 +3,9 @@
 Names are imported when they are first used: a catalogue needs neither torch nor Pillow.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
@@ -33,19 +34,15 @@ __all__ = [
     "resize_and_center_crop",
 ]
 
-_MODULES = {
-    "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
-    "catalog": ("Catalog", "CatalogRow"),
-    "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
-    "datasets.glyphs": ("glyphs",),
-    "images": ("ImageError", "open_image", "resize_and_center_crop"),
-    "pixel_cache": ("PixelCache",),
-    "samplers": ("ClassBalanced", "Shuffled"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
+        "catalog": ("Catalog", "CatalogRow"),
+        "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
+        "datasets.glyphs": ("glyphs",),
+        "images": ("ImageError", "open_image", "resize_and_center_crop"),
+        "pixel_cache": ("PixelCache",),
+        "samplers": ("ClassBalanced", "Shuffled"),
+    },
+)

@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ _FIELDS = {
     "gallery": "galleries",
     "group": "groups",
 }
-_TRUE = {"true", "1", "yes"}
-_FALSE = {"false", "0", "no", ""}
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 
 
 def read_csv(file: Path) -> Columns:
@@ -85,32 +84,20 @@ def _to_fields(file: Path, columns: dict[str, list[Any]], rows: int) -> Columns:
     fields: Columns = {"splits": ("all",) * rows}
     for name, target in _FIELDS.items():
         if name in columns:
-            convert = _flag if name in ("query", "gallery") else _text
-            fields[target] = tuple(_convert(file, name, columns[name], convert))
+            texts = ["" if value is None else str(value) for value in columns[name]]
+            flags = name in ("query", "gallery")
+            fields[target] = tuple(_to_flags(file, name, texts) if flags else texts)
     return fields
 
 
-def _convert(
-    file: Path, name: str, values: list[Any], convert: Callable[[Any], object]
-) -> Iterator[object]:
-    for i, value in enumerate(values):
-        try:
-            yield convert(value)
-        except ValueError as error:
-            raise ValueError(f"{file}: row {i + 1}, column {name}: {value!r} {error}") from None
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = _text(value).strip().lower()
-    if word not in _TRUE | _FALSE:
-        raise ValueError("is neither true nor false")
-    return word in _TRUE
+def _to_flags(file: Path, name: str, texts: list[str]) -> Iterator[bool]:
+    for i, text in enumerate(texts):
+        word = text.strip().lower()
+        if word not in _FLAGS:
+            raise ValueError(
+                f"{file}: row {i + 1}, column {name}: {text!r} is neither true nor false"
+            )
+        yield _FLAGS[word]
 
 
 def _to_columns(fields: Columns) -> dict[str, tuple[object, ...]]:

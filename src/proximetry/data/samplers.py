@@ -31,7 +31,8 @@ class _BatchSampler(ABC):
         return self._batches
 
     def __iter__(self) -> Iterator[Indices]:
-        return (self.batch(self.epoch, number) for number in range(len(self)))
+        epoch = self.epoch
+        return (self.batch(epoch, number) for number in range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate over, as with torch's DistributedSampler."""

@@ -4,8 +4,9 @@ What is listed here is imported when it is first used, so that `proximetry.model
 nothing.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.backbones import list_backbones
@@ -28,26 +29,25 @@ __all__ = [
     "set_batchnorm_momentum",
 ]
 
-_MODULES = {
-    "Preprocessing": "preprocessing",
-    "GeM": "pooling",
-    "WeightsError": "weights",
-    "WeightsRecord": "weights",
-    "freeze_batchnorm": "batchnorm",
-    "list_backbones": "backbones",
-    "set_batchnorm_momentum": "batchnorm",
-}
+_find = lazy_exports(
+    __name__,
+    {
+        "backbones": ("list_backbones",),
+        "batchnorm": ("freeze_batchnorm", "set_batchnorm_momentum"),
+        "embedder": ("Architecture", "Embedder", "evaluating"),
+        "pooling": ("GeM",),
+        "preprocessing": ("Preprocessing",),
+        "weights": ("WeightsError", "WeightsRecord"),
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f"{__name__}.{_MODULES.get(name, 'embedder')}")
+        return _find(name)
     except ModuleNotFoundError as error:
         if error.name not in ("PIL", "huggingface_hub", "safetensors", "timm"):
             raise
         raise ModuleNotFoundError(
             f"Embedders need {error.name}: pip install 'proximetry[images]'", name=error.name
         ) from error
-    return getattr(module, name)

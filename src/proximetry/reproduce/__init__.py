@@ -25,16 +25,11 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Claim": "table",
-        "Figure": "table",
-        "Interrupted": "runner",
-        "Published": "table",
-        "ReproduceError": "table",
-        "Row": "table",
-        "Table": "table",
-        "list_tables": "table",
-        "reproduce": "runner",
-        "shipped_tables": "table",
+        "runner": ("Interrupted", "reproduce"),
+        "table": (
+            *("Claim", "Figure", "Published", "ReproduceError", "Row", "Table"),
+            *("list_tables", "shipped_tables"),
+        ),
     },
 )
 

@@ -34,11 +34,10 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Callback": "callbacks",
-        "RunError": "run_folder",
-        "RunFolder": "run_folder",
-        "Stopped": "stopping",
-        "evaluate_embedder": "evaluator",
-        "train": "run",
+        "callbacks": ("Callback",),
+        "evaluator": ("evaluate_embedder",),
+        "run": ("train",),
+        "run_folder": ("RunError", "RunFolder"),
+        "stopping": ("Stopped",),
     },
 )

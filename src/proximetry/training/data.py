@@ -17,6 +17,7 @@ from proximetry.data import (
     PixelCache,
     RandomResizedCrop,
     Shuffled,
+    list_datasets,
     open_dataset,
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
@@ -31,7 +32,7 @@ Rows = npt.NDArray[np.int64]
 
 def open_catalog(data: DataConfig) -> Catalog:
     """The catalogue of a recipe's data."""
-    if data.root is None and data.dataset != "glyphs":
+    if data.root is None and not list_datasets()[data.dataset].built_in:
         raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
     return open_dataset(data.dataset, data.root)
 
@@ -87,9 +88,7 @@ class TrainingData:
             report(note)
         self.rows = divide(self.catalog, recipe)
         self._cache = self._put(cache)
-        self._eval_rows, self._eval_cache = self._evaluation_cache(
-            preprocessing.resize, recipe
-        )
+        self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize, recipe)
         self._seed = recipe.training.seed
         train = self.catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)

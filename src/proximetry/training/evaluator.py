@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,8 +18,9 @@ from proximetry.cuda.graphs import GraphedInference
 from proximetry.data import Catalog
 from proximetry.metrics import Metrics
 from proximetry.models import Embedder, evaluating
+from proximetry.models.names import Similarity
 from proximetry.models.pca import principal_axes, second_moments, with_pca
-from proximetry.training.data import TrainingData
+from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, from_first_rank, sum_over_ranks
 from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
@@ -32,7 +32,7 @@ Scores = dict[str, Any]
 def score(
     vectors: Tensor,
     catalog: Catalog,
-    similarity: str,
+    similarity: Similarity,
     wanted: Metrics,
     eval_dims: Sequence[int] = (),
     *,
@@ -138,6 +138,11 @@ class Evaluator:
             scores = {split: self._score(embedder, split, full_precision) for split in splits}
         return Evaluated(scores, embedder)
 
+    def embed(self, rows: Rows) -> Tensor:
+        """Return the embeddings of rows of the catalogue, before any PCA."""
+        with torch.no_grad(), evaluating(self.embedder):
+            return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
+
     def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
         e, rows = self.recipe.evaluation, self._own_rows(split)
         return score(
@@ -163,13 +168,11 @@ class Evaluator:
         axes = principal_axes(sum_over_ranks(moments, self.world), dim, centered)
         return with_pca(self.embedder, from_first_rank(axes, self.world))
 
-    def _own_rows(self, split: str) -> npt.NDArray[np.int64]:
+    def _own_rows(self, split: str) -> Rows:
         """The rows of a split that this process embeds."""
         return self.data.rows[split][self.world.rank :: self.world.size]
 
-    def _embed(
-        self, embedder: Embedder, rows: npt.NDArray[np.int64], full_precision: bool
-    ) -> Iterator[Tensor]:
+    def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
         yield torch.empty(0, embedder.dim, device=self.world.device)  # there may be no rows
         left = len(rows)
         precision = "float32" if full_precision else self.recipe.training.precision

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from proximetry._common import atomic_write, closest
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import Metrics
-from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES
+from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES, Similarity
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -279,7 +279,7 @@ class EvaluationConfig(Section):
     )
     select_by: str = _key("recall@1", "the metric that selects the epoch")
     metrics: Metrics = _key(Metrics(), "what is computed")
-    similarity: Literal["cosine", "euclidean"] = _key("cosine", "how embeddings are compared")
+    similarity: Similarity = _key("cosine", "how embeddings are compared")
     eval_dims: tuple[Count, ...] = _key(
         (), "also report the metrics of the first d dimensions of the embedding, for each d"
     )

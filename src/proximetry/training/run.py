@@ -13,6 +13,7 @@ import torch
 from proximetry.cuda.fused import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models.names import Similarity
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
@@ -135,7 +136,7 @@ def prepare(recipe: Recipe, folder: RunFolder, world: World, display: Display) -
     )
 
 
-def make_embedder(m: ModelConfig, similarity: str = "cosine") -> Embedder:
+def make_embedder(m: ModelConfig, similarity: Similarity = "cosine") -> Embedder:
     """The network, with the statistics of batch normalisation frozen or not."""
     embedder = Embedder.create(
         m.backbone,
@@ -220,7 +221,8 @@ def _torch_state_restored() -> Iterator[None]:
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
     threads = torch.get_num_threads()
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_device() if started else None
     try:
         with torch.random.fork_rng():
             yield

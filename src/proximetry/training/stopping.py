@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
 """Environment variable: if set to 1, a run also stops when its parent process has ended."""
@@ -30,7 +31,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     """
     asked = threading.Event()
     parent = os.getppid() if os.environ.get(FOLLOW_PARENT) == "1" else None
-    before = {}
+    before: dict[int, Any] = {}
 
     def catch(number: int, frame: FrameType | None) -> None:
         asked.set()
@@ -42,5 +43,5 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: asked.is_set() or parent not in (None, os.getppid())
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

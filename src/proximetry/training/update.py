@@ -47,6 +47,8 @@ class Updater:
     """Updates embedder, loss and moving average, step by step.
 
     Attributes:
+        network: pixels to embeddings, wrapped for the GPU or for several processes; None before
+            `freeze_backbone` was called.
         average: the exponential moving average of the embedder's weights, if there is one.
         scaler: of the gradients in float16.
     """
@@ -68,7 +70,7 @@ class Updater:
         )
         self._plain = TrainingNetwork(embedder, recipe, world.device)
         self._graph = graph
-        self._network: nn.Module | None = None
+        self.network: nn.Module | None = None
         self._frozen: bool | None = None
 
     def freeze_backbone(self, frozen: bool) -> bool:
@@ -77,14 +79,14 @@ class Updater:
         CUDA graphs and DistributedDataParallel note which parameters are trained, so both are
         made anew.
         """
-        if self._network is not None and frozen == self._frozen:
+        if self.network is not None and frozen == self._frozen:
             return False
         self._frozen = frozen
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not frozen)
-        self._network = GraphedNetwork(self._plain) if self._graph else self._plain
+        self.network = GraphedNetwork(self._plain) if self._graph else self._plain
         if self.world.size > 1:
-            self._network = DistributedDataParallel(self._network)
+            self.network = DistributedDataParallel(self.network)
         return True
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
@@ -110,11 +112,11 @@ class Updater:
         gradient back (gradient caching). The result is that of the whole batch, in the memory of
         a chunk.
         """
-        assert self._network is not None
+        assert self.network is not None
         count = self.recipe.training.accumulate
         everyone = gather(labels, self.world)
         if count == 1:
-            return self._loss(self._network(pixels), everyone)
+            return self._loss(self.network(pixels), everyone)
         parts = list(chunks(len(pixels), -(-len(pixels) // count)))
         with torch.no_grad():
             found = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
@@ -134,8 +136,8 @@ class Updater:
     def _embed_chunk(self, pixels: Tensor, step: int, number: int) -> Tensor:
         # Both passes over a chunk must drop the same units.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
-        assert self._network is not None
-        embeddings: Tensor = self._network(pixels)
+        assert self.network is not None
+        embeddings: Tensor = self.network(pixels)
         return embeddings
 
     def _clip(self) -> None:
