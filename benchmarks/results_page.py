@@ -7,27 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from proximetry.reproduce import Table, shipped_tables
-from proximetry.reproduce.grid import table_head, table_line
-from proximetry.reproduce.markdown import overview
-from proximetry.reproduce.records import Record, read_records
-from proximetry.reproduce.results import Results
+from proximetry.reproduce.page import grid, overview
+from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import Verdict, examine
+from proximetry.reproduce.table import Table, shipped_tables
+from proximetry.training.recipe import Recipe
 
 HOME = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
 _BEGIN = Path(__file__).with_suffix(".md")
 
-# How far equal runs on one card may part: losses (relative) and recall@1 (points) at any epoch, and
-# recall@1 at the last one.
+# How far runs of one recipe and seed on one GPU may differ: loss (relative) and recall@1 (points)
+# at any epoch, and recall@1 at the last one.
 TOLERANCES = 0.01, 1.0, 0.5
 
 
 def make_page() -> str:
     """The whole page, from the JSON files alone."""
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("record-"))
-    every = [Results.of(Table.load(name), read_records(HOME / name)) for name in names]
+    every = [Results.read(Table.load(name), HOME / name) for name in names]
     parts = [_BEGIN.read_text(encoding="utf-8"), _in_short(every)]
     parts += [
         overview(results, f"../benchmarks/results/{results.table.name}")
@@ -35,8 +34,8 @@ def make_page() -> str:
         if results.runs
     ]
     records = [record for results in every for record in results.runs]
-    again = [_tell(group) for group in repeats(records)]
-    again += [_tell_twins(group) for group in twins(records)]
+    again = [_about_repeats(group) for group in repeats(records)]
+    again += [_about_twins(group) for group in twins(records)]
     if again:
         parts.append("\n".join(["## The same training again\n", *again]))
     return "\n".join(parts)
@@ -45,32 +44,27 @@ def make_page() -> str:
 def _in_short(every: Iterable[Results]) -> str:
     """How many published claims stand, table by table; and which tables were not run."""
     verdicts: tuple[Verdict, ...] = get_args(Verdict)[:4]
-    lines = table_head(["claims", *verdicts])
-    absent = []
+    lines, absent = [], []
     for results in every:
         table = results.table
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
-            continue
-        if not table.claims:
-            continue
-        found = [examine(claim, table, results.full).verdict for claim in table.claims]
-        counts = [found.count(verdict) or None for verdict in verdicts]
-        lines.append(table_line([table.title, *counts]))
-    if absent:
-        lines += ["", f"Not run yet: {'; '.join(absent)}."]
-    return "\n".join(lines) + "\n"
+        elif table.claims:
+            found = [examine(claim, table, results.runs_of).verdict for claim in table.claims]
+            lines.append([table.title, *(found.count(verdict) or None for verdict in verdicts)])
+    text = grid(["claims", *verdicts], lines)
+    return text + (f"\n\nNot run yet: {'; '.join(absent)}." if absent else "") + "\n"
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
-    """Full runs of one recipe and seed, which are there more than once where tables overlap."""
-    return [group for group in _alike(records, _what) if len(group) > 1]
+    """Runs of one recipe and seed, which are there more than once where tables overlap."""
+    return [group for group in _alike(records, _recipe) if len(group) > 1]
 
 
 def twins(records: Iterable[Record]) -> list[list[Record]]:
-    """Full runs that train alike, of several rows which are judged in different ways."""
-    groups = _alike(records, _trains)
-    return [group for group in groups if len(_alike(group, _what)) > 1]
+    """Runs that train alike, of several rows which are evaluated in different ways."""
+    groups = _alike(records, _training)
+    return [group for group in groups if len(_alike(group, _recipe)) > 1]
 
 
 def _alike(
@@ -87,21 +81,21 @@ def _alike(
     return [group for _, group in groups]
 
 
-def _what(record: Record) -> dict[str, Any]:
-    words = ("name", "about")
-    recipe = {key: value for key, value in record.recipe.items() if key not in words}
-    return {**recipe, "card": record.card}
+def _recipe(record: Record) -> dict[str, Any]:
+    return {**Recipe.load(record.recipe).portable(), "device": record.device}
 
 
-def _trains(record: Record) -> dict[str, Any]:
+def _training(record: Record) -> dict[str, Any]:
     """What training depends on."""
-    recipe = _what(record)
-    model = {k: v for k, v in recipe["model"].items() if k not in ("keep", "mirror")}
-    return {**recipe, "model": model, "evaluation": None}
+    return {
+        key: value
+        for key, value in _recipe(record).items()
+        if key not in ("model.pca_dim", "model.flip_tta") and not key.startswith("evaluation.")
+    }
 
 
 def spread(group: Sequence[Record]) -> tuple[float, float, float]:
-    """How far equal runs part, in the order of `TOLERANCES`."""
+    """How far runs differ, in the order of `TOLERANCES`."""
     losses = zip(*([line["loss"] for line in record.curve] for record in group), strict=True)
     recalls = [
         [100 * line["test"]["recall@1"] for line in record.curve if "test" in line]
@@ -111,17 +105,17 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
     return max(max(some) / min(some) - 1 for some in losses), max(apart), apart[-1]
 
 
-def _tell(group: Sequence[Record]) -> str:
+def _about_repeats(group: Sequence[Record]) -> str:
     rows = ", ".join(f"{record.row} of {record.table}" for record in group)
-    last = sorted(100 * (record.test() or {})["recall@1"] for record in group)
+    last = sorted(100 * record.metrics()["recall@1"] for record in group)
     loss, recall, _ = spread(group)
     return (
-        f"{rows}: the same recipe and seed, run {len(group)} times on one {group[0].card}. "
+        f"{rows}: the same recipe and seed, run {len(group)} times on one {group[0].device}. "
         f"recall@1 at the last epoch: {', '.join(f'{value:.2f}' for value in last)}. At no epoch "
-        f"do they part by more than {recall:.2f} points, or in the loss by {100 * loss:.2f} %. "
-        f"What is promised: {TOLERANCES[2]} points at the last epoch, {TOLERANCES[1]:g} on the "
-        f"way, {100 * TOLERANCES[0]:g} % in the loss. On a CPU equal runs are equal to the last "
-        "bit.\n"
+        f"do they differ by more than {recall:.2f} points, or in the loss by {100 * loss:.2f} %. "
+        f"Tolerated are {TOLERANCES[2]} points at the last epoch, {TOLERANCES[1]:g} before, "
+        f"{100 * TOLERANCES[0]:g} % in the loss. On a CPU runs with the same seed are equal to the "
+        "last bit.\n"
     )
 
 
@@ -130,12 +124,12 @@ def same_losses(group: Sequence[Record]) -> bool:
     return len({tuple(line["loss"] for line in record.curve) for record in group}) == 1
 
 
-def _tell_twins(group: Sequence[Record]) -> str:
+def _about_twins(group: Sequence[Record]) -> str:
     rows = " and ".join(f"{record.row} of {record.table}" for record in group)
     equal = "are equal to the last bit" if same_losses(group) else "are **not** equal"
     return (
-        f"{rows}, seed {group[0].seed}: they train alike and are judged differently. The losses of "
-        f"all {len(group[0].curve)} epochs {equal}.\n"
+        f"{rows}, seed {group[0].seed}: they train alike and are evaluated differently. The losses "
+        f"of all {len(group[0].curve)} epochs {equal}.\n"
     )
 
 

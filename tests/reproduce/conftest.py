@@ -1,7 +1,6 @@
 import pytest
 
-from proximetry.reproduce import reproduce
-from tests.reproduce.small import make_data, make_table
+from tests.reproduce.small import make_data, make_table, run_table
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +18,5 @@ def whole(data, cache, tmp_path_factory):
     """The small table with two seeds, never interrupted; read only."""
     lines = []
     out = tmp_path_factory.mktemp("whole")
-    home = reproduce(make_table(cache), data, out, seeds=(0, 1), device="cpu", report=lines.append)
+    home = run_table(make_table(cache), data, out, lines.append, seeds=(0, 1))
     return home, lines

@@ -1,17 +1,16 @@
-"""A small dataset, a small table, and the command line on it."""
+"""A small dataset, a small table, and runs that train in this process."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+import traceback
+from dataclasses import dataclass
 
 import numpy as np
 import yaml
 from PIL import Image
 
-from proximetry.reproduce import Table
-from tests.training.tiny import tiny_values
+from proximetry.reproduce import ReproduceOptions, Table, reproduce
+from proximetry.training import Recipe, Stopped, train
 
 
 def make_data(root, side=24):
@@ -20,21 +19,35 @@ def make_data(root, side=24):
     for number in range(16):
         folder = root / "data" / ("train" if number < 10 else "test") / f"class{number:02d}"
         folder.mkdir(parents=True)
-        colour = draw.integers(100, 150, 3)
+        color = draw.integers(100, 150, 3)
         for i in range(6):
-            image = draw.normal(colour, 10, (side, side, 3)) + draw.normal(0, 12, 3)
+            image = draw.normal(color, 10, (side, side, 3)) + draw.normal(0, 12, 3)
             Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
     return root / "data"
 
 
 def table_values(cache, **changes):
     """Two rows that train in a second each; ``changes`` replace keys of the table."""
-    base = tiny_values(
-        cache,
-        data={"batch_size": 12},
-        training={"epochs": 2},
-    )
-    base["evaluation"] = {"protocol": "last", "watch_test": True, "every": 1}
+    base = {
+        "data": {
+            "dataset": "folder",
+            "short_side": 24,
+            "batch_size": 12,
+            "crop_scale": [0.6, 1.0],
+            "cache_dir": str(cache),
+        },
+        "model": {
+            "backbone": "small_convnet",
+            "dim": 8,
+            "pooling": "avg+max",
+            "weights": "none",
+            "image_size": 24,
+        },
+        "optimizer": {"lr": 1e-3, "proxy_multiplier": 10.0},
+        "schedule": {"name": "step", "every": 2},
+        "training": {"epochs": 2},
+        "evaluation": {"every": 1},
+    }
     values = {
         "name": "small",
         "title": "Two losses on coloured squares",
@@ -65,7 +78,7 @@ def table_values(cache, **changes):
 
 
 def make_table(cache, **changes):
-    return Table.from_dict(table_values(cache, **changes))
+    return Table.load(table_values(cache, **changes))
 
 
 def with_base(values, section, **keys):
@@ -78,21 +91,48 @@ def write_table(path, values):
     return path
 
 
-def start(*words):
-    """`proximetry reproduce` as a process, with as many threads as the tests have."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "proximetry.cli", "reproduce", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@dataclass
+class Ended:
+    """A run that is over, in place of its process."""
+
+    code: int
+
+    def poll(self):
+        return self.code
+
+    def terminate(self):
+        pass
+
+    def wait(self):
+        return self.code
+
+
+def train_here(job, *callbacks):
+    """Train in this process, as `start_process` does in one of its own."""
+    try:
+        train(Recipe.load(job.file), job.folder.path, device=job.device, callbacks=callbacks)
+    except Stopped as stopped:  # the signal was meant for us
+        raise KeyboardInterrupt from stopped
+    except Exception:
+        job.log.write_text(traceback.format_exc())
+        return Ended(1)
+    return Ended(0)
+
+
+def no_training(job):
+    raise AssertionError("nothing was to be trained")
+
+
+def run_table(table, data, out, report=lambda line: None, start=train_here, **options):
+    """`reproduce` on the CPU, without further processes."""
+    given = ReproduceOptions(**{"device": "cpu", **options})
+    return reproduce(table, data, out, given, report=report, start=start)
 
 
 def page_of(home):
     """README.md without date and commit, which may change while tests run, and runs at once."""
     text = (home / "README.md").read_text()
-    text = re.sub(r"\| runs at once \| .* \|", "| runs at once |", text)
+    text = re.sub(r"\| concurrent runs \| .* \|", "| concurrent runs |", text)
     text = re.sub(r"\| date \| .* \|", "| date |", text)
     return re.sub(r", code at [0-9a-f, witchanges]*", "", text)
 
@@ -105,5 +145,5 @@ def numbers(home):
         curve = [
             {k: v for k, v in line.items() if not k.endswith("seconds")} for line in record["curve"]
         ]
-        found[path.name] = (record["last"], record["chosen_epoch"], curve)
+        found[path.name] = (record["last"], record["selected_epoch"], curve)
     return found

@@ -1,14 +1,13 @@
 """Pictures: the same bytes from the same numbers, and the numbers in them."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 from proximetry.reproduce.results import Results
 
-from proximetry.reproduce import figures, markdown
+from proximetry.reproduce import figures, page
 from proximetry.reproduce.figures import curve, draw, picture_names, why_no_seconds
+from proximetry.reproduce.records import Results
 from tests.reproduce.small import make_table
 from tests.reproduce.test_statistics import record
 
@@ -58,7 +57,7 @@ def test_a_row_that_is_missing_leaves_a_gap(tmp_path):
     [
         ({"parallel": None}, "was not recorded"),
         ({"parallel": 4}, "up to 4 runs shared the device"),
-        ({"card": "another"}, "several devices (CPU, another)"),
+        ({"device": "another"}, "several devices (CPU, another)"),
     ],
 )
 def test_seconds_that_cannot_be_compared_are_not_drawn(tmp_path, changes, why):
@@ -67,7 +66,7 @@ def test_seconds_that_cannot_be_compared_are_not_drawn(tmp_path, changes, why):
     assert why_no_seconds(runs) == ""
     assert draw(table, runs, tmp_path) == ["epochs.svg", "seconds.svg"]
     assert "| 2 | 1 |" in "\n".join(convergence(table, runs))
-    runs["Proxy-Anchor"][1] = replace(runs["Proxy-Anchor"][1], **changes)
+    runs["Proxy-Anchor"][1] = runs["Proxy-Anchor"][1].model_copy(update=changes)
     assert why in why_no_seconds(runs)
     assert draw(table, runs, tmp_path) == ["epochs.svg"]
     assert not (tmp_path / "seconds.svg").exists()
@@ -78,7 +77,7 @@ def test_seconds_that_cannot_be_compared_are_not_drawn(tmp_path, changes, why):
 
 def convergence(table, runs):
     everyone = {f"{r.row}-{r.seed}": r for row in runs.values() for r in row}
-    return markdown._convergence(Results.of(table, everyone))
+    return page._convergence(Results.of(table, everyone))
 
 
 def test_epochs_until_a_row_comes_near_the_best(tmp_path):

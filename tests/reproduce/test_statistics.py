@@ -10,7 +10,7 @@ from scipy import stats
 
 from proximetry.reproduce import Claim
 from proximetry.reproduce.records import Record
-from proximetry.reproduce.statistics import Sample, examine, judge, noise, sample
+from proximetry.reproduce.statistics import Sample, examine, noise, sample, verdict_on
 from tests.reproduce.small import make_table
 
 percent = st.floats(0, 100)
@@ -26,13 +26,13 @@ def record(row, seed, value, **changes):
         "kind": "full",
         "recipe": {},
         "command": "",
-        "card": "CPU",
+        "device": "CPU",
         "environment": {},
         "weights": {},
         "protocol": "last",
         "notes": [],
         "last": {"epoch": 2, "test": {"recall@1": value}},
-        "chosen_epoch": None,
+        "selected_epoch": None,
         "seconds": 1.0,
         "startup_seconds": 0.0,
         "curve": [
@@ -83,7 +83,7 @@ def test_what_leaves_the_noise_is_significant(values):
     """Rounding the degrees of freedom down is cautious: never a verdict that Welch denies."""
     difference, error, freedom = welch(values)
     a, b = (Sample(column) for column in zip(*values, strict=True))
-    verdict = judge(a.mean - b.mean, noise(a, b))
+    verdict = verdict_on(a.mean - b.mean, noise(a, b))
     if verdict != "within the noise":
         assert 2 * stats.t.sf(abs(difference) / error, freedom) < 0.0501
         assert (verdict == "holds") == (difference > 0)
@@ -110,12 +110,12 @@ def test_noise_of_single_values_and_without_spread():
     ],
 )
 def test_verdicts(difference, limit, verdict):
-    assert judge(difference, limit) == verdict
+    assert verdict_on(difference, limit) == verdict
 
 
 def test_a_claim_beside_the_runs(tmp_path):
     table = make_table(tmp_path)
-    claim = Claim("MPA, K = 2", "Proxy-Anchor")
+    claim = Claim(better="MPA, K = 2", worse="Proxy-Anchor")
     ours = {
         "MPA, K = 2": [record("MPA", seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))],
         "Proxy-Anchor": [record("PA", seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))],
@@ -125,17 +125,17 @@ def test_a_claim_beside_the_runs(tmp_path):
     assert found.seeds == (0, 1)  # the others have no counterpart
     assert found.difference == pytest.approx(30.0)
     assert found.noise == pytest.approx(4.303 * 2**0.5)
-    assert (found.verdict, found.judged) == ("holds", True)
+    assert (found.verdict, found.tested) == ("holds", True)
     assert examine(claim, table, {**ours, "Proxy-Anchor": []}).verdict == "not run"
     apart = {"MPA, K = 2": ours["MPA, K = 2"][2:], "Proxy-Anchor": ours["Proxy-Anchor"]}
     assert examine(claim, table, apart).verdict == "no seed in common"
     single = {name: runs[:2] for name, runs in ours.items()}
     single["Proxy-Anchor"] = single["Proxy-Anchor"][:1]
     found = examine(claim, table, single)
-    assert (found.verdict, found.judged) == ("one seed, not judged", False)
+    assert (found.verdict, found.tested) == ("one seed, not tested", False)
     assert found.difference == pytest.approx(32.0)
     assert found.noise is None
-    unpublished = Claim("MPA, K = 2", "Proxy-Anchor", "map@r")
+    unpublished = Claim(better="MPA, K = 2", worse="Proxy-Anchor", metric="map@r")
     assert examine(unpublished, table, ours).published is None
 
 
@@ -147,3 +147,7 @@ def test_a_sample_at_an_epoch_and_at_the_end():
     assert sample(runs, "recall@1", 7) is None
     assert sample(runs, "map@r") is None
     assert sample([], "recall@1") is None
+    short = {"recall@1": 0.5, "dims": {"4": {"recall@1": 0.25}}}
+    runs = [record("a", 0, 0.5, last={"epoch": 2, "test": short})]
+    assert sample(runs, "recall@1", dim=4).values == (25.0,)
+    assert sample(runs, "recall@1", dim=3) is None

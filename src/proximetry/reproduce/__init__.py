@@ -3,9 +3,9 @@
 reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from proximetry._common import lazy_exports
 from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
     )
 
 # Imported when they are asked for: the runner needs torch, options do not.
-_LAZY = {
-    "Claim": "table",
-    "Figure": "table",
-    "Interrupted": "runner",
-    "Published": "table",
-    "ReproduceError": "table",
-    "Row": "table",
-    "Table": "table",
-    "list_tables": "table",
-    "reproduce": "runner",
-    "shipped_tables": "table",
-}
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "runner": ("Interrupted", "reproduce"),
+        "table": (
+            *("Claim", "Figure", "Published", "ReproduceError", "Row", "Table"),
+            *("list_tables", "shipped_tables"),
+        ),
+    },
+)
 
 __all__ = [
     "Claim",
@@ -48,10 +46,3 @@ __all__ = [
     "reproduce",
     "shipped_tables",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY`."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

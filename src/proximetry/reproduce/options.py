@@ -31,3 +31,6 @@ class ReproduceOptions:
         False, "only write README.md and the pictures anew from the results that are there"
     )
     keep_runs: bool = _option(False, "keep checkpoints and embedders of the runs")
+
+
+DEFAULTS = ReproduceOptions()

@@ -16,6 +16,7 @@ NOT_RECORDED = "not recorded"
 _NEAR = 0.95  # of the best final recall: what counts as having arrived
 _PACKAGES = ("proximetry", "torch", "timm", "numpy")
 _NOTES_SHOWN = 3
+FLIP_VIEW = "flip TTA"
 
 
 def page(results: Results, seeds: Sequence[int] = (), selection: bool | None = None) -> str:
@@ -81,10 +82,8 @@ def _joined(parts: Iterable[str]) -> str:
 def _columns(results: Results) -> dict[str, tuple[str, int | None]]:
     """Metric and dimension of each column, by its heading."""
     table = results.table
-    columns: dict[str, tuple[str, int | None]] = {
-        metric: (metric, None) for metric in table.metrics
-    }
     first = table.metrics[0]
+    columns: dict[str, tuple[str, int | None]] = {name: (name, None) for name in table.metrics}
     return columns | {f"{first}, first {dim} dimensions": (first, dim) for dim in table.dims}
 
 
@@ -134,31 +133,29 @@ def _ranking(results: Results) -> list[str]:
     """The rows of a search, best first: metrics on the held-out classes at the last epoch."""
     table, columns = results.table, _columns(results)
     first = table.metrics[0]
-    views = [*(view_name(crop, side) for crop, side in table.views), *(_FLIP,) * bool(table.views)]
+    views = [view_name(crop, side) for crop, side in table.views]
+    views += [FLIP_VIEW] if views else []
     lines: list[tuple[float, list[object]]] = []
     for row in table.rows:
         runs = results.runs_of[row.name]
-        if not runs:
-            continue
         found = [sample(runs, metric, None, dim) for metric, dim in columns.values()]
+        if found[0] is None:
+            continue
+        mean = found[0].mean
         found += [_view_sample(runs, view, first) for view in views]
         shown = [None if figures is None else f"{figures.mean:.2f}" for figures in found]
         seconds = fmean(run.seconds or 0.0 for run in runs)
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
-        mean = found[0].mean if found[0] is not None else 0.0
-        cells = [row.name, *shown, len(runs), f"{seconds:.0f}", changes or "none"]
-        lines.append((mean, cells))
+        rest = [len(runs), f"{seconds:.0f}", changes or "none"]
+        lines.append((mean, [row.name, *shown, *rest]))
     heads = ["row", *columns, *(f"{first}, {view}" for view in views), "seeds", "s", "changes"]
     ranked = sorted(lines, key=lambda line: line[0], reverse=True)
     part = _values(100 * run.recipe["evaluation"]["held_out"] for run in results.runs)
     words = (
         f"Percent on the held-out {part} % of the training classes at the last epoch, mean over "
-        "the seeds, best first; s is seconds of training. The test set is not used."
+        "the seeds, best first; s is seconds of training."
     )
     return [grid(heads, (cells for _, cells in ranked)), _below(results, words)]
-
-
-_FLIP = "flip TTA"
 
 
 def view_name(crop: int, side: int) -> str:
@@ -271,7 +268,7 @@ def _setting(results: Results, selection: bool | None) -> str:
         f"proxies × {of('optimizer', 'proxy_multiplier')}",
         "epochs": _epochs(results),
         "precision": of("training", "precision"),
-        "protocol": "last epoch; held-out training classes, never the test set"
+        "protocol": "last epoch, on held-out training classes; the test set is not used"
         if results.table.protocol == "held_out"
         else "last epoch; the test set is evaluated during training for the curve alone",
         "seeds": ", ".join(map(str, results.seeds)),
@@ -291,8 +288,7 @@ def _setting(results: Results, selection: bool | None) -> str:
 
 def _data(results: Results) -> str:
     """Which images, how many of them, and what is to be known about them."""
-    about = list_datasets()[results.table.dataset]
-    title = about.partition(" (")[0].partition(":")[0]
+    title = list_datasets()[results.table.dataset].title
     counts = _values(_images(record) for record in results.everything)
     return "; ".join([f"{title}: {counts}", *_few_notes(results)])
 
@@ -312,7 +308,7 @@ def _dimensions(record: Record) -> str:
 def _weights(record: Record) -> str:
     weights = record.weights
     digest = (weights.get("sha256") or "")[:10]
-    return weights.get("origin", NOT_RECORDED) + (f" (sha256 {digest}…)" if digest else "")
+    return str(weights.get("origin", NOT_RECORDED)) + (f" (sha256 {digest}…)" if digest else "")
 
 
 def _dates(results: Results) -> list[str]:
@@ -364,15 +360,9 @@ def _scaled(results: Results) -> bool:
 
 def _command(results: Results, selection: bool | None) -> str:
     """The command that makes these runs again; ``selection`` as it was asked for, if it was."""
-    first = results.runs[0].recipe
-    return command_for(
-        results.table,
-        results.seeds,
-        first["model"]["backbone"],
-        first["model"]["weights"],
-        first["training"]["epochs"] if _scaled(results) else None,
-        bool(results.selection) if selection is None else selection,
-    )
+    first = results.runs[0]
+    selected = bool(results.selection) if selection is None else selection
+    return command_for(results.table, first.row, results.seeds, first.recipe, selected)
 
 
 def _differences(results: Results) -> list[str]:

@@ -1,11 +1,11 @@
 """From a table to runs: one recipe for every row and seed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from proximetry.reproduce.options import ReproduceOptions
+from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
 from proximetry.training.recipe import Recipe, RecipeError, merge
 
@@ -49,26 +49,22 @@ def run_id(slug: str, seed: int, kind: str) -> str:
 
 
 def command_for(
-    table: Table,
-    seeds: Sequence[int],
-    backbone: str,
-    weights: str,
-    epochs: int | None,
-    selection: bool,
+    table: Table, row: str, seeds: Sequence[int], recipe: Mapping[str, Any], selection: bool
 ) -> str:
-    """The command that makes runs again; what is as in the table is left out."""
-    model = table.shared.get("model", {})
+    """The command that makes runs of a recipe again; what is as in the table is left out."""
+    model, own = recipe["model"], table.shared.get("model", {})
+    epochs = recipe["training"]["epochs"]
     name = table.name if table.name in shipped_tables() else f"{table.name}.yaml"
     words = ["proximetry", "reproduce", name, "--data", table.dataset.upper()]
     words += ["--seeds", *map(str, seeds)]
-    if backbone != model.get("backbone"):
-        words += ["--backbone", backbone]
-    if weights != model.get("weights", "auto"):
-        words += ["--weights", Path(weights).name]
-    if epochs is not None:
+    if model["backbone"] != own.get("backbone"):
+        words += ["--backbone", model["backbone"]]
+    if model["weights"] != own.get("weights", "auto"):
+        words += ["--weights", Path(model["weights"]).name]
+    if epochs != table.epochs(table.row(row)):
         words += ["--epochs", str(epochs)]
     if selection != table.selection:
-        words += ["--selection", str(selection).lower()]
+        words.append("--selection" if selection else "--no-selection")
     return " ".join(words)
 
 
@@ -99,7 +95,7 @@ def make_run(
     row: Row,
     seed: int,
     kind: Kind,
-    options: ReproduceOptions = ReproduceOptions(),
+    options: ReproduceOptions = DEFAULTS,
     on_gpu: bool = False,
 ) -> Run:
     """The run of one row and seed."""

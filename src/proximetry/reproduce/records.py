@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from proximetry._common import atomic_write
-from proximetry.models.names import WEIGHT_SOURCES
-from proximetry.reproduce.plan import Kind, Run, run_id
+from proximetry.models.names import WEIGHTS_SOURCES
+from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.recipe import (
     Recipe,
@@ -19,6 +19,9 @@ from proximetry.training.recipe import (
     differences,
     validation_sentence,
 )
+
+if TYPE_CHECKING:
+    from proximetry.training.run_folder import RunFolder
 
 _ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
 _CURVE = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
@@ -87,20 +90,25 @@ class Record(Section):
 def without_places(recipe: Recipe) -> Recipe:
     """The recipe less where things lie on this machine."""
     changes: dict[str, Any] = {"data": {"root": None, "cache_dir": None}}
-    if recipe.model.weights not in WEIGHT_SOURCES:
+    if recipe.model.weights not in WEIGHTS_SOURCES:
         changes["model.weights"] = Path(recipe.model.weights).name
     return recipe.override(changes)
 
 
 def make_record(
-    table: Table, run: Run, folder: Path, device: str, *, root: str | None, **known: Any
+    table: Table,
+    run: Run,
+    folder: "RunFolder",
+    *,
+    root: str | None,
+    on_gpu: bool,
+    selection: bool,
+    **known: Any,
 ) -> Record:
     """Gather what a finished run left in its folder; ``known`` are further fields of the record."""
-    from proximetry.training.run_folder import RunFolder
-
-    files = RunFolder(folder)
-    results = files.read_results()
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    recipe = without_places(run.recipe).to_dict()
+    results = folder.read_results()
+    environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
         weights["origin"] = Path(weights["origin"]).name
@@ -113,8 +121,9 @@ def make_record(
         slug=run.slug,
         seed=run.seed,
         kind=run.kind,
-        recipe=without_places(run.recipe).to_dict(),
-        device=environment["device"] if device != "cpu" else "CPU",
+        recipe=recipe,
+        command=command_for(table, run.row, [run.seed], recipe, selection),
+        device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,
         protocol=results["protocol"],
@@ -123,7 +132,7 @@ def make_record(
         selected_epoch=results["selected"]["epoch"] if run.kind == "selection" else None,
         seconds=results.get("seconds"),
         startup_seconds=results.get("startup_seconds"),
-        curve=[{key: line[key] for key in _CURVE if key in line} for line in files.history()],
+        curve=[{key: line[key] for key in _CURVE if key in line} for line in folder.history()],
         **known,
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,34 +13,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import yaml
 from filelock import FileLock, Timeout
 
-from proximetry._common import atomic_write, closest
+from proximetry._common import atomic_write, resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
+from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw, need_matplotlib
-from proximetry.reproduce.options import ReproduceOptions
-from proximetry.reproduce.page import page
-from proximetry.reproduce.plan import Run, command_for, make_run, plan, wants_selection
+from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
+from proximetry.reproduce.page import FLIP_VIEW, page, view_name
+from proximetry.reproduce.plan import Run, make_run, plan, wants_selection
 from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
 from proximetry.reproduce.table import ReproduceError, Table
+from proximetry.training.data import divide
+from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.recipe import Recipe
 from proximetry.training.run_folder import RunFolder
 
 Report = Callable[[str], None]
 PATIENCE = 20.0  # seconds to wait for another command in the same folder
 _HEAD = "# runs at once: "
-
-# Classes for training and for test: a folder with others is not that dataset.
-# To be replaced by list_datasets()[name].train.classes and .test.classes.
-_CLASSES = {"cub": (100, 100), "cars": (98, 98), "sop": (11318, 11316), "inshop": (3997, 3985)}
 
 
 class Interrupted(ReproduceError):  # noqa: N818
@@ -67,9 +67,14 @@ class Job:
     watch: bool = False
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> RunFolder:
         """The run folder."""
-        return self.work / self.run.id
+        return RunFolder(self.work / self.run.id)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trains on a GPU."""
+        return self.device.startswith("cuda")
 
     @property
     def file(self) -> Path:
@@ -82,22 +87,12 @@ class Job:
         return self.work / f"{self.run.id}.log"
 
 
-class Child(Protocol):
-    """A run that was started; a `subprocess.Popen` is one."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-
-    def wait(self) -> int:
-        """Wait for its end."""
+Child = subprocess.Popen[bytes]
 
 
-def start_process(job: Job) -> Child:
+def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
     """Start `proximetry train` for a job."""
-    words = [sys.executable, "-m", "proximetry", "train", str(job.file), str(job.folder)]
+    words = [sys.executable, *program, str(job.file), str(job.folder.path)]
     environment = {
         **os.environ,
         "PROXIMETRY_FOLLOW_PARENT": "1",
@@ -119,7 +114,7 @@ def reproduce(
     table: str | Path | Table,
     data: str | Path | None = None,
     out: str | Path = "results",
-    options: ReproduceOptions = ReproduceOptions(),
+    options: ReproduceOptions = DEFAULTS,
     *,
     report: Report = lambda line: None,
     start: Callable[[Job], Child] = start_process,
@@ -135,7 +130,7 @@ def reproduce(
         out: where the folder of the table is made.
         options: seeds, device and what else may be said.
         report: gets a line for every run that ends, and other news.
-        start: starts a run.
+        start: starts the process of a run.
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the same call continues.
@@ -149,21 +144,22 @@ def reproduce(
         return _render(chosen, home, options.selection)
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
-    device = _device(options.device)
-    runs = plan(chosen, options, device != "cpu")
+    device = resolve_device(options.device)
+    on_gpu = device.type == "cuda"
+    runs = plan(chosen, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
     root, catalog = _find_data(chosen, data)
     _make_folder(home)
     with _alone(home, report), _terminate_like_interrupt():
-        there = _check_existing(chosen, home, options, device != "cpu")
+        there = _check_existing(chosen, home, options, on_gpu)
         left = [run for run in runs if run.id not in there]
         at_once = min(options.parallel, len(left))
         watch = at_once == 1 and sys.stdout.isatty()
         jobs = []
         for run in left:
             recipe = run.recipe.override({"data.root": None if root is None else str(root)})
-            jobs.append(Job(run, recipe, home / "work", device, at_once, watch))
+            jobs.append(Job(run, recipe, home / "work", str(device), at_once, watch))
             _check_begun(jobs[-1])
         report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
         if at_once > 1 and chosen.figure is not None and chosen.figure.kind == "curves":
@@ -238,9 +234,7 @@ class _Finish:
     catalog: Catalog
     left: int
     report: Report
-
-    def __post_init__(self) -> None:
-        self.failures: dict[str, str] = {}
+    failures: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: Job, code: int) -> None:
         self.left -= 1
@@ -256,31 +250,23 @@ class _Finish:
         self.report(f"{job.run}: {said}; {self.left} left")
 
     def record(self, job: Job) -> Record:
-        run, model = job.run, job.recipe.model
-        selection = wants_selection(self.table, self.options)
-        images = {s: len(self.catalog.filter(split=s)) for s in ("train", "test")}
+        """Write the file of a run that has ended well, and remove what it leaves at work."""
         record = make_record(
             self.table,
-            run,
+            job.run,
             job.folder,
-            job.device,
             root=job.recipe.data.root,
-            command=command_for(
-                self.table,
-                [run.seed],
-                model.backbone,
-                model.weights,
-                self.options.epochs,
-                selection,
-            ),
+            on_gpu=job.on_gpu,
+            selection=wants_selection(self.table, self.options),
             parallel=_most_at_once(job),
-            images=images,
+            images={s: len(self.catalog.filter(split=s)) for s in ("train", "test")},
+            views=_evaluate_views(job, self.table, self.catalog),
         )
         record.write(self.home)
         job.log.unlink(missing_ok=True)
         job.file.unlink(missing_ok=True)
         if not self.options.keep_runs:
-            shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.rmtree(job.folder.path, ignore_errors=True)
         return record
 
     def raise_failures(self) -> None:
@@ -292,6 +278,21 @@ class _Finish:
                 f"{count} run{'s' * (count > 1)} failed; the others are in {self.home}, and the "
                 "same command tries again. " + "; ".join(lines)
             )
+
+
+def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]] | None:
+    """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
+    if not table.views:
+        return None
+    embedder = Embedder.load(job.folder.embedder, device=job.device)
+    held_out = catalog.subset(divide(catalog, job.recipe)["held_out"])
+    own, found = embedder.preprocessing, {}
+    for crop, side in table.views:
+        embedder.preprocessing = replace(own, crop=(crop, crop), resize=side)
+        found[view_name(crop, side)] = evaluate_embedder(embedder, held_out)
+    embedder.preprocessing = own
+    embedder.architecture = replace(embedder.architecture, flip_tta=True)
+    return {**found, FLIP_VIEW: evaluate_embedder(embedder, held_out)}
 
 
 def _summary(record: Record) -> str:
@@ -313,39 +314,16 @@ def _why(job: Job, code: int) -> str:
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else f"its process ended with code {code}"
-    if "out of memory" in last.lower() or "OutOfMemoryError" in last:
+    if re.search("out ?of ?memory|not enough memory", last, re.IGNORECASE):
+        place = "the GPU" if job.on_gpu else "this machine"
         lower = "lower --parallel, or " if job.parallel > 1 else ""
         return (
-            f"{_memory(job.device)} has too little memory for it and what else runs there; {lower}"
+            f"{place} has too little memory for it and what else runs there; {lower}"
             "give a table file of your own with a smaller data.batch_size, a larger "
             "training.accumulate or data.cache: disk"
         )
     whole = f" (the whole of it is in {job.log})" if "Traceback" in text else ""
-    return f"{last}{whole}"
-
-
-def _memory(device: str) -> str:
-    if device == "cpu" or not torch.cuda.is_available():
-        return "this machine"
-    gpu = torch.cuda.get_device_properties(torch.device(device))
-    return f"the GPU ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"
-
-
-def _device(name: str | None) -> str:
-    """The device of the runs; one that is none or not there is refused before anything is done."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-    except RuntimeError:
-        near = ", did you mean 'cuda'?" if name.lower() == "gpu" else closest(name, ("cpu", "cuda"))
-        raise ReproduceError(f"unknown device {name!r}{near} Known: cpu, cuda, cuda:1") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ReproduceError(
-            f"device {name!r} was asked for, but torch sees "
-            f"{torch.cuda.device_count() or 'no'} CUDA devices here, counted from 0"
-        )
-    return name
+    return last.removeprefix("proximetry: ") + whole
 
 
 def _find_data(table: Table, data: str | Path | None) -> tuple[Path | None, Catalog]:
@@ -369,15 +347,16 @@ def _find_data(table: Table, data: str | Path | None) -> tuple[Path | None, Cata
 
 
 def _check_classes(name: str, root: Path, catalog: Catalog) -> None:
-    parts = [catalog.filter(split=split) for split in ("train", "test")]
-    found = tuple(len(part.class_names) for part in parts)
-    if 0 in found:
-        missing = "train" if found[0] == 0 else "test"
-        raise ReproduceError(f"{root} has no images of split {missing!r}")
-    if found != _CLASSES.get(name, found):
+    info = list_datasets()[name]
+    found = {split: len(catalog.filter(split=split).class_names) for split in ("train", "test")}
+    for split, classes in found.items():
+        if classes == 0:
+            raise ReproduceError(f"{root} has no images of split {split!r}")
+    wanted = {"train": info.train, "test": info.test}
+    if any(size is not None and size.classes != found[split] for split, size in wanted.items()):
         raise ReproduceError(
-            f"{root} holds {found[0]} classes for training and {found[1]} for test, "
-            f"{name} has {_CLASSES[name][0]} and {_CLASSES[name][1]}"
+            f"{root} holds {found['train']} classes for training and {found['test']} for test: "
+            f"this is not {info.title}"
         )
 
 
@@ -433,12 +412,16 @@ def _check_existing(
 
 def _check_begun(job: Job) -> None:
     """A run that was cut off must have been the same; one that cannot go on begins anew."""
-    folder = RunFolder(job.folder)
+    folder = job.folder
     recipe = _recipe_of(folder)
     if recipe is not None and (folder.last.exists() or folder.results.exists()):
-        check_same(job.folder, recipe, job.run)
-    else:  # killed while its folder was being made or removed, it may be of any shape
-        shutil.rmtree(job.folder, ignore_errors=True)
+        check_same(folder.path, recipe, job.run)
+    elif folder.path.exists():
+        # Killed while its folder was being made or removed, it may be of any shape. A process that
+        # outlived its command may still be there.
+        folder.acquire()
+        shutil.rmtree(folder.path, ignore_errors=True)
+        folder.release()
         job.file.unlink(missing_ok=True)
 
 

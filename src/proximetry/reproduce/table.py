@@ -60,8 +60,8 @@ class Row(Section):
     """
 
     name: str
-    changes: dict[str, Any] = {}
-    published: dict[str, Percentage] = {}
+    changes: dict[str, Any] = Field({})
+    published: dict[str, Percentage] = Field({})
     x: float | None = None
 
     @property
@@ -104,7 +104,8 @@ class Table(Section):
         title: one line for people.
         source: paper, and which of its tables or figures.
         protocol: last trains on all training classes and evaluates the test set at the last epoch;
-            held_out trains without the held-out classes and evaluates those, never the test set.
+            held_out trains without the held-out classes and evaluates those; of the test set
+            nothing is recorded or shown.
         published: how the published figures came about.
         recipe: a shipped recipe that the base is laid over, if any.
         base: changes to it, or a whole recipe: what the rows share.
@@ -126,7 +127,7 @@ class Table(Section):
     protocol: Literal["last", "held_out"] = "last"
     published: Published = Published()
     recipe: str | None = None
-    base: dict[str, Any] = {}
+    base: dict[str, Any] = Field({})
     rows: tuple[Row, ...]
     metrics: tuple[str, ...] = ("recall@1",)
     dims: tuple[Count, ...] = ()

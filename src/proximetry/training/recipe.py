@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -523,6 +523,9 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _known_keys(model: Any, section: str) -> list[str]:
     for part in filter(None, section.split(".")):
+        if part.isdigit():  # an item of a list
+            model = get_args(model)[0]
+            continue
         fields = getattr(model, "model_fields", None)
         if fields is None or part not in fields:
             return []

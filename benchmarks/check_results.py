@@ -1,0 +1,219 @@
+"""Check that the committed results agree with their pages, tables, recipes and the README.
+
+python -m benchmarks.check_results
+
+It needs no data and trains nothing; it is part of `make lint`.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.results_page import HOME, PAGE, TOLERANCES, make_page, repeats, same_losses, spread
+from benchmarks.results_page import twins as find_twins
+from proximetry.reproduce.options import ReproduceOptions
+from proximetry.reproduce.page import page
+from proximetry.reproduce.plan import make_run
+from proximetry.reproduce.records import Record, Results, check_same, read_records
+from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
+from proximetry.training.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+SEARCH = Path(__file__).parent / "record"
+
+# Figures of the papers, typed a second time.
+PUBLISHED = (
+    ("mpa-table4", "MPA", "recall@1", 69.2),
+    ("mpa-table4", "Proxy-Anchor", "map@r", 26.7),
+    ("mpa-table5", "MPA-AP", "ndcg@8", 78.8),
+    ("proxynca-pp-cub", "+ fast proxies (ProxyNCA++)", "recall@1", 72.2),
+    ("proxynca-pp-cars", "+ fast proxies (ProxyNCA++)", "recall@1", 90.1),
+)
+# The best row in a metric, as the papers say in words.
+BEST = (
+    ("mpa-table4", "map@r", "Proxy-Anchor"),
+    ("mpa-table5", "map@r", "Proxy-Anchor"),
+    ("mpa-table7", "recall@1", "K = 12"),
+    ("mpa-table8", "recall@1", "K = 8"),
+)
+
+
+def folders() -> dict[Path, Table]:
+    """Every folder of results with its table."""
+    found = {path: Table.load(path.name) for path in sorted(HOME.iterdir()) if path.is_dir()}
+    for path in sorted((SEARCH / "results").iterdir()):
+        found[path] = Table.load(SEARCH / f"{path.name}.yaml")
+    return found
+
+
+def check_folder(home: Path, table: Table) -> Iterator[str]:
+    """The page says what the files say, and the files belong to the rows of the table."""
+    results = Results.read(table, home)
+    if not results.runs:
+        yield f"{home} holds no runs"
+    if (home / "README.md").read_text(encoding="utf-8") != page(results):
+        yield f"{home / 'README.md'} is not what its JSON files say; render it anew"
+    for record in results.everything:
+        options = ReproduceOptions(epochs=_scaled(table, record))
+        row = table.row(record.row)
+        run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
+        path = home / f"{run.id}.json"
+        if not path.exists():
+            yield f"{home / record.id}.json should be called {path.name}"
+        try:
+            check_same(path, record.recipe, run)
+        except ReproduceError as error:
+            yield str(error)
+
+
+def _scaled(table: Table, record: Record) -> int | None:
+    ran: int = record.recipe["training"]["epochs"]
+    return None if ran == table.epochs(table.row(record.row)) else ran
+
+
+def check_page() -> Iterator[str]:
+    """docs/results.md is up to date."""
+    if PAGE.read_text(encoding="utf-8") != make_page():
+        yield f"{PAGE} is not up to date; python -m benchmarks.results_page writes it"
+
+
+def check_repeats(records: Iterable[Record]) -> Iterator[str]:
+    """Runs of one recipe and seed differ by no more than is tolerated."""
+    groups = repeats(records)
+    if not any(len(group) == 4 for group in groups):
+        yield "no recipe was run four times with one seed"
+    for group in groups:
+        found = spread(group)
+        if any(here > most for here, most in zip(found, TOLERANCES, strict=True)):
+            yield f"{group[0].row} of {group[0].table}: repeated runs differ by {found}"
+
+
+def check_twins(records: Iterable[Record]) -> Iterator[str]:
+    """Runs that train alike on a GPU have equal losses."""
+    groups = find_twins(records)
+    if {record.seed for group in groups for record in group} != {0, 1, 2}:
+        yield "runs that train alike are not there for the seeds 0, 1, 2"
+    for group in groups:
+        if not same_losses(group):
+            yield f"{group[0].row} and {group[1].row}: they train alike, but their losses differ"
+
+
+def check_published() -> Iterator[str]:
+    """Tables repeat the papers, and claim nothing that these do not say."""
+    for name, row, metric, value in PUBLISHED:
+        if Table.load(name).row(row).published.get(metric) != value:
+            yield f"{name}, {row}: {metric} was published as {value}"
+    for name, metric, best in BEST:
+        rows = Table.load(name).rows
+        if max(rows, key=lambda row: row.published[metric]).name != best:
+            yield f"{name}: {best} has the best published {metric}"
+    for table in map(Table.load, shipped_tables()):
+        for claim in table.claims:
+            better, worse = (
+                table.row(n).published.get(claim.metric) for n in (claim.better, claim.worse)
+            )
+            if better is not None and worse is not None and better <= worse:
+                yield f"{table.name} claims {claim.better} above {claim.worse}, published otherwise"
+
+
+def check_settings() -> Iterator[str]:
+    """The tables of the MPA paper have its published settings."""
+    for name, batch in (("mpa-table4", 180), ("mpa-table5", 64)):
+        table = Table.load(name)
+        for row in table.rows:
+            r = make_run(table, row, 0, "full").recipe
+            found = (
+                r.data.batch_size,
+                r.model.pooling,
+                r.schedule.every,
+                r.schedule.factor,
+                round(r.optimizer.lr * r.optimizer.proxy_multiplier, 9),
+                r.loss.settings.get("proxies_per_class", 1),
+            )
+            proxies = 1 if row.name == "Proxy-Anchor" else 10
+            if found != (batch, "gem", 20, 0.5, 0.01, proxies):
+                yield f"{name}, {row.name}: not the published setting: {found}"
+
+
+def check_best_recipes() -> Iterator[str]:
+    """The best recipes train as the best rows of the search did."""
+    for name, row, longer in (("cub", "ln-90-288", 1), ("cars", "ln-90-colour", 2)):
+        table = Table.load(SEARCH / f"{name}.yaml")
+        tried = make_run(table, table.row(row), 0, "held_out").recipe
+        tried = tried.override(
+            {
+                "training.epochs": longer * tried.training.epochs,
+                "schedule.every": longer * tried.schedule.every,
+            }
+        )
+        found, wanted = (
+            {
+                key: value
+                for key, value in recipe.portable(without=("words", "place", "pace")).items()
+                if not key.startswith("evaluation.")
+                and key not in ("model.image_size", "model.resize", "model.flip_tta")
+            }
+            for recipe in (Recipe.load(f"best-{name}"), tried)
+        )
+        if found != wanted:
+            yield f"best-{name} does not train as {row} of the search did"
+
+
+def check_readme(records: Iterable[Record]) -> Iterator[str]:
+    """README and docs repeat the figures of the best recipes, which beat the published ones."""
+    known = list(records)
+
+    def mean(row: str, dim: int | None = None) -> float:
+        runs = [record for record in known if record.row == row]
+        return 100 * fmean(record.metrics(dim=dim)["recall@1"] for record in runs)
+
+    best = {name: mean(f"best-{name}") for name in ("cub", "cars")}
+    for name, published in (("cub", 72.2), ("cars", 90.1)):
+        if best[name] <= published:
+            yield f"best-{name} has a recall@1 of {best[name]:.1f}, published is {published}"
+    short = " and ".join(f"{mean(f'best-{name}', 128):.1f}" for name in best)
+    plain = f"{mean('best-cub, without flip TTA'):.1f}"
+    sentences = {
+        "README.md": (
+            f"{best['cub']:.1f} on CUB-200-2011 and {best['cars']:.1f} on Cars196",
+            f"{short} (with|at) 128",
+            f"{plain} on CUB-200-2011 without",
+        ),
+        "docs/training.md": (f"{best['cub']:.1f} with it and {plain} without",),
+    }
+    for file, needed in sentences.items():
+        text = " ".join((ROOT / file).read_text(encoding="utf-8").split())
+        for sentence in needed:
+            if not re.search(sentence, text):
+                yield f"{file} does not say: {sentence}"
+
+
+def complaints() -> Iterator[str]:
+    """Everything that is wrong."""
+    for home, table in folders().items():
+        yield from check_folder(home, table)
+    runs = [r for home in sorted(HOME.iterdir()) if home.is_dir() for r in _full_runs(home)]
+    yield from check_page()
+    yield from check_repeats(runs)
+    yield from check_twins(runs)
+    yield from check_published()
+    yield from check_settings()
+    yield from check_best_recipes()
+    yield from check_readme(runs)
+
+
+def _full_runs(home: Path) -> list[Record]:
+    return [record for record in read_records(home).values() if record.kind == "full"]
+
+
+def main() -> int:
+    found = list(complaints())
+    for complaint in found:
+        print(complaint, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
