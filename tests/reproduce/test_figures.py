@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
-from proximetry.reproduce.results import Results
 
 from proximetry.reproduce import figures, page
 from proximetry.reproduce.figures import curve, draw, picture_names, why_no_seconds

@@ -183,7 +183,7 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
     [
         ("", "is no result.*remove it"),
         ("{", "is no result.*remove it"),
-        ('{"table": "small", "row": 1, "seed": 0, "kind": "full"}', "row must be text.*remove it"),
+        ('{"table": "small", "row": 1, "seed": 0, "kind": "full"}', "row must be a valid string.*remove it"),
         ("[]", "is no run of a table.*move it elsewhere"),
         ('{"name": "a package"}', "is no run of a table.*move it elsewhere"),
     ],

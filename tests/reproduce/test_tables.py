@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import yaml
-from proximetry.losses.pairs import PAIR_LOSSES
 
 from proximetry.losses import check_settings
 from proximetry.reproduce import (
@@ -104,7 +103,7 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
         ({"rows": "many"}, "rows must be a list"),
         ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "names of their own"),
         ({"rows": [{"name": "a", "publishd": {}}]}, "'rows.0.publishd', did you mean 'published'"),
-        ({"rows": [{"name": "a", "published": {"recall@1": 101}}]}, "must be at most 100"),
+        ({"rows": [{"name": "a", "published": {"recall@1": 101}}]}, "must be less than or equal to 100"),
         ({"rows": [{"name": "!"}]}, "at least one letter"),
         ({"rows": [{"name": "a"}], "claims": []}, "a sweep needs x"),
         ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "no row 'MPA'"),
@@ -115,7 +114,7 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
         ({"metrics": []}, "metrics is empty"),
         ({"figure": {"kind": "swep", "label": "K"}}, "did you mean 'sweep'"),
         ({"name": "../up"}, "small letters"),
-        ({"selection": "perhaps"}, "selection must be true or false"),
+        ({"selection": "perhaps"}, "selection must be a valid boolean"),
         ({"recipe": "cub-proxy-anker"}, "no recipe 'cub-proxy-anker', did you mean"),
         ({"views": [[24, 24]]}, "views are for tables with protocol held_out"),
         (HELD_OUT, "no selection, claims or figure"),
@@ -142,7 +141,7 @@ def test_a_table_that_is_no_table(tmp_path):
     ("changes", "message"),
     [
         ({"loss.nme": "mpa"}, "unknown key 'loss.nme', did you mean 'name'"),
-        ({"data.batch_size.x": 1}, "data.batch_size must be a whole number"),
+        ({"data.batch_size.x": 1}, "data.batch_size must be a valid integer"),
         ({"evaluation.protocol": "paper"}, "protocol last"),
         ({"evaluation.metrics.recall_at": [1, 2]}, "has no recall@4"),
     ],

@@ -335,7 +335,7 @@ def test_a_run_can_follow_its_parent(recipe, tmp_path, monkeypatch):
     """With PROXIMETRY_FOLLOW_PARENT it stops and saves when the process that started it is gone."""
     code = (
         "import os, subprocess, sys;"
-        "os.environ['PROXIMETRY_FOLLOW_PARENT'] = '1';"
+        "os.environ['PROXIMETRY_FOLLOW_PARENT'] = str(os.getpid());"
         "child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]);"
         "print(child.pid, flush=True); child.wait()"
     )

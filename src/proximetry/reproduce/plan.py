@@ -121,7 +121,7 @@ def make_run(
     if kind != "full":
         apart: dict[str, Any] = {"protocol": "held_out", "watch_test": False}
         if kind == "held_out":  # no epoch can be selected but the last
-            apart["every"] = recipe.training.epochs
+            apart |= {"every": recipe.training.epochs, "final_test": False}
         recipe = recipe.override({"evaluation": apart})
     return Run(row.name, row.slug, seed, kind, recipe)
 

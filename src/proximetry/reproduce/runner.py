@@ -36,13 +36,14 @@ from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.recipe import Recipe
 from proximetry.training.run_folder import RunFolder
+from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]
 PATIENCE = 20.0  # seconds to wait for another command in the same folder
 _HEAD = "# runs at once: "
 
 
-class Interrupted(ReproduceError):  # noqa: N818
+class Interrupted(Stopped):
     """A command that was asked to stop, with everything saved."""
 
 
@@ -95,7 +96,7 @@ def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train
     words = [sys.executable, *program, str(job.file), str(job.folder.path)]
     environment = {
         **os.environ,
-        "PROXIMETRY_FOLLOW_PARENT": "1",
+        FOLLOW_PARENT: str(os.getpid()),
         # As many threads as here, so that the figures do not depend on how many run at once.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }

@@ -135,7 +135,10 @@ def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, flo
             run.check_finite()
             run.clock.enter("other")
             run.notify("on_stop")
-            raise Stopped(state.step, run.folder.path)
+            raise Stopped(
+                f"stopped after step {state.step}, saved in {run.folder.path}; the same command "
+                "continues it"
+            )
     run.check_finite()  # which waits for the device
     return seen, run.clock.enter("other")
 
@@ -218,7 +221,8 @@ def _evaluate_finally(run: Run, evaluated: Evaluated | None) -> Evaluated:
 
     What was evaluated already with these weights, in that precision, is not evaluated again.
     """
-    splits = [name for name in ("held_out", "test") if len(run.data.rows[name])]
+    wanted = ("held_out", "test") if run.recipe.evaluation.final_test else ("held_out",)
+    splits = [name for name in wanted if len(run.data.rows[name])]
     if evaluated is None or run.recipe.training.precision != "float32":
         return run.evaluator.evaluate(splits, full_precision=True)
     missing = [name for name in splits if name not in evaluated.scores]

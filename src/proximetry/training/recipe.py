@@ -278,6 +278,7 @@ class EvaluationConfig(Section):
     watch_test: Flag = _key(
         False, "also evaluate the test set each time, for the curve alone: it selects nothing"
     )
+    final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="pace")
     select_by: str = _key("recall@1", "the metric that selects the epoch")
     metrics: Metrics = _key(Metrics(), "what is computed")
     similarity: Similarity = _key("cosine", "how embeddings are compared")
@@ -518,7 +519,8 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
                 return f"{where}.{reason}".lstrip(".")
             joint = " " if reason.startswith(("must ", "is ")) else ": "
             return f"{where}{joint}{reason}" if where else reason
-    return f"{where} {first['msg'].replace('Input should', 'must')}, got {value!r}"
+    reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    return f"{where} {reason}, got {value!r}"
 
 
 def _known_keys(model: Any, section: str) -> list[str]:

@@ -5,22 +5,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
-"""Environment variable: if set to 1, a run also stops when its parent process has ended."""
+"""Environment variable: the parent process with which a run is to end too, by its number."""
 
 
 class Stopped(Exception):  # noqa: N818
-    """A run that was asked to stop and saved itself."""
-
-    def __init__(self, step: int, folder: Path) -> None:
-        super().__init__(
-            f"stopped after step {step}, saved in {folder}; the same command continues it"
-        )
-        self.step, self.folder = step, folder
+    """What was asked to stop and saved itself, and how it goes on."""
 
 
 @contextmanager
@@ -30,7 +23,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     A second signal acts as usual. On leaving, the handlers are those that were there before.
     """
     asked = threading.Event()
-    parent = os.getppid() if os.environ.get(FOLLOW_PARENT) == "1" else None
+    parent = os.environ.get(FOLLOW_PARENT)
     before: dict[int, Any] = {}
 
     def catch(number: int, frame: FrameType | None) -> None:
@@ -41,7 +34,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, catch)
     try:
-        yield lambda: asked.is_set() or parent not in (None, os.getppid())
+        yield lambda: asked.is_set() or parent not in (None, str(os.getppid()))
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
