@@ -46,10 +46,10 @@ def peak_memory(run: Run, device: str = "cpu") -> int:
 
 def versions() -> str:
     """What the figures were measured with, in one line."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {card}"
+        f"{torch.get_num_threads()} threads, {gpu}"
     )
 
 
