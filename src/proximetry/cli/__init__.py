@@ -20,6 +20,7 @@ def make_app() -> "App":
         help="Train embeddings with proxy-based losses, evaluate them, put them to use.",
         version=f"proximetry {__version__}",
         version_flags=["--version", "-V"],
+        help_format="plaintext",
         default_parameter=Parameter(negative_iterable=()),
         result_action="return_value",
         exit_on_error=False,
