@@ -1,6 +1,6 @@
-"""Choose the characters of the glyph set; prints src/proximetry/data/characters.txt.
+"""Choose the characters of the glyph set; prints src/proximetry/data/datasets/characters.txt.
 
-    python tests/data/choose_characters.py > src/proximetry/data/characters.txt
+    python tests/data/choose_characters.py > src/proximetry/data/datasets/characters.txt
 
 Taken are visible characters that at least twelve faces can draw, plain letters and signs before
 accented ones. Left out are those that look like one taken before: both cropped to their ink and

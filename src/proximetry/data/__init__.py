@@ -9,7 +9,7 @@ from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
-    from proximetry.data.catalog import Catalog, CatalogRow
+    from proximetry.data.catalog import Catalog
     from proximetry.data.datasets import DatasetInfo, list_datasets, open_dataset
     from proximetry.data.datasets.glyphs import glyphs
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Catalog",
-    "CatalogRow",
     "CenterCrop",
     "ClassBalanced",
     "ColorJitter",
@@ -38,7 +37,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
-        "catalog": ("Catalog", "CatalogRow"),
+        "catalog": ("Catalog",),
         "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
         "datasets.glyphs": ("glyphs",),
         "images": ("ImageError", "open_image", "resize_and_center_crop"),

@@ -6,17 +6,17 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from proximetry._common import closest, some
-from proximetry.data.csv_parquet import read_csv, read_parquet, write_csv, write_parquet
+from proximetry.data.csv_parquet import FIELDS, read_csv, read_parquet, write_csv, write_parquet
 from proximetry.data.folders import scan_folder
-from proximetry.data.tar_shards import is_shard_path, scan_shards, shard_members, split_shard_path
+from proximetry.data.tar_shards import scan_shards, shard_members, split_shard_path
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np
@@ -24,16 +24,7 @@ if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets lo
 
 SPLITS = ("all", "train", "val", "test")
 
-
-class CatalogRow(NamedTuple):
-    """One image: where it is, what it shows, what it is for."""
-
-    path: str
-    label: str
-    split: str
-    query: bool | None
-    gallery: bool | None
-    group: str | None
+AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class Catalog:
     paths: tuple[str, ...]
     labels: tuple[str, ...]
     splits: tuple[str, ...]
-    root: Path = field(default=Path("."))
+    root: Path = Path()
     queries: tuple[bool, ...] | None = None
     galleries: tuple[bool, ...] | None = None
     groups: tuple[str, ...] | None = None
@@ -62,7 +53,7 @@ class Catalog:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
-        for name in (*_COLUMNS, "notes"):
+        for name in (*FIELDS.values(), "notes"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
@@ -70,14 +61,6 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __iter__(self) -> Iterator[CatalogRow]:
-        return (self.row(i) for i in range(len(self)))
-
-    def row(self, i: int) -> CatalogRow:
-        """Return one line of the table."""
-        columns: list[Any] = [getattr(self, name) for name in _COLUMNS]
-        return CatalogRow._make(None if column is None else column[i] for column in columns)
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -105,22 +88,11 @@ class Catalog:
         """Return the given rows, by number or by a mask, in the order given."""
         import numpy as np
 
-        chosen = np.asarray(rows)
-        if chosen.dtype == np.bool_:
-            if chosen.shape != (len(self),):
-                raise ValueError(f"a mask needs {len(self)} entries, got shape {chosen.shape}")
-            chosen = np.flatnonzero(chosen)
-        elif chosen.size and not np.issubdtype(chosen.dtype, np.integer):
-            raise ValueError(f"rows must be whole numbers or a mask, got {chosen.dtype}")
-        if chosen.size and not (-len(self) <= chosen.min() and chosen.max() < len(self)):
-            raise ValueError(
-                f"rows run from 0 to {len(self) - 1}, got {chosen.min()} … {chosen.max()}"
-            )
-        picks = chosen.astype(np.int64).tolist()
+        chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
+        picks = np.arange(len(self))[chosen].tolist()
         columns: dict[str, Any] = {
-            name: tuple(values[i] for i in picks)
-            for name in _COLUMNS
-            if (values := getattr(self, name)) is not None
+            FIELDS[name]: tuple(values[i] for i in picks)
+            for name, values in self._columns().items()
         }
         return replace(self, **columns)
 
@@ -134,26 +106,22 @@ class Catalog:
         gallery: bool | None = None,
     ) -> Catalog:
         """Return the rows that meet every condition given."""
+        if split is not None and split not in SPLITS:
+            raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
         keep = list(range(len(self)))
-        if split is not None:
-            if split not in SPLITS:
-                raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
-            keep = [i for i in keep if self.splits[i] == split]
         if labels is not None:
             wanted = {labels} if isinstance(labels, str) else set(labels)
             unknown = sorted(wanted - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
             keep = [i for i in keep if self.labels[i] in wanted]
-        for name, values, value in (
-            ("group", self.groups, group),
-            ("query", self.queries, query),
-            ("gallery", self.galleries, gallery),
-        ):
+        columns = self._columns()
+        wanted_values = {"split": split, "group": group, "query": query, "gallery": gallery}
+        for name, value in wanted_values.items():
             if value is not None:
-                if values is None:
+                if name not in columns:
                     raise ValueError(f"this catalogue has no {name} column to filter by")
-                keep = [i for i in keep if values[i] == value]
+                keep = [i for i in keep if columns[name][i] == value]
         return self.subset(keep)
 
     def split_classes(
@@ -188,28 +156,22 @@ class Catalog:
         """Return the rows whose file or shard member does not exist."""
         return [i for i in range(len(self)) if not _exists(self.file(i))]
 
-    def check_files(self) -> None:
-        """Raise an error that counts and names the files that do not exist."""
-        missing = self.missing_files()
-        if missing:
-            names = some([f"{self.paths[i]!r} (row {i + 1})" for i in missing])
-            raise ValueError(
-                f"{len(missing)} of {len(self)} images do not exist below {self.root}: {names}"
-            )
-
     def describe(self) -> str:
         """Say in a few lines how many images and classes there are, and in which splits."""
-        members: dict[str, Counter[str]] = {}
-        for label, split in zip(self.labels, self.splits, strict=True):
-            members.setdefault(split, Counter())[label] += 1
-        order = [s for s in SPLITS if s in members]
-        rows = [_line(split, members[split]) for split in order]
-        if len(order) > 1:
-            rows.append(_line("together", Counter(self.labels)))
-        lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]
-        lines.append(_columns("split", "images", "classes", "smallest", "median", "largest"))
-        lines += rows
-        lines += [_overlap(a, b, members) for a, b in combinations(order, 2)]
+        rows = list(zip(self.labels, self.splits, strict=True))
+        parts = {s: Counter(label for label, split in rows if split == s) for s in SPLITS}
+        parts = {split: sizes for split, sizes in parts.items() if sizes}
+        lines = [
+            f"{len(self)} images of {len(self.class_names)} classes in {self.root}",
+            _line("split", "images", "classes", "smallest", "median", "largest"),
+        ]
+        together = {"together": Counter(self.labels)} if len(parts) > 1 else {}
+        for name, sizes in (parts | together).items():
+            n = sizes.values()
+            lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
+        for (a, first), (b, second) in combinations(parts.items(), 2):
+            shared = len(first.keys() & second.keys())
+            lines.append(f"{a} and {b} share {f'{shared} classes' if shared else 'no class'}")
         if self.queries is not None and self.galleries is not None:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
@@ -218,7 +180,7 @@ class Catalog:
         return "\n".join(lines)
 
     @classmethod
-    def from_folder(cls, root: str | os.PathLike[str]) -> Catalog:
+    def from_folder(cls, root: AnyPath) -> Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
         When the sub-folders are called train, val or test and hold folders themselves, those
@@ -229,7 +191,7 @@ class Catalog:
         return cls(paths, labels, splits, Path(root), notes=notes)
 
     @classmethod
-    def from_shards(cls, files: Sequence[str | os.PathLike[str]]) -> Catalog:
+    def from_shards(cls, files: Sequence[AnyPath]) -> Catalog:
         """Read tar files that hold <class>/<image>; the images stay where they are.
 
         A class may be spread over several shards. The class is the folder next to the image.
@@ -239,11 +201,7 @@ class Catalog:
 
     @classmethod
     def from_csv(
-        cls,
-        file: str | os.PathLike[str],
-        root: str | os.PathLike[str] | None = None,
-        *,
-        check_files: bool = True,
+        cls, file: AnyPath, root: AnyPath | None = None, *, check_files: bool = True
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
@@ -254,45 +212,38 @@ class Catalog:
 
     @classmethod
     def from_parquet(
-        cls,
-        file: str | os.PathLike[str],
-        root: str | os.PathLike[str] | None = None,
-        *,
-        check_files: bool = True,
+        cls, file: AnyPath, root: AnyPath | None = None, *, check_files: bool = True
     ) -> Catalog:
         """Read a Parquet table; columns as in `from_csv`."""
         return cls._from_table(read_parquet(Path(file)), file, root, check_files)
 
     @classmethod
     def _from_table(
-        cls,
-        columns: dict[str, tuple[object, ...]],
-        file: str | os.PathLike[str],
-        root: str | os.PathLike[str] | None,
-        check_files: bool,
+        cls, fields: dict[str, Any], file: AnyPath, root: AnyPath | None, check_files: bool
     ) -> Catalog:
-        base = Path(file).parent if root is None else Path(root)
         try:
-            catalog = cls(root=base, **columns)  # type: ignore[arg-type]
-            if check_files:
-                catalog.check_files()
+            catalog = cls(root=Path(file).parent if root is None else Path(root), **fields)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
+        missing = catalog.missing_files() if check_files else []
+        if missing:
+            names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
+            raise ValueError(
+                f"{os.fspath(file)}: {len(missing)} of {len(catalog)} images do not exist below "
+                f"{catalog.root}: {names}"
+            )
         return catalog
 
-    def to_csv(self, file: str | os.PathLike[str]) -> None:
+    def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""
         write_csv(Path(file), self._columns())
 
-    def to_parquet(self, file: str | os.PathLike[str]) -> None:
+    def to_parquet(self, file: AnyPath) -> None:
         """Write the table for `from_parquet`; paths stay relative to `root`."""
         write_parquet(Path(file), self._columns())
 
-    def _columns(self) -> dict[str, tuple[object, ...]]:
-        return {n: v for n in _COLUMNS if (v := getattr(self, n)) is not None}
-
-
-_COLUMNS = tuple(f.name for f in fields(Catalog) if f.name not in ("root", "notes"))
+    def _columns(self) -> dict[str, tuple[Any, ...]]:
+        return {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
 
 
 def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
@@ -313,26 +264,23 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
 
 
 def _exists(path: str) -> bool:
-    if not is_shard_path(path):
-        return os.path.isfile(path)
-    shard, member = split_shard_path(path)
-    return os.path.isfile(shard) and member in shard_members(shard)
+    file, member = split_shard_path(path)
+    return os.path.isfile(file) and (not member or member in shard_members(file))
 
 
 def _check(catalog: Catalog) -> None:
     """Raise one error that lists the first offending rows, columns and values."""
     size = len(catalog.paths)
-    for name in _COLUMNS:
-        values = getattr(catalog, name)
-        if values is not None and len(values) != size:
-            raise ValueError(f"{name} has {len(values)} entries, paths has {size}")
+    for column, values in catalog._columns().items():
+        if len(values) != size:
+            raise ValueError(f"{FIELDS[column]} has {len(values)} entries, paths has {size}")
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
+    if len(problems) > 5:
+        problems[5:] = [f"and {len(problems) - 5} more"]
     if problems:
-        listed = "; ".join(problems[:5])
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{listed}{more}")
+        raise ValueError("; ".join(problems))
 
 
 def _problems(catalog: Catalog) -> Iterator[str]:
@@ -358,16 +306,5 @@ def _problems(catalog: Catalog) -> Iterator[str]:
             yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
 
 
-def _line(name: str, sizes: Counter[str]) -> str:
-    counts = list(sizes.values()) or [0]
-    numbers = (sum(counts), len(sizes), min(counts), median(counts), max(counts))
-    return _columns(name, *(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers))
-
-
-def _columns(first: str, *others: str) -> str:
+def _line(first: str, *others: object) -> str:
     return f"{first:8}" + "".join(f"{cell:>10}" for cell in others)
-
-
-def _overlap(a: str, b: str, members: dict[str, Counter[str]]) -> str:
-    shared = len(members[a].keys() & members[b].keys())
-    return f"{a} and {b} share {shared} classes" if shared else f"{a} and {b} share no class"

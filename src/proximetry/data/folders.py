@@ -28,13 +28,12 @@ def scan_folder(root: Path) -> tuple[Names, Names, Names, Names]:
     """Return sorted paths, labels, splits, and notes; see Catalog.from_folder."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
-    splits = split_folders(root)
-    homes = [("all", root)] if splits is None else splits
     rows: list[tuple[str, str, str]] = []
     ignored: list[str] = []
     empty: list[str] = []
-    for split, home in homes:
-        ignored += [p.relative_to(root).as_posix() for p in sorted(home.iterdir()) if _stray(p)]
+    for split, home in _split_folders(root):
+        visible = [p for p in sorted(home.iterdir()) if not p.name.startswith(".")]
+        ignored += [p.relative_to(root).as_posix() for p in visible if p.is_file()]
         for folder in class_folders(home):
             before = len(rows)
             for path in _files(folder):
@@ -59,18 +58,12 @@ def scan_folder(root: Path) -> tuple[Names, Names, Names, Names]:
     return paths, labels, parts, tuple(notes)
 
 
-def split_folders(root: Path) -> list[tuple[str, Path]] | None:
-    """Return (split, folder) pairs when the sub-folders are splits that hold class folders."""
+def _split_folders(root: Path) -> list[tuple[str, Path]]:
+    """Return the folders of the splits, if the sub-folders are such and hold class folders."""
     inner = class_folders(root)
-    if not inner or any(p.name.lower() not in _SPLITS for p in inner):
-        return None
-    if not all(class_folders(p) for p in inner):
-        return None
-    return [(_SPLITS[p.name.lower()], p) for p in inner]
-
-
-def _stray(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".")
+    if inner and all(p.name.lower() in _SPLITS and class_folders(p) for p in inner):
+        return [(_SPLITS[p.name.lower()], p) for p in inner]
+    return [("all", root)]
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from proximetry._common import need
-from proximetry.data.tar_shards import is_shard_path, read_member
+from proximetry.data.tar_shards import read_bytes, split_shard_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
@@ -46,12 +46,12 @@ class ImageError(ValueError):
     """An image could not be read; says which one and why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
+        super().__init__(name, reason)
         self.name = name
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
-        return type(self), (self.name, self.reason)
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
 
 
 def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -71,18 +71,12 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return _finish(source, name, max_pixels)
     if isinstance(source, np.ndarray):
         return _finish(_from_array(source, name), name, max_pixels)
-    file: io.BytesIO | str
-    if isinstance(source, bytes):
-        file = io.BytesIO(source)
-    elif is_shard_path(name):
-        try:
-            file = io.BytesIO(read_member(name))
-        except (OSError, ValueError) as error:
-            raise ImageError(name, str(error)) from error
-    else:
-        file = name
+    formats = _formats()
     try:
-        with Image.open(file, formats=_formats()) as image:
+        if not isinstance(source, bytes) and split_shard_path(name)[1]:
+            source = read_bytes(name)
+        file = io.BytesIO(source) if isinstance(source, bytes) else name
+        with Image.open(file, formats=formats) as image:
             return _finish(image, name, max_pixels)
     except ImageError:
         raise
@@ -91,7 +85,7 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(name, f"too large: {error}") from error
     except UnidentifiedImageError as error:
-        raise ImageError(name, f"not an image in a known format ({_list_formats()})") from error
+        raise ImageError(name, f"not an image in a known format ({', '.join(formats)})") from error
     except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
         raise ImageError(name, f"cannot be opened: {error}") from error
 
@@ -127,11 +121,6 @@ def resize_short_side(
     return image.resize(size, Image.Resampling[interpolation.upper()])
 
 
-def center_offset(size: int, crop: int) -> int:
-    """Return where a centred crop starts; halves are rounded to even, as torchvision does."""
-    return round((size - crop) / 2)
-
-
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
     """Return height and width of a crop that may be given as one side of a square."""
     height, width = (crop, crop) if isinstance(crop, int) else crop
@@ -153,17 +142,14 @@ def resize_and_center_crop(
             f"use a resize of {max(height, width)}"
         )
     image = resize_short_side(image, resize, interpolation)
-    top, left = center_offset(image.height, height), center_offset(image.width, width)
+    # Halves are rounded to even, as torchvision does.
+    top, left = round((image.height - height) / 2), round((image.width - width) / 2)
     return image.crop((left, top, left + width, top + height))
 
 
 def _formats() -> tuple[str, ...]:
     Image.init()
     return tuple(name for name in _WANTED if name in Image.OPEN)
-
-
-def _list_formats() -> str:
-    return ", ".join(_formats())
 
 
 def _name(source: Source) -> str:
@@ -183,8 +169,8 @@ def _name(source: Source) -> str:
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Image.Image:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
-    colour = array.ndim == 3 and array.shape[2] in (3, 4)
-    if array.size == 0 or not (array.ndim == 2 or colour):
+    color = array.ndim == 3 and array.shape[2] in (3, 4)
+    if array.size == 0 or not (array.ndim == 2 or color):
         raise ImageError(name, "an array must be H×W, H×W×1, H×W×3 or H×W×4 (channels last)")
     if array.dtype == np.uint16:
         array = _sixteen_to_eight(array)
@@ -204,8 +190,7 @@ def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     try:
         if isinstance(image, ImageFile.ImageFile):
             image.load()
-        upright = _upright(image)
-        return _to_rgb(upright, name)
+        return _to_rgb(_upright(image), name)
     except (ImageError, MemoryError):
         raise
     except Exception as error:
@@ -260,9 +245,4 @@ def _from_lab(image: Image.Image) -> Image.Image:
     from PIL import ImageCms
 
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-    converted = ImageCms.applyTransform(
-        image, ImageCms.buildTransform(lab, srgb, "LAB", "RGB"), inPlace=False
-    )
-    if converted is None:
-        raise ValueError("the conversion from LAB gave nothing")
-    return converted
+    return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)

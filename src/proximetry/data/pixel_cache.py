@@ -1,8 +1,8 @@
 """Images decoded once, then read from a memory map by every process that needs them.
 
     <key>/pixels.bin    the images one after another, each height × width × 3 bytes
-    <key>/index.npy     offset, height and width of each
-    <key>/header.json   what it is, how large, its checksums, and which images could not be read
+    <key>/index.npy     offset, height and width of each; no height where it could not be read
+    <key>/header.json   the checksums of both, and why images could not be read
 
 Such a store is filled under another name and renamed at the end, so one called <key> is complete.
 """
@@ -17,7 +17,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock
 
-from proximetry._common import Progress, atomic_write, cache_folder, some
+from proximetry._common import PART_SUFFIX, Progress, atomic_write, cache_folder, chunks, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.images import (
     ImageError,
@@ -37,13 +38,13 @@ from proximetry.data.images import (
     open_image,
     resize_short_side,
 )
-from proximetry.data.tar_shards import is_shard_path, read_bytes, split_shard_path
+from proximetry.data.tar_shards import read_bytes, split_shard_path
 
 Array = npt.NDArray[np.uint8]
 _THREADS = min(8, os.cpu_count() or 1)
 _UNREADABLE = b"unreadable"
-_FORMAT = "proximetry pixels 1"
-_BLOCK = 1 << 26
+_FORMAT = "proximetry pixels 2"
+_BLOCK = 1 << 26  # bytes to a checksum
 
 
 class PixelCache:
@@ -106,19 +107,25 @@ class PixelCache:
             raise ValueError("the catalogue is empty: there is nothing to decode")
         home = cache_folder() / "pixels" if root is None else Path(root)
         folder = home / _key(catalog, short_side, interpolation, home)
-        cache = _try_open(folder, catalog)
-        if cache is None:
+        found = _open(folder, catalog)
+        if found is None:
             with _locked(home / f"{folder.name}.lock") as alone:
-                cache = _try_open(folder, catalog)  # another process may have built it
-                if cache is None:
+                found = _open(folder, catalog)  # another process may have built it
+                if found is None:
                     _clear(folder, alone)
                     _write(folder, _decode_all(catalog, short_side, interpolation, progress))
-                    cache = _open(folder, catalog, verify=False)
-        _check_bad(cache, len(catalog), policy)
-        return cache
+                    found = _open(folder, catalog)
+        if found is None:
+            raise OSError(f"{folder} does not hold what was just written to it")
+        if found.bad and (policy == "error" or len(found) == 0):
+            listed = some([f"{path}: {reason}" for path, reason in found.bad])
+            hint = "; policy='skip' leaves them out" if len(found) else ""
+            count = f"{len(found.bad)} of {len(catalog)} images cannot be read"
+            raise ImageError(count, listed + hint)
+        return found
 
     @classmethod
-    def in_memory(cls, images: Sequence[Array], catalog: Catalog | None = None) -> PixelCache:
+    def in_memory(cls, images: Sequence[Array]) -> PixelCache:
         """Hold H×W×3 uint8 arrays that are already there."""
         for i, image in enumerate(images):
             if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
@@ -129,10 +136,8 @@ class PixelCache:
         ends = np.cumsum(3 * sizes.prod(1))
         index = np.column_stack([ends - 3 * sizes.prod(1), sizes])
         flat = np.concatenate([i.ravel() for i in images] or [np.empty(0, np.uint8)])
-        if catalog is None:
-            names = tuple(f"<array {i}>" for i in range(len(images)))
-            catalog = Catalog(names, names, ("all",) * len(images))
-        return cls(catalog, torch.from_numpy(flat), index)
+        names = tuple(f"<array {i}>" for i in range(len(images)))
+        return cls(Catalog(names, names, ("all",) * len(images)), torch.from_numpy(flat), index)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -148,27 +153,24 @@ class PixelCache:
         offset, height, width = self.index[i].tolist()
         return self.flat[offset : offset + height * width * 3].view(height, width, 3)
 
-    def take(self, rows: Sequence[int] | npt.NDArray[Any]) -> PixelCache:
-        """Return some of the images, by number or mask, over the same pixels."""
-        catalog = self.catalog.subset(rows)
-        index = self.index[np.asarray(rows, dtype=None if len(rows) else np.int64)]
-        return PixelCache(catalog, self.flat, index, self.bad, self._folder)
-
     def to(self, device: torch.device | str) -> PixelCache:
         """Return the same images with the pixels in the memory of a device.
 
         A GPU without enough free memory is a ValueError that says how much it takes.
         """
         target = torch.device(device)
-        needed = self.flat.nbytes
-        arrives = target.type == "cuda" and self.flat.device.type != "cuda"
-        if arrives and needed > _free(target):
-            raise ValueError(_too_large(needed, target))
         try:
+            arrives = target.type == "cuda" and not self.flat.is_cuda
+            if arrives and self.flat.nbytes > _free(target):
+                raise torch.OutOfMemoryError
             flat = self.flat.to(target)
         except torch.OutOfMemoryError as error:
-            raise ValueError(_too_large(needed, target)) from error
-        return PixelCache(self.catalog, flat, self.index, self.bad, None)
+            raise ValueError(
+                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
+                f"{_free(target) / 2**30:.3f} GiB are free; use data.cache memory or disk, "
+                "or a smaller data.short_side"
+            ) from error
+        return PixelCache(self.catalog, flat, self.index, self.bad)
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map is opened again in the other process instead of being copied there.
@@ -189,61 +191,95 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + reserve
 
 
-def _too_large(needed: int, device: torch.device) -> str:
-    return (
-        f"the pixels need {needed / 2**30:.3f} GiB of {device}, of which "
-        f"{_free(device) / 2**30:.3f} GiB are free; use data.cache memory or disk, "
-        "or a smaller data.short_side"
-    )
-
-
 def _map(folder: Path) -> torch.Tensor:
+    file = folder / "pixels.bin"
+    if file.stat().st_size == 0:  # no image could be read; an empty file cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
     # Mode "c": torch wants memory it could write to; writes would stay in this process.
-    return torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
+    return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))
 
 
-def _open(folder: Path, catalog: Catalog, *, verify: bool) -> PixelCache:
-    index, bad = read_store(folder, verify=verify)
-    good = [i for i in range(len(catalog)) if i not in bad]
-    reasons = tuple((catalog.paths[i], reason) for i, reason in bad.items())
-    flat = _map(folder) if good else torch.empty(0, dtype=torch.uint8)
-    return PixelCache(catalog.subset(good), flat, index, reasons, folder if good else None)
+def _checksums(folder: Path) -> dict[str, Any]:
+    pixels = _map(folder).numpy()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        blocks = pool.map(zlib.crc32, [pixels[block] for block in chunks(len(pixels), _BLOCK)])
+    return {
+        "bytes": len(pixels),
+        "index_crc": zlib.crc32((folder / "index.npy").read_bytes()),
+        "pixels_crc": list(blocks),
+    }
 
 
-def _try_open(folder: Path, catalog: Catalog) -> PixelCache | None:
+def _open(folder: Path, catalog: Catalog) -> PixelCache | None:
+    """Return the cache in a folder, or None where there is none or it has been damaged."""
     try:
-        return _open(folder, catalog, verify=True)
-    except BrokenStoreError:
+        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        reasons = header.pop("bad")
+        if header != {"key": folder.name, **_checksums(folder)}:
+            return None
+        index = np.load(folder / "index.npy")
+        good = index[:, 1] > 0
+        bad = zip(catalog.subset(~good).paths, reasons, strict=True)
+        return PixelCache(catalog.subset(good), _map(folder), index[good], tuple(bad), folder)
+    except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{uuid4().hex}{PART_SUFFIX}")
 
 
 def _clear(folder: Path, alone: bool) -> None:
     """Put away a damaged store, and what killed builders left if no other can be at work."""
+    broken = _part(folder)
     if folder.exists():
-        # Renamed first: what bears the name is either a whole store or not there.
-        broken = folder.with_name(f".{folder.name}.{uuid4().hex}.part")
-        folder.rename(broken)
-        shutil.rmtree(broken, ignore_errors=True)
-    if alone:
-        for part in folder.parent.glob(f".{folder.name}.*.part"):
-            shutil.rmtree(part, ignore_errors=True)
+        folder.rename(broken)  # so that what bears the name is either a whole store or not there
+    left = folder.parent.glob(f".{folder.name}.*{PART_SUFFIX}")
+    for part in left if alone else [broken]:
+        shutil.rmtree(part, ignore_errors=True)
 
 
-def _check_bad(cache: PixelCache, total: int, policy: str) -> None:
-    if not cache.bad or (policy == "skip" and len(cache) > 0):
-        return
-    listed = some([f"{path}: {reason}" for path, reason in cache.bad])
-    hint = "" if len(cache) == 0 else "; policy='skip' leaves them out"
-    raise ImageError(f"{len(cache.bad)} of {total} images cannot be read", listed + hint)
+def _write(folder: Path, images: Iterable[Array | str]) -> None:
+    """Write a new store of images, or of the reasons why they could not be read."""
+    part = _part(folder)
+    part.mkdir(parents=True)
+    try:
+        index: list[tuple[int, int, int]] = []
+        reasons: list[str] = []
+        offset = 0
+        with (part / "pixels.bin").open("wb") as stream:
+            for image in images:
+                if isinstance(image, str):
+                    reasons.append(image)
+                    index.append((offset, 0, 0))
+                else:
+                    stream.write(image.data)
+                    index.append((offset, *image.shape[:2]))
+                    offset += image.size
+            stream.flush()
+            os.fsync(stream.fileno())
+        np.save(part / "index.npy", np.array(index, dtype=np.int64))
+        header = {"key": folder.name, **_checksums(part), "bad": reasons}
+        # A reason may quote a file name that is not UTF-8: JSON escapes it.
+        atomic_write(part / "header.json", json.dumps(header).encode())
+        try:
+            part.rename(folder)
+        except OSError:
+            # Without locks another process may have been quicker; its store is as good.
+            if not (folder / "header.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
 def _key(catalog: Catalog, short_side: int, interpolation: str, home: Path) -> str:
     """Digest what the cache depends on: the bytes of every image, and how they are decoded."""
-    digest = hashlib.blake2b(digest_size=12)
-    facts = (short_side, metadata.version("pillow"), interpolation)
-    digest.update(repr(facts).encode())
-    digest.update(_contents(catalog, home).encode())
-    return digest.hexdigest()
+    facts = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
+    return _digest([repr(facts).encode(), _contents(catalog, home).encode()])
 
 
 def _contents(catalog: Catalog, home: Path) -> str:
@@ -255,16 +291,14 @@ def _contents(catalog: Catalog, home: Path) -> str:
     known = home / "contents" / _stamp(catalog)
     if known.is_file():
         return known.read_text(encoding="ascii")
-    digest = hashlib.blake2b(digest_size=12)
     with ThreadPoolExecutor(_THREADS) as pool:
         contents = list(pool.map(_content, map(catalog.file, range(len(catalog)))))
-    for one in contents:
-        digest.update(one)
+    digest = _digest(contents)
     # A file that cannot be read may become readable without a new time stamp.
     if _UNREADABLE not in contents:
         known.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(known, digest.hexdigest().encode())
-    return digest.hexdigest()
+        atomic_write(known, digest.encode())
+    return digest
 
 
 def _content(file: str) -> bytes:
@@ -275,24 +309,22 @@ def _content(file: str) -> bytes:
 
 
 def _stamp(catalog: Catalog) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    seen: dict[str, tuple[int, int]] = {}
-    for i in range(len(catalog)):
-        name = os.path.abspath(catalog.file(i))
-        file = split_shard_path(name)[0] if is_shard_path(name) else name
-        if file not in seen:
-            try:
-                status = os.stat(file)
-                seen[file] = (status.st_size, status.st_mtime_ns)
-            except OSError:
-                seen[file] = (-1, -1)
-        digest.update(f"{name}\0{seen[file]}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    @cache  # a tar shard is asked for once, not for each of its members
+    def state(file: str) -> tuple[int, int]:
+        try:
+            status = os.stat(file)
+        except OSError:
+            return -1, -1
+        return status.st_size, status.st_mtime_ns
+
+    names = (os.path.abspath(catalog.file(i)) for i in range(len(catalog)))
+    lines = (f"{name}\0{state(split_shard_path(name)[0])}\0" for name in names)
+    return _digest(line.encode(errors="surrogateescape") for line in lines)
 
 
 def _decode_all(
     catalog: Catalog, short_side: int, interpolation: Interpolation, progress: Progress | None
-) -> Iterator[tuple[int, Array | str]]:
+) -> Iterator[Array | str]:
     """Decode in threads, in order, with only a few images in memory at once."""
     waiting: deque[Future[Array | str]] = deque()
     total, ahead = len(catalog), 4 * _THREADS
@@ -301,11 +333,10 @@ def _decode_all(
             if row < total:
                 file = catalog.file(row)
                 waiting.append(pool.submit(_decode, file, short_side, interpolation))
-            done = row - ahead
-            if 0 <= done < total:
-                yield done, waiting.popleft().result()
+            if row >= ahead:
+                yield waiting.popleft().result()
                 if progress is not None:
-                    progress(done + 1, total)
+                    progress(row - ahead + 1, total)
 
 
 def _decode(file: str, short_side: int, interpolation: Interpolation) -> Array | str:
@@ -323,95 +354,10 @@ def _locked(file: Path) -> Iterator[bool]:
     Gives False where the file system has no locks; renaming keeps the store whole even then.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    lock, alone = FileLock(file), True
-    try:
+    lock = FileLock(file)
+    with suppress(OSError, NotImplementedError):
         lock.acquire()
-    except (OSError, NotImplementedError):
-        alone = False
     try:
-        yield alone
+        yield lock.is_locked
     finally:
         lock.release()
-
-
-class BrokenStoreError(ValueError):
-    """The files are not what their header says."""
-
-
-def _write(folder: Path, images: Iterable[tuple[int, Array | str]]) -> None:
-    """Write (row, pixels or the reason why there are none) pairs into a new store."""
-    part = folder.with_name(f".{folder.name}.{uuid4().hex}.part")
-    part.mkdir(parents=True)
-    try:
-        index: list[tuple[int, int, int]] = []
-        bad: list[tuple[int, str]] = []
-        offset = 0
-        with (part / "pixels.bin").open("wb") as stream:
-            for row, image in images:
-                if isinstance(image, str):
-                    bad.append((row, image))
-                    continue
-                stream.write(np.ascontiguousarray(image).data)
-                index.append((offset, *image.shape[:2]))
-                offset += image.size
-            stream.flush()
-            os.fsync(stream.fileno())
-        np.save(part / "index.npy", np.array(index, dtype=np.int64).reshape(-1, 3))
-        header = {
-            "format": _FORMAT,
-            "key": folder.name,
-            "bytes": offset,
-            "index_crc": zlib.crc32((part / "index.npy").read_bytes()),
-            "pixels_crc": _checksums(part / "pixels.bin"),
-            "bad": bad,
-        }
-        # A reason may quote a file name that is not UTF-8: JSON escapes it.
-        atomic_write(part / "header.json", json.dumps(header).encode())
-        try:
-            part.rename(folder)
-        except OSError:
-            # Without locks another process may have been quicker; its store is as good.
-            if not (folder / "header.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def read_store(folder: Path, *, verify: bool) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
-    """Return the index, and the rows that could not be read with the reasons.
-
-    What the header says is compared with the files; with `verify` every byte of the pixels too.
-    """
-    try:
-        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
-        pixels, index = folder / "pixels.bin", folder / "index.npy"
-        found = {
-            "format": _FORMAT,
-            "key": folder.name,
-            "bytes": pixels.stat().st_size,
-            "index_crc": zlib.crc32(index.read_bytes()),
-        }
-        if verify:
-            found["pixels_crc"] = _checksums(pixels)
-        for name, value in found.items():
-            if header[name] != value:
-                raise ValueError(f"{name} should be {header[name]!r} and is {value!r}")
-        return np.load(index), {int(row): str(reason) for row, reason in header["bad"]}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BrokenStoreError(f"{folder}: {error!r}") from error
-
-
-def _checksums(file: Path) -> list[int]:
-    """Return the CRC-32 of every block of a file; the blocks are read side by side."""
-    starts = range(0, file.stat().st_size, _BLOCK)
-
-    def checksum(start: int) -> int:
-        crc, left = 0, _BLOCK
-        with file.open("rb") as stream:
-            stream.seek(start)
-            while left and (piece := stream.read(min(left, 1 << 20))):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
-        return crc
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(checksum, starts))

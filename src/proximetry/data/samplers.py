@@ -61,8 +61,7 @@ class Shuffled(_BatchSampler):
                 f"{n} images do not fill one batch of {batch_size}; "
                 "use a smaller batch or drop_last=False"
             )
-        full, rest = divmod(n, batch_size)
-        batches = full + (rest > 0 and not drop_last)
+        batches = n // batch_size if drop_last else -(-n // batch_size)
         super().__init__(batch_size, batches, seed)
         self.n = n
         self._order: tuple[int, Indices] | None = None
@@ -89,17 +88,10 @@ class ClassBalanced(_BatchSampler):
         classes_per_batch: different classes in a batch, of all processes together.
         images_per_class: images of each (m).
         seed: decides rounds and decks.
-        batches_per_epoch: as many as n images fill (at least one) unless given.
     """
 
     def __init__(
-        self,
-        codes: npt.ArrayLike,
-        classes_per_batch: int,
-        images_per_class: int,
-        *,
-        seed: int = 0,
-        batches_per_epoch: int | None = None,
+        self, codes: npt.ArrayLike, classes_per_batch: int, images_per_class: int, *, seed: int = 0
     ) -> None:
         labels = np.asarray(codes)
         if labels.ndim != 1 or labels.size == 0 or not np.issubdtype(labels.dtype, np.integer):
@@ -118,85 +110,60 @@ class ClassBalanced(_BatchSampler):
                 f"use at most {len(sizes)} classes per batch"
             )
         size = classes_per_batch * images_per_class
-        batches = max(1, labels.size // size) if batches_per_epoch is None else batches_per_epoch
-        if batches < 1:
-            raise ValueError(f"batches_per_epoch must be positive, got {batches}")
-        super().__init__(size, batches, seed)
+        super().__init__(size, max(1, labels.size // size), seed)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
-        self._members = np.split(np.argsort(places, kind="stable"), np.cumsum(sizes)[:-1])
-        everything = np.arange(len(sizes))
-        self._round = _Deck(everything, classes_per_batch, (seed, _CLASSES))
-        self._decks: dict[int, _Deck] = {}
+        members = np.split(np.argsort(places, kind="stable"), np.cumsum(sizes)[:-1])
+        self._round = _Deck(np.arange(len(sizes)), classes_per_batch, (seed, _CLASSES))
+        self._decks = [
+            _Deck(images, images_per_class, (seed, _IMAGES, code))
+            for code, images in enumerate(members)
+        ]
 
     def batch(self, epoch: int, number: int) -> Indices:
         """Return the images of one batch, class by class."""
         turn = epoch * len(self) + number
-        chosen = self._round.turn(turn)
-        # Every class comes once per round, so its own turn is the number of the round.
         slots = turn * self.classes_per_batch + np.arange(self.classes_per_batch)
-        rounds = slots // len(self._members)
-        pairs = zip(chosen.tolist(), rounds.tolist(), strict=True)
-        return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
-
-    def _deck(self, code: int) -> "_Deck":
-        if code not in self._decks:
-            seed = (self.seed, _IMAGES, code)
-            self._decks[code] = _Deck(self._members[code], self.images_per_class, seed)
-        return self._decks[code]
+        # Every class comes once per round, so its own turn is the number of the round.
+        rounds = slots // len(self._decks)
+        pairs = zip(self._round.turn(turn).tolist(), rounds.tolist(), strict=True)
+        return np.concatenate([self._decks[code].turn(n) for code, n in pairs])
 
 
 class _Deck:
     """Items in an order that is shuffled anew each time it has been gone through.
 
     Turn after turn `count` items are taken. Where a turn runs over the end of one shuffle, the
-    next shuffle is arranged so that the turn has no item twice; so a shuffle depends on the one
-    before, but no further back than the last turn that ended exactly with a shuffle. From there
-    any turn is reached by dealing at most len(items) turns.
+    next shuffle is arranged so that the turn has no item twice. So a shuffle depends on the one
+    before; but now and then a turn ends exactly with a shuffle, and all turns from one such end to
+    the next are dealt together.
     """
 
-    __slots__ = ("_count", "_items", "_next", "_order", "_period", "_seed", "_shuffles", "_turn")
+    __slots__ = ("_count", "_dealt", "_items", "_period", "_seed")
 
     def __init__(self, items: Indices, count: int, seed: tuple[int, ...]) -> None:
         self._items, self._count, self._seed = items, count, seed
-        self._period = len(items) // math.gcd(len(items), count)
-        self._restart(0)
+        self._period, self._dealt = -1, items[:0]
 
     def turn(self, number: int) -> Indices:
-        """Return the items of one turn; the next one in line costs O(1) per item."""
-        if number != self._turn and not self._turn <= number < self._turn + self._period:
-            self._restart(number - number % self._period)
-        while self._turn < number:
-            self._take()
-        return self._take()
-
-    def _restart(self, turn: int) -> None:
-        self._turn = turn
-        self._shuffles = turn * self._count // len(self._items)
-        self._order, self._next = self._items[:0], 0
-
-    def _take(self) -> Indices:
-        self._turn += 1
-        taken = self._order[self._next : self._next + self._count]
-        self._next += len(taken)
-        while len(taken) < self._count:
-            missing = self._count - len(taken)
-            fresh = self._shuffle()
-            if len(taken) and self._count <= len(fresh):
-                fresh = _avoid_first(fresh, taken, missing)
-            taken = np.concatenate([taken, fresh[:missing]])
-            self._order, self._next = fresh, min(missing, len(fresh))
+        """Return the items of one turn."""
+        period, place = divmod(number, len(self._items) // math.gcd(len(self._items), self._count))
+        if period != self._period:
+            self._period, self._dealt = period, self._deal(period)
+        taken: Indices = self._dealt[place]
         return taken
 
-    def _shuffle(self) -> Indices:
-        draw = np.random.default_rng([*self._seed, self._shuffles])
-        self._shuffles += 1
-        return draw.permutation(self._items)
-
-
-def _avoid_first(order: Indices, taken: Indices, head: int) -> Indices:
-    """Move what has just been taken behind the first `head` items, keeping the order else."""
-    # Only as many as the head needs are moved forward; the rest stays as it was shuffled.
-    first = np.flatnonzero(~np.isin(order, taken))[:head]
-    rest = np.delete(np.arange(len(order)), first)
-    arranged: Indices = order[np.concatenate([first, rest])]
-    return arranged
+    def _deal(self, period: int) -> Indices:
+        """Return all turns [turn, item] of a period."""
+        size, count = len(self._items), self._count
+        shuffles = count // math.gcd(size, count)
+        orders: list[Indices] = []
+        for i in range(shuffles):
+            draw = np.random.default_rng([*self._seed, period * shuffles + i])
+            order = draw.permutation(self._items)
+            begun = i * size % count
+            if begun and count <= size:
+                # As many others as the begun turn needs come first; the rest stays as shuffled.
+                others = np.flatnonzero(~np.isin(order, orders[-1][-begun:]))[: count - begun]
+                order = np.concatenate([order[others], np.delete(order, others)])
+            orders.append(order)
+        return np.concatenate(orders).reshape(-1, count)

@@ -16,15 +16,10 @@ from proximetry.data.folders import is_image
 SEPARATOR = "::"
 
 
-def is_shard_path(path: str) -> bool:
-    """Tell whether a path names a member of a tar shard."""
-    return f".tar{SEPARATOR}" in path
-
-
 def split_shard_path(path: str) -> tuple[str, str]:
-    """Split "shard.tar::member" into the shard's file and the member's name."""
-    head, _, member = path.partition(f".tar{SEPARATOR}")
-    return f"{head}.tar", member
+    """Split "shard.tar::member" into file and member; the member of a plain path is empty."""
+    head, mark, member = path.partition(f".tar{SEPARATOR}")
+    return (f"{head}.tar", member) if mark else (path, "")
 
 
 def shard_members(shard: str | os.PathLike[str]) -> Mapping[str, tuple[int, int]]:
@@ -41,36 +36,27 @@ def _members(shard: str, size: int, mtime_ns: int) -> Mapping[str, tuple[int, in
             found = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
     except tarfile.TarError as error:
         raise ValueError(f"{shard} is not an uncompressed tar file: {error}") from error
-    if not _has_end(shard, size):
-        raise ValueError(
-            f"{shard} is cut short after {len(found)} members: its end mark is missing"
-        )
+    with open(shard, "rb") as file:
+        file.seek(max(0, size - 1024))
+        if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
+            raise ValueError(
+                f"{shard} is cut short after {len(found)} members: its end mark is missing"
+            )
     return found
 
 
-def _has_end(shard: str, size: int) -> bool:
-    """Tell whether a tar ends with the two empty blocks that every complete one ends with."""
-    with open(shard, "rb") as file:
-        file.seek(max(0, size - 1024))
-        return file.read() == bytes(1024)
-
-
-def read_member(path: str) -> bytes:
-    """Return the bytes of "shard.tar::member"."""
-    shard, member = split_shard_path(path)
-    members = shard_members(shard)
+def read_bytes(path: str) -> bytes:
+    """Return the bytes of a file or of a shard's member."""
+    name, member = split_shard_path(path)
+    if not member:
+        return Path(name).read_bytes()
+    members = shard_members(name)
     if member not in members:
-        raise FileNotFoundError(f"{shard} has no member {member!r}")
+        raise ValueError(f"{name} has no member {member!r}")
     start, size = members[member]
-    with open(shard, "rb") as file:
+    with open(name, "rb") as file:
         file.seek(start)
         return file.read(size)
-
-
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a file or of a shard's member."""
-    name = os.fspath(path)
-    return read_member(name) if is_shard_path(name) else Path(name).read_bytes()
 
 
 def scan_shards(files: Sequence[Path]) -> tuple[Path, tuple[str, ...], tuple[str, ...]]:

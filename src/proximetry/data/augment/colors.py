@@ -7,7 +7,7 @@ one matrix and one shift, and a batch is one product.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -41,9 +41,7 @@ class ColorChanges:
 
     def __getitem__(self, part: slice) -> ColorChanges:
         """Return what happens to a slice of the batch."""
-        return ColorChanges(
-            self.hue[part], self.saturation[part], self.contrast[part], self.brightness[part]
-        )
+        return ColorChanges(*(getattr(self, f.name)[part] for f in fields(self)))
 
 
 @dataclass(frozen=True)

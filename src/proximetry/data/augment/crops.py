@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from proximetry.data.augment.resample import Rows, Windows, image_sizes, resample
-from proximetry.data.images import Interpolation, center_offset, check_interpolation, crop_size
+from proximetry.data.images import Interpolation, check_interpolation, crop_size
 from proximetry.data.pixel_cache import PixelCache
 
 # As in the literature: so many tries for a window that fits, then the largest central one.
@@ -45,11 +46,11 @@ class RandomResizedCrop:
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"ratio must be 0 < smallest ≤ largest, got {self.ratio}")
 
-    def __call__(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> torch.Tensor:
+    def __call__(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Tensor:
         """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
         return self.apply(pixels, rows, self.draw(pixels, rows, generator))
 
-    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> torch.Tensor:
+    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> Tensor:
         """Return the batch for windows that were drawn before."""
         return resample(pixels, rows, windows, crop_size(self.crop), self.interpolation)
 
@@ -76,9 +77,7 @@ class RandomResizedCrop:
             flip=(u[:, -1] < 0.5) & self.flip,
         )
 
-    def _shapes(
-        self, heights: torch.Tensor, widths: torch.Tensor, u: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _shapes(self, heights: Tensor, widths: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first window that fits of each image, and whether there was one."""
         smallest, largest = self.scale
         area = (heights * widths)[:, None] * (smallest + u[:, :_TRIES] * (largest - smallest))
@@ -91,9 +90,7 @@ class RandomResizedCrop:
         first = fits.int().argmax(dim=1, keepdim=True)
         return height.gather(1, first)[:, 0], width.gather(1, first)[:, 0], fits.any(dim=1)
 
-    def _central(
-        self, heights: torch.Tensor, widths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _central(self, heights: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest window whose shape is allowed."""
         shape = widths.double() / heights.double()
         tall = (widths.double() / self.ratio[0]).round().long()
@@ -116,7 +113,7 @@ class CenterCrop:
     def __post_init__(self) -> None:
         crop_size(self.crop)
 
-    def __call__(self, pixels: PixelCache, rows: Rows) -> torch.Tensor:
+    def __call__(self, pixels: PixelCache, rows: Rows) -> Tensor:
         """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
         # Nothing is scaled, so the filter does not matter.
         size = crop_size(self.crop)
@@ -133,8 +130,8 @@ class CenterCrop:
                 f"{height}×{width}; use a short side of {max(height, width)}"
             )
         return Windows(
-            top=heights.new_tensor([center_offset(size, height) for size in heights.tolist()]),
-            left=widths.new_tensor([center_offset(size, width) for size in widths.tolist()]),
+            top=((heights - height).double() / 2).round().long(),  # halves to even, as with files
+            left=((widths - width).double() / 2).round().long(),
             height=torch.full_like(heights, height),
             width=torch.full_like(widths, width),
             flip=torch.zeros(len(heights), dtype=torch.bool),

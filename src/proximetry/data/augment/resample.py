@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from proximetry.data.pixel_cache import PixelCache
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, tuple[int, int], str], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
 # The kernel counts in steps of half a pixel of the result; up to here that fits 32 bits.
@@ -35,11 +36,11 @@ class Windows:
     The result is mirrored where `flip` says so.
     """
 
-    top: torch.Tensor
-    left: torch.Tensor
-    height: torch.Tensor
-    width: torch.Tensor
-    flip: torch.Tensor
+    top: Tensor
+    left: Tensor
+    height: Tensor
+    width: Tensor
+    flip: Tensor
 
     def __len__(self) -> int:
         return len(self.top)
@@ -48,19 +49,21 @@ class Windows:
         """Return the windows of a slice of the batch."""
         return Windows(*(getattr(self, f.name)[part] for f in fields(self)))
 
-    def table(self) -> torch.Tensor:
+    def table(self) -> Tensor:
         """Return all of it as int64 [image, field]."""
         return torch.stack([getattr(self, f.name).long() for f in fields(self)], dim=1)
 
 
 def resample(
     pixels: PixelCache, rows: Rows, windows: Windows, size: tuple[int, int], interpolation: str
-) -> torch.Tensor:
+) -> Tensor:
     """Return a uint8 batch [rows, 3, *size] on the device of the pixels."""
     chosen = np.asarray(rows, dtype=np.int64)
     _check(pixels, chosen, windows)
     device = pixels.flat.device
-    kernel = _kernel() if device.type == "cuda" and _countable(windows, size) else None
+    steps = torch.maximum(windows.height * size[0], windows.width * size[1])
+    countable = bool((steps < _LARGEST).all())
+    kernel = _kernel() if device.type == "cuda" and countable else None
     if kernel is None:
         return _resample_each(pixels, chosen, windows, size, interpolation).to(device)
     table = window_table(pixels, chosen, windows).pin_memory()
@@ -68,7 +71,7 @@ def resample(
     return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
 
 
-def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the heights and widths of the given images."""
     chosen = np.asarray(rows, dtype=np.int64)
     if chosen.ndim != 1:
@@ -79,7 +82,7 @@ def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[torch.Tensor, torch.Ten
     return torch.from_numpy(pixels.heights[chosen]), torch.from_numpy(pixels.widths[chosen])
 
 
-def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> torch.Tensor:
+def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> Tensor:
     """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
     places = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
     return torch.cat([torch.from_numpy(places), windows.table()], dim=1)
@@ -99,11 +102,6 @@ def _kernel() -> Kernel | None:
         )
         return None
     return resample_fused
-
-
-def _countable(windows: Windows, size: tuple[int, int]) -> bool:
-    down, across = windows.height * size[0], windows.width * size[1]
-    return bool((torch.maximum(down, across) < _LARGEST).all())
 
 
 def _check(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> None:
@@ -129,7 +127,7 @@ def _resample_each(
     windows: Windows,
     size: tuple[int, int],
     interpolation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Scale one window after the other on the CPU with torch's resize of bytes."""
     # The cache keeps a pixel's three bytes together; the batch does too, and convolutions on
     # a CPU prefer it.

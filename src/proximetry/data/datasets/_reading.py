@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,21 +91,25 @@ def drop_missing(title: str, catalog: Catalog) -> Catalog:
             f"{title}: none of the {len(catalog)} listed images exist below {catalog.root}; "
             f"expected for instance {catalog.file(0)}"
         )
-    gone = set(missing)
-    kept = catalog.subset([i for i in range(len(catalog)) if i not in gone])
+    kept = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
     names = some([catalog.paths[i] for i in missing])
     return replace(kept, notes=(f"{title}: {len(missing)} listed images do not exist: {names}",))
 
 
-def find_home(root: Path, inner: Iterable[str], marks: Iterable[str]) -> Path:
-    """Return `root` or a sub-folder of it that has all of the marks, else `root`."""
+def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ()) -> Catalog:
+    """Mark the given classes "train" and all others "test"."""
+    splits = tuple("train" if label in train else "test" for label in catalog.labels)
+    return replace(catalog, splits=splits, notes=(*catalog.notes, *notes))
+
+
+def find_home(root: Path, inner: Collection[str], files: Collection[str]) -> Path | None:
+    """Return `root` or the sub-folder of it that has all of these files, if any has."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder")
-    wanted = list(marks)
     for home in (root, *(root / name for name in inner)):
-        if all((home / mark).exists() for mark in wanted):
+        if all((home / file).is_file() for file in files):
             return home
-    return root
+    return None
 
 
 def wrong_folder(title: str, root: Path, expected: str) -> ValueError:

@@ -18,6 +18,7 @@ from proximetry.data.datasets._reading import (
     drop_missing,
     fields_of,
     find_home,
+    split_by_class,
     wrong_folder,
 )
 
@@ -40,18 +41,18 @@ def cub(root: Path) -> Catalog:
     <class>/<image> in folders, below train/ and test/ or not, or in tar shards.
     """
     home = find_home(root, ["CUB_200_2011"], ["images.txt", "image_class_labels.txt"])
-    if (home / "images.txt").is_file() and (home / "image_class_labels.txt").is_file():
+    if home is not None:
         return drop_missing(_CUB, _cub_lists(home))
-    merged = _merged(_CUB, home, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
-    return _split(merged, *_first_birds(merged))
+    merged = _merged(_CUB, root, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
+    return split_by_class(merged, *_first_birds(merged))
 
 
 def _cub_lists(home: Path) -> Catalog:
     names = dict(fields_of(home / "images.txt", 2))
     numbers = {image: int(label) for image, label in fields_of(home / "image_class_labels.txt", 2)}
-    unlabelled = [image for image in names if image not in numbers]
-    if unlabelled:
-        raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabelled)}")
+    unlabeled = [image for image in names if image not in numbers]
+    if unlabeled:
+        raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabeled)}")
     return Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
         labels=tuple(name.split("/")[0] for name in names.values()),
@@ -89,36 +90,32 @@ def cars(root: Path) -> Catalog:
     three the classes are put in order by their smallest image number.
     """
     home = find_home(root, ["stanford_cars", "cars196"], ["cars_annos.mat"])
-    if (home / "cars_annos.mat").is_file():
+    if home is not None:
         return drop_missing(_CARS, _cars_annotations(home))
-    if (home / "devkit" / "cars_train_annos.mat").is_file():
-        return drop_missing(_CARS, _cars_devkit(home))
-    merged = _merged(_CARS, home, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
-    return _split(merged, *_first_cars(merged))
+    if (root / "devkit" / "cars_train_annos.mat").is_file():
+        return drop_missing(_CARS, _cars_devkit(root))
+    merged = _merged(_CARS, root, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
+    return split_by_class(merged, *_first_cars(merged))
 
 
 def _cars_annotations(home: Path) -> Catalog:
     data = _load_mat(home / "cars_annos.mat")
-    rows = data["annotations"].ravel()
-    return _cars_catalog(
-        home, [str(r["relative_im_path"]) for r in rows], rows, _names(data["class_names"])
-    )
+    images = [(r["relative_im_path"], r["class"]) for r in data["annotations"].ravel()]
+    return _cars_catalog(home, images, data["class_names"])
 
 
 def _cars_devkit(home: Path) -> Catalog:
     kit = home / "devkit"
-    labelled = "cars_test_annos_withlabels.mat"
-    test = next((f for f in (kit / labelled, home / labelled) if f.is_file()), None)
+    labeled = "cars_test_annos_withlabels.mat"
+    test = next((f for f in (kit / labeled, home / labeled) if f.is_file()), None)
     if test is None:
-        raise wrong_folder(_CARS, kit, f"{labelled} (the test images' classes)")
-    names = _names(_load_mat(kit / "cars_meta.mat")["class_names"])
-    paths: list[str] = []
-    rows: list[Any] = []
-    for file, folder in ((kit / "cars_train_annos.mat", "cars_train"), (test, "cars_test")):
-        part = _load_mat(file)["annotations"].ravel()
-        paths += [f"{folder}/{r['fname']}" for r in part]
-        rows += list(part)
-    return _cars_catalog(home, paths, rows, names)
+        raise wrong_folder(_CARS, kit, f"{labeled} (the test images' classes)")
+    images = [
+        (f"{folder}/{r['fname']}", r["class"])
+        for file, folder in ((kit / "cars_train_annos.mat", "cars_train"), (test, "cars_test"))
+        for r in _load_mat(file)["annotations"].ravel()
+    ]
+    return _cars_catalog(home, images, _load_mat(kit / "cars_meta.mat")["class_names"])
 
 
 def _load_mat(file: Path) -> Any:
@@ -127,17 +124,13 @@ def _load_mat(file: Path) -> Any:
     return need("scipy.io", "cars", "Reading .mat files").loadmat(file, squeeze_me=True)
 
 
-def _names(cells: Any) -> list[str]:
-    return [str(name) for name in cells.ravel()]
-
-
-def _cars_catalog(home: Path, paths: list[str], rows: Any, names: list[str]) -> Catalog:
-    numbers = [int(r["class"]) for r in rows]
+def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -> Catalog:
+    names = class_names.ravel()
     return Catalog(
-        paths=tuple(paths),
+        paths=tuple(str(path) for path, _ in images),
         # A slash ("Ram C/V Cargo Van Minivan 2012") stays: labels are not file names.
-        labels=tuple(names[n - 1] for n in numbers),
-        splits=tuple("train" if n <= 98 else "test" for n in numbers),
+        labels=tuple(str(names[int(number) - 1]) for _, number in images),
+        splits=tuple("train" if int(number) <= 98 else "test" for _, number in images),
         root=home,
     )
 
@@ -166,17 +159,12 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
         first = set(order[: _CARS_TRAIN.classes])
     else:
         first = {label for label in order if smallest[label] <= _CARS_TRAIN.images}
-    return first, _missing_numbers(merged, set(numbers), total)
-
-
-def _missing_numbers(merged: Catalog, found: set[int], total: int) -> list[str]:
-    missing = [str(n) for n in range(1, total + 1) if n not in found]
-    if not missing:
-        return []
-    return [
+    missing = [str(number) for number in sorted(set(range(1, total + 1)) - set(numbers))]
+    note = (
         f"{_CARS}: {len(merged)} of {total} images, {len(missing)} missing: "
         f"numbers {some(missing, 20)}"
-    ]
+    )
+    return first, [note] if missing else []
 
 
 def _merged(title: str, home: Path, expected: str) -> Catalog:
@@ -190,9 +178,3 @@ def _merged(title: str, home: Path, expected: str) -> Catalog:
     except ValueError:
         raise wrong_folder(title, home, f"{expected}, or tar shards") from None
     return replace(catalog, splits=("all",) * len(catalog))
-
-
-def _split(merged: Catalog, train: set[str], notes: list[str]) -> Catalog:
-    """Mark the given classes "train" and all others "test"."""
-    splits = tuple("train" if label in train else "test" for label in merged.labels)
-    return replace(merged, splits=splits, notes=(*merged.notes, *notes))

@@ -21,6 +21,7 @@ import numpy as np
 
 from proximetry._common import atomic_path, cache_folder, need
 from proximetry.data.catalog import Catalog
+from proximetry.data.datasets._reading import split_by_class
 from proximetry.data.tar_shards import SEPARATOR, shard_members
 
 try:
@@ -63,18 +64,17 @@ def glyphs(
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(shard) as part:
             _draw_all(part, side, seed)
-    labels = [chr(int(name[2:].split("/")[0], 16)) for name in shard_members(shard)]
+    members = shard_members(shard)
+    labels = tuple(chr(int(name[2:].split("/")[0], 16)) for name in members)
     catalog = Catalog(
-        paths=tuple(f"{shard.name}{SEPARATOR}{name}" for name in shard_members(shard)),
-        labels=tuple(labels),
+        paths=tuple(f"{shard.name}{SEPARATOR}{name}" for name in members),
+        labels=labels,
         splits=("all",) * len(labels),
-        groups=tuple(map(script, labels)),
         root=folder,
+        groups=tuple(map(script, labels)),
     )
     train, _ = catalog.split_classes(train_fraction, seed=seed)
-    seen = set(train.labels)
-    splits = tuple("train" if label in seen else "test" for label in labels)
-    return Catalog(catalog.paths, catalog.labels, splits, folder, groups=catalog.groups)
+    return split_by_class(catalog, set(train.labels))
 
 
 def characters() -> tuple[str, ...]:
@@ -109,23 +109,18 @@ def load_face(face: str, size: int) -> ImageFont.FreeTypeFont:
 def _font_file(face: str) -> str:
     # matplotlib itself is not imported: only its files are needed.
     found = find_spec("matplotlib")
-    if found is None or not found.submodule_search_locations:
-        need("matplotlib", "glyphs", "Drawing glyphs")
-        raise ModuleNotFoundError("matplotlib is installed without its data files")
-    home = Path(found.submodule_search_locations[0])
+    origin = found.origin if found else None
+    home = Path(origin or need("matplotlib", "glyphs", "Drawing glyphs").__file__).parent
     return os.fspath(home / "mpl-data" / "fonts" / "ttf" / f"{face}.ttf")
 
 
 def _key(side: int, seed: int) -> str:
     """Digest everything that the pixels depend on."""
-    versions = (metadata.version("pillow"), features.version("freetype2"))
-    facts = (_DRAWING, side, seed, *versions, _fonts_version(), characters(), FACES)
+    _font_file(FACES[0])  # without matplotlib, the error says what to install
+    pillow, fonts = metadata.version("pillow"), metadata.version("matplotlib")
+    freetype = features.version("freetype2")
+    facts = (_DRAWING, side, seed, pillow, freetype, fonts, characters(), FACES)
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
-
-
-def _fonts_version() -> str:
-    _font_file(FACES[0])
-    return metadata.version("matplotlib")
 
 
 def _complete(shard: Path) -> bool:

@@ -26,8 +26,8 @@ def sop(root: Path) -> Catalog:
     """Read Stanford Online Products by its lists; the kind of product is the group."""
     lists = {"train": "Ebay_train.txt", "test": "Ebay_test.txt"}
     home = find_home(root, ["Stanford_Online_Products"], lists.values())
-    if not all((home / name).is_file() for name in lists.values()):
-        raise wrong_folder(_SOP, home, "Ebay_train.txt and Ebay_test.txt")
+    if home is None:
+        raise wrong_folder(_SOP, root, "Ebay_train.txt and Ebay_test.txt")
     rows = [
         (path, label, split, path.split("/")[0].removesuffix("_final"))
         for split, name in lists.items()
@@ -50,30 +50,21 @@ def sop(root: Path) -> Catalog:
 )
 def inshop(root: Path) -> Catalog:
     """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
-    base = find_home(root, ["In-shop", "inshop"], ["Eval/list_eval_partition.txt"])
+    base = find_home(root, ["In-shop", "inshop"], ["Eval/list_eval_partition.txt"]) or root
     places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
-    partition = next((p for p in places if p.is_file()), None)
+    partition = next((file for file in places if file.is_file()), None)
     if partition is None:
         raise wrong_folder(_INSHOP, base, "Eval/list_eval_partition.txt")
-    return drop_missing(_INSHOP, _inshop_catalog(partition, _inshop_images(base)))
-
-
-def _inshop_images(base: Path) -> Path:
-    """Return the folder that holds img/, which the paths in the list begin with."""
-    for home in (base / "Img", base):
-        if (home / "img").is_dir():
-            return home
-    raise wrong_folder(_INSHOP, base, "Img/img/ (unpack Img/img.zip)")
-
-
-def _inshop_catalog(partition: Path, home: Path) -> Catalog:
+    # The paths in the list begin with img/.
+    home = next((home for home in (base / "Img", base) if (home / "img").is_dir()), None)
+    if home is None:
+        raise wrong_folder(_INSHOP, base, "Img/img/ (unpack Img/img.zip)")
     # The first line is a count, the second the names of the columns.
     rows = list(fields_of(partition, 3, skip=2))
-    known = {"train", "query", "gallery"}
     for path, _, role in rows:
-        if role not in known:
+        if role not in ("train", "query", "gallery"):
             raise ValueError(f"{partition}: {role!r} of {path} is none of train, query, gallery")
-    return Catalog(
+    catalog = Catalog(
         paths=tuple(path for path, _, _ in rows),
         labels=tuple(label for _, label, _ in rows),
         splits=tuple("train" if role == "train" else "test" for _, _, role in rows),
@@ -82,3 +73,4 @@ def _inshop_catalog(partition: Path, home: Path) -> Catalog:
         galleries=tuple(role == "gallery" for _, _, role in rows),
         groups=tuple("/".join(path.split("/")[1:3]) for path, _, _ in rows),
     )
+    return drop_missing(_INSHOP, catalog)
