@@ -68,11 +68,11 @@ class _PairDistances(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         # Handed over, not copied; a second backward through the same graph makes it anew.
         ready, ctx.ready = ctx.ready, None
         if ready is None:
-            _, ready = _in_blocks(*ctx.saved_tensors, with_gradient=True)
+            _, ready = _in_blocks(ctx.saved_tensors[0], True)
         return ready.mul_(grad)
 
 
