@@ -134,7 +134,8 @@ def test_settings_are_checked_on_assignment_too(name):
 
 
 def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
-    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", losses.LOSSES.copy())
+    known = losses.LOSSES.copy()
+    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", known)
 
     class Plain(losses.ProxyLoss, name="plain"):
         form = losses.LossForm("mean", by="sample", join="softmax")
@@ -145,8 +146,7 @@ def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
         extra: float = setting(checks.finite, "a setting more", default=0.0)
         scale: float = setting(checks.positive, "scale", default=8.0)
 
-    assert Plain.name == "plain"
-    assert Sharper.name is None
+    assert known == {**losses.LOSSES, "plain": Plain}
     assert list(Sharper.settings()) == ["proxies_per_class", "scale", "extra", "engine"]
     assert Plain(2, 3).scale == 4.0
     assert Sharper(2, 3, 1).scale == 8.0

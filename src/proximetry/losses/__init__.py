@@ -40,11 +40,11 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
 
 def loss_settings(name: str) -> dict[str, Setting]:
     """Return what can be set of a loss, a proxy loss or ``"pairs/<name>"``, by name."""
-    known = {loss: cls.settings for loss, cls in LOSSES.items()}
-    known |= {f"pairs/{loss}": form.all_settings for loss, form in PAIR_LOSSES.items()}
+    known = {loss: cls.settings() for loss, cls in LOSSES.items()}
+    known |= {f"pairs/{loss}": form.settings for loss, form in PAIR_LOSSES.items()}
     if name not in known:
         raise ValueError(f"unknown loss {name!r}{closest(name, known)}")
-    return known[name]()
+    return known[name]
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:

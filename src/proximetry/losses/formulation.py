@@ -87,7 +87,7 @@ def combine(
             return softplus(negatives - positive).mean()
         case "others":
             # With a single class there is nothing to push away from: only the pull remains.
-            push = torch.where(torch.isneginf(negatives), torch.zeros_like(negatives), negatives)
+            push = negatives.masked_fill(torch.isneginf(negatives), 0.0)
             return (push - positive).mean()
 
 

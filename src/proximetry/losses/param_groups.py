@@ -33,41 +33,40 @@ def parameter_groups(
     ``require_proxies`` is False (for pair losses).
     """
     lr = checks.positive("lr", lr)
-    proxy_lr = lr * checks.positive("proxy_lr_multiplier", proxy_lr_multiplier)
-    head_lr = lr * checks.positive("head_lr_multiplier", head_lr_multiplier)
+    rates = {
+        "proxies": lr * checks.positive("proxy_lr_multiplier", proxy_lr_multiplier),
+        "head": lr * checks.positive("head_lr_multiplier", head_lr_multiplier),
+    }
+    decay = {}
+    if weight_decay is not None:
+        decay["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
     proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
     if require_proxies and not proxies:
         raise ValueError("none of the losses has proxies; pass the loss modules after the model")
-    special = {id(p) for p in proxies}
-    rest = [p for loss in losses for p in loss.parameters() if id(p) not in special]
-    groups: list[dict[str, Any]]
+    special = set(proxies)
+    rest = [p for loss in losses for p in loss.parameters() if p not in special]
     find_parts = getattr(model, "parameter_parts", None)
     if find_parts is not None:
         parts = find_parts()
-        groups = [
-            {"name": "backbone", "params": parts["backbone"], "lr": lr},
-            {"name": "head", "params": parts["head"], "lr": head_lr},
-        ]
+        members = {"backbone": parts["backbone"], "head": parts["head"]}
     elif head_lr_multiplier != 1.0:
         raise ValueError(
             "head_lr_multiplier needs a model that tells its head apart with parameter_parts(); "
             f"{type(model).__name__} does not"
         )
     else:
-        groups = [{"name": "model", "params": _trainable(model.parameters()), "lr": lr}]
-    groups += [
-        {"name": "proxies", "params": _trainable(proxies), "lr": proxy_lr},
-        {"name": "loss", "params": _trainable(rest), "lr": lr},
+        members = {"model": _trainable(model.parameters())}
+    members |= {"proxies": _trainable(proxies), "loss": _trainable(rest)}
+    seen: list[nn.Parameter] = []
+    for name, parameters in members.items():
+        seen += parameters
+        if len(set(seen)) < len(seen):
+            raise ValueError(f"a parameter of group {name!r} was given twice")
+    return [
+        {"name": name, "params": parameters, "lr": rates.get(name, lr), **decay}
+        for name, parameters in members.items()
+        if parameters
     ]
-    seen: set[int] = set()
-    for group in groups:
-        members = [id(p) for p in group["params"]]
-        if seen & set(members) or len(set(members)) < len(members):
-            raise ValueError(f"a parameter of group {group['name']!r} was given twice")
-        seen.update(members)
-        if weight_decay is not None:
-            group["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
-    return [group for group in groups if group["params"]]
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ LOSSES: dict[str, "type[ProxyLoss]"] = {}
 
 
 class ProxyLoss(Declared):
-    """A form, settings and proxies. Subclasses add the logits, and a ``name`` registers them.
+    """A form, settings and proxies. Subclasses add the logits; a ``name`` registers them.
 
     Settings may be changed between steps; a bad value is refused on assignment, not steps later.
     """
@@ -40,7 +40,6 @@ class ProxyLoss(Declared):
     )
 
     form: ClassVar[LossForm]
-    name: ClassVar[str | None] = None
     default_init: ClassVar[Init] = "kaiming_normal"
     # What a loss without these settings uses; not annotated, so that they are no arguments.
     gamma = 1.0
@@ -51,7 +50,6 @@ class ProxyLoss(Declared):
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = name
         if name is not None:
             if name in LOSSES and LOSSES[name].__qualname__ != cls.__qualname__:
                 raise ValueError(f"a loss named {name!r} exists already: {LOSSES[name].__name__}")
@@ -67,8 +65,12 @@ class ProxyLoss(Declared):
         )
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B]."""
-        raise NotImplementedError
+        """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B].
+
+        Without a margin it is that of the other classes.
+        """
+        scale, offset = self.negative_logit(length)
+        return scale * similarity + offset
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
@@ -94,7 +96,7 @@ class ProxyLoss(Declared):
             similarity, negatives = engine(problem)
             positive = self.positive_logit(similarity, length)
             loss = combine(self.form, positive, negatives, labels, proxies.shape[0])
-            if self.tau > 0.0 and self.proxies.proxies_per_class > 1:
+            if self.tau > 0.0:
                 loss = loss + self.tau * intra_class_distance(proxies)
             return loss
 

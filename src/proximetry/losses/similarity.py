@@ -64,17 +64,13 @@ def spread_gradient(
     """∂/∂s from the gradient with respect to S = reduce_proxies(s); may reuse ``grad``."""
     if s.shape[0] == 1:
         return grad.unsqueeze(0)
-    match similarity:
-        case "soft":
-            share = torch.softmax(s / gamma, 0)
-            return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
-        case "max":
-            nearest = s == S
-            return nearest * (grad / nearest.sum(0))
-        case "mean":
-            return (grad / s.shape[0]).expand_as(s).contiguous()
-        case "single":
-            raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")
+    if similarity == "soft":
+        share = torch.softmax(s / gamma, 0)
+        return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
+    if similarity == "max":
+        nearest = s == S
+        return nearest * (grad / nearest.sum(0))
+    return (grad / s.shape[0]).expand_as(s).contiguous()
 
 
 def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:

@@ -24,10 +24,6 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2S/T."""
-        return 2.0 / self.temperature * similarity
-
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """2S/T."""
         return 2.0 / self.temperature, 0.0
@@ -56,8 +52,8 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
     def build(self, arguments: dict[str, Any]) -> None:
         """Make the proxies, and the parameter if T is learned."""
         super().build(arguments)
-        start = torch.tensor(math.log(self._temperature))
-        self.log_temperature = nn.Parameter(start) if arguments["learn_temperature"] else None
+        learned = arguments["learn_temperature"]
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
 
     @property
     def temperature(self) -> float:
@@ -71,11 +67,7 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
         self._temperature = value
         if self.log_temperature is not None:
             with torch.no_grad():
-                self.log_temperature.fill_(math.log(self._temperature))
-
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2S/T."""
-        return self.negative_logit(length)[0] * similarity
+                self.log_temperature.fill_(math.log(value))
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """2S/T."""
@@ -127,10 +119,6 @@ class NormSoftmax(ProxyLoss, name="norm_softmax"):
         default=1,
         kw_only=True,
     )
-
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λS."""
-        return self.scale * similarity
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """λS."""

@@ -234,8 +234,7 @@ class _BySample(torch.autograd.Function):
     def backward(ctx: Any, grad_positive: Tensor, grad_lse: Tensor) -> Any:
         with torch.autocast(grad_lse.device.type, enabled=False):
             *_, lse = ctx.saved_tensors
-            lse = lse.unsqueeze(1)
-            lse = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
+            lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
             gradients = ctx.tiled.empty_gradients(ctx.needs_input_grad[1:])
             kept, ctx.kept = ctx.kept, None
             for tile in ctx.tiled.tiles:
