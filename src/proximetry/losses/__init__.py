@@ -15,8 +15,7 @@ from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.pair_losses import PAIR_LOSSES
-from proximetry.losses.param_groups import parameter_groups
-from proximetry.losses.proxies import Proxies
+from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
 from proximetry.losses.regularizers import CenterLoss, ExclusiveRegularizer, IntraClassRegularizer
 from proximetry.losses.softmax import (

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from proximetry.losses import checks
-from proximetry.losses.similarity import Similarity, add_rows_
+from proximetry.losses.similarity import Similarity, add_rows_, class_similarities
 
 By = Literal["class", "sample"]
 Join = Literal["apart", "together", "softmax", "others"]
@@ -66,6 +66,19 @@ class Problem:
     offset: float
     class_weight: float | Tensor
     """Weight of the negative term of a class, or of each class [C]; for class-wise losses."""
+
+
+def dense(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The dense engine: all similarities at once, in plain autograd."""
+    S = class_similarities(problem.x, problem.proxies, problem.form.similarity, problem.gamma)
+    own = problem.labels.unsqueeze(1)
+    positive = S.gather(1, own).squeeze(1)
+    scale = problem.scale
+    factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
+    z = (factor * S + problem.offset).scatter(1, own, -torch.inf)
+    if problem.form.by == "sample":
+        return positive, z.logsumexp(1)
+    return positive, (problem.class_weight * softplus(z.logsumexp(0))).sum()
 
 
 def combine(

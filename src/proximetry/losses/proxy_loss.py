@@ -8,11 +8,10 @@ from torch import Tensor
 
 from proximetry.losses import checks
 from proximetry.losses.declaration import Declared, setting
-from proximetry.losses.dense import class_similarities, dense
-from proximetry.losses.formulation import LossForm, Problem, combine
+from proximetry.losses.formulation import LossForm, Problem, combine, dense
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
-from proximetry.losses.similarity import unit
+from proximetry.losses.similarity import class_similarities, unit
 from proximetry.losses.streamed import streamed
 
 Engine = Literal["auto", "dense", "streamed"]
@@ -104,7 +103,7 @@ class ProxyLoss(Declared):
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = unit(embeddings.to(self.proxies.weight.dtype))
-            return class_similarities(x, self.proxies.weight, self.form, self.gamma)
+            return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
 
     def _is_dense(self, x: Tensor) -> bool:
         classes, k, _ = self.proxies.weight.shape

@@ -40,6 +40,12 @@ def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous()
 
 
+def class_similarities(x: Tensor, proxies: Tensor, similarity: Similarity, gamma: float) -> Tensor:
+    """S(x, c) for every sample and class, [B, C], from unit ``x`` [B, D] and proxies [C, K, D]."""
+    inverse, _ = inverse_length(proxies)
+    return reduce_proxies(cosines(x, proxies, inverse), similarity, gamma)
+
+
 def reduce_proxies(s: Tensor, similarity: Similarity, gamma: float) -> Tensor:
     """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
 

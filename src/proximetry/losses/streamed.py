@@ -38,7 +38,7 @@ SAFE_EXPONENT = 60.0
 
 
 def streamed(problem: Problem, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Do what `dense.dense` does, over tiles of ``tile`` classes."""
+    """Do what `dense` does, over tiles of ``tile`` classes."""
     classes, k, _ = problem.proxies.shape
     if tile is None:
         tile = max(1, by_device(problem.x.device, **TILE_ENTRIES) // (len(problem.x) * k))
