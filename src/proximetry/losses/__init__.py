@@ -47,11 +47,7 @@ def loss_settings(name: str) -> dict[str, Setting]:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the name and the settings of a loss without making it; a mistake is a ValueError.
-
-    ``name`` is that of a proxy loss or ``"pairs/<name>"``; the sentences are those that making the
-    loss would give.
-    """
+    """Check the name and the settings of a loss as making it would; a mistake is a ValueError."""
     check_all(f"loss {name!r}", loss_settings(name), settings)
 
 

@@ -29,25 +29,19 @@ class Setting:
     default: Any = REQUIRED
     kw_only: bool = False
     alias: str | None = None
+    """Its name, where the class has a property of that name over the declared attribute."""
     fixed: bool = False
     """Whether it is used to build the loss and cannot be changed afterwards."""
 
 
-def setting(
-    check: Check[Any],
-    help: str,
-    *,
-    default: Any = REQUIRED,
-    kw_only: bool = False,
-    alias: str | None = None,
-) -> Any:
+def setting(check: Check[Any], help: str, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
     It becomes an attribute that is checked whenever it is assigned. Annotated as ``InitVar[…]`` it
-    is no attribute, only an argument for `Declared.build`. With an ``alias``, that is the name of
-    both the argument and the attribute, and the class has a property of this name.
+    is no attribute, only an argument for `Declared.build`. Options are those of `Setting`:
+    ``default``, ``kw_only``, ``alias``.
     """
-    return Setting(check, help, default, kw_only, alias)
+    return Setting(check, help, **options)
 
 
 def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,6 @@ class PairLoss(nn.Module):
         for part in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
         peer = need("pytorch_metric_learning", "pairs", "a pair loss")
-        self.name = name
         self.loss, self.miner = form.make(peer, **values)
         if memory is not None:
             size = checks.count("dim", dim)
@@ -148,7 +147,3 @@ class PairLoss(nn.Module):
             pairs = self.miner(x, labels) if self.miner is not None else None
             value: Tensor = self.loss(x, labels, pairs)
             return value.float().reshape(())
-
-    def extra_repr(self) -> str:
-        """Name, for ``print(loss)``."""
-        return f"name={self.name!r}"

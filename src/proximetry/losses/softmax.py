@@ -219,12 +219,8 @@ class SphereFace(ProxyLoss, name="sphereface"):
             theta = torch.acos(cosine.clamp(-1.0, 1.0))
             k = (theta * (self.margin / math.pi)).floor().clamp(max=self.margin - 1)
             sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
-        return sign * _chebyshev(cosine, self.margin) - 2.0 * k
-
-
-def _chebyshev(cosine: Tensor, m: int) -> Tensor:
-    """cos(mθ) as a polynomial of cos θ: exact, with a finite slope everywhere."""
-    before, now = torch.ones_like(cosine), cosine
-    for _ in range(m - 1):
-        before, now = now, 2.0 * cosine * now - before
-    return now
+        # cos(mθ) as a Chebyshev polynomial of cos θ: exact, with a finite slope everywhere
+        before, now = torch.ones_like(cosine), cosine
+        for _ in range(self.margin - 1):
+            before, now = now, 2.0 * cosine * now - before
+        return sign * now - 2.0 * k
