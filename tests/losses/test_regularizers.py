@@ -180,3 +180,17 @@ def test_any_loss_takes_any_regulariser():
         total = loss(x, y) + 0.5 * ExclusiveRegularizer()(loss.proxies)
         (total + IntraClassRegularizer()(loss.proxies) + CenterLoss(4, 5)(x, y)).backward()
         assert torch.isfinite(loss.proxies.weight.grad).all()
+
+
+@pytest.mark.parametrize("entries", [1, 2**20])
+@pytest.mark.parametrize("term", [IntraClassRegularizer(), ExclusiveRegularizer()])
+def test_autocast_changes_nothing(term, entries, monkeypatch):
+    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", entries)
+    w = draw(6, 2, 5).float().requires_grad_()
+    value = term(w)
+    (gradient,) = torch.autograd.grad(value, w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = term(w)
+    (other,) = torch.autograd.grad(inside, w)
+    assert inside.item() == value.item()
+    assert torch.equal(other, gradient)

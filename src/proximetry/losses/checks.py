@@ -113,7 +113,7 @@ def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
 
 def label_range(labels: Tensor, num_classes: int) -> None:
     """Refuse labels that are no class of the loss. On CUDA this waits for the device."""
-    low, high = (int(bound) for bound in torch.stack(labels.aminmax()).tolist())
+    low, high = torch.stack(labels.aminmax()).tolist()
     if low < 0 or high >= num_classes:
         wrong = low if low < 0 else high
         position = int((labels == wrong).nonzero()[0, 0])

@@ -39,9 +39,7 @@ class LossForm:
         checks.one_of(*get_args(By))("by", self.by)
         checks.one_of(*get_args(Join))("join", self.join)
         if self.by == "class" and self.join != "apart":
-            raise ValueError(
-                f"a class-wise loss keeps positives and negatives apart, got {self.join!r}"
-            )
+            raise ValueError(f"a class-wise loss must join 'apart', got {self.join!r}")
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Problem:
     """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
 
     An engine returns each sample's similarity to its own class [B], and the negatives: by sample,
-    the log-sum-exp over the other classes [B]; by class, the sum over the classes of
-    ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
+    the log-sum-exp over the other classes [B], -inf if there are none; by class, the sum over the
+    classes of ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
     """
 
     x: Tensor
@@ -84,11 +82,7 @@ def dense(problem: Problem) -> tuple[Tensor, Tensor]:
 def combine(
     form: LossForm, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
 ) -> Tensor:
-    """Join the logits of the positives with what the engine made of the negatives.
-
-    ``positive`` holds one logit per sample. ``negatives`` is, by sample, the log-sum-exp over the
-    other classes ([batch]; -inf where there is none) and, by class, the finished negative term.
-    """
+    """Join the logits of the positives [B] with what an engine made of the negatives."""
     if form.by == "class":
         return _mean_over_present_classes(positive, labels, num_classes) + negatives
     match form.join:

@@ -128,9 +128,7 @@ class Proxies(nn.Module):
         else:
             added = checks.count("new_classes", len(new_classes))
             if known is None:
-                raise ValueError(
-                    "the present classes have no names; set `names` before growing with names"
-                )
+                raise ValueError("the present classes have no names; set `names` first")
             names = [*known, *new_classes]
         total = self.num_classes + added
         encoded = _encode(names, total)
@@ -194,17 +192,16 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimiser groups for a model and its losses, with the proxies' own learning rate.
 
-    Proxies are parameters of the loss, easily forgotten, and want a much larger learning rate than
-    the network (100 times in the published recipes). The groups are, without empty ones:
+    Proxies want a much larger one than the network: 100 times in the published recipes. The groups
+    are, without empty ones:
 
-    - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, if the model has a method
-      ``parameter_parts()`` that returns both lists, frozen parameters included, as the `Embedder`
-      has; else ``model`` at ``lr``, with what is trainable now;
+    - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
+      included, if the model returns both from ``parameter_parts()`` as the `Embedder` does; else
+      ``model`` at ``lr``, with what is trainable now;
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
 
-    A parameter that would be given twice is refused, and so is a call without any proxies, unless
-    ``require_proxies`` is False (for pair losses).
+    A parameter given twice is refused, and a call without proxies if ``require_proxies``.
     """
     lr = checks.positive("lr", lr)
     rates = {
@@ -221,8 +218,7 @@ def parameter_groups(
     rest = [p for loss in losses for p in loss.parameters() if p not in special]
     find_parts = getattr(model, "parameter_parts", None)
     if find_parts is not None:
-        parts = find_parts()
-        members = {"backbone": parts["backbone"], "head": parts["head"]}
+        members = dict(find_parts())
     elif head_lr_multiplier != 1.0:
         raise ValueError(
             "head_lr_multiplier needs a model that tells its head apart with parameter_parts(); "

@@ -56,12 +56,8 @@ class ProxyLoss(Declared):
 
     def build(self, arguments: dict[str, Any]) -> None:
         """Make the proxies, K of them for each class where the loss has ``proxies_per_class``."""
-        self.proxies = Proxies(
-            arguments["num_classes"],
-            arguments["dim"],
-            arguments.get("proxies_per_class", 1),
-            init=self.default_init,
-        )
+        shape = arguments["num_classes"], arguments["dim"], arguments.get("proxies_per_class", 1)
+        self.proxies = Proxies(*shape, init=self.default_init)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B].

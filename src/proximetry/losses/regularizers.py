@@ -36,16 +36,16 @@ class IntraClassRegularizer(nn.Module):
 def intra_class_distance(weight: Tensor) -> Tensor:
     """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
     if weight.ndim != 3:
-        raise ValueError(f"proxies must be [classes, K, dim], got {list(weight.shape)}")
+        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
     classes, k, _ = weight.shape
     if k == 1:
         return weight.new_zeros(())
-    if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
-        total = _pair_distances(weight)
-    else:
-        given = weight if torch.is_grad_enabled() else weight.detach()
-        total = _PairDistances.apply(given)  # type: ignore[no-untyped-call]
-    return total / (classes * k * (k - 1))
+    with torch.autocast(weight.device.type, enabled=False):
+        if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
+            total = _pair_distances(weight)
+        else:
+            total = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
+        return total / (classes * k * (k - 1))
 
 
 def _pair_distances(weight: Tensor) -> Tensor:
@@ -58,35 +58,26 @@ def _pair_distances(weight: Tensor) -> Tensor:
 
 
 class _PairDistances(torch.autograd.Function):
-    """`_pair_distances`, value and gradient together, some classes at a time."""
+    """`_pair_distances`, some classes at a time, which backward visits again."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        total, ctx.ready = _in_blocks(weight, ctx.needs_input_grad[0])
+        total = weight.new_zeros(())
+        for rows in _blocks(weight):
+            total += _pair_distances(weight[rows])
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # Handed over, not copied; a second backward through the same graph makes it anew.
-        ready, ctx.ready = ctx.ready, None
-        if ready is None:
-            _, ready = _in_blocks(ctx.saved_tensors[0], True)
-        return ready.mul_(grad)
-
-
-def _in_blocks(weight: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    gradient = torch.empty_like(weight) if with_gradient else None
-    total = weight.new_zeros(())
-    for rows in _blocks(weight):
-        block = weight[rows].detach().requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
-            value = _pair_distances(block)
-        total += value.detach()
-        if gradient is not None:
-            (gradient[rows],) = torch.autograd.grad(value, block)
-    return total, gradient
+        (weight,) = ctx.saved_tensors
+        gradient = torch.empty_like(weight)
+        with torch.autocast(weight.device.type, enabled=False), torch.enable_grad():
+            for rows in _blocks(weight):
+                block = weight[rows].detach().requires_grad_()
+                (gradient[rows],) = torch.autograd.grad(_pair_distances(block), block)
+        return gradient.mul_(grad)
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
@@ -188,7 +179,5 @@ class CenterLoss(nn.Module):
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):
-        raise ValueError(
-            f"proxies must be [classes, dim] or [classes, K, dim], got {list(weight.shape)}"
-        )
+        raise ValueError(f"proxies must be [C, D] or [C, K, D], got {list(weight.shape)}")
     return weight

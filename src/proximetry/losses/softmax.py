@@ -114,10 +114,7 @@ class NormSoftmax(ProxyLoss, name="norm_softmax"):
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
     proxies_per_class: InitVar[int] = setting(
-        count,
-        "proxies per class K; above 1 the nearest counts (sub-centres)",
-        default=1,
-        kw_only=True,
+        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
     )
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
@@ -181,10 +178,7 @@ class SphereFace(ProxyLoss, name="sphereface"):
     )
     lambda_min: float = setting(non_negative, "where λ stops", default=5.0, kw_only=True)
     proxies_per_class: InitVar[int] = setting(
-        count,
-        "proxies per class K; above 1 the nearest counts (sub-centres)",
-        default=1,
-        kw_only=True,
+        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:

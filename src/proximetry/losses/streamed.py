@@ -1,12 +1,8 @@
 """The streamed engine: the numbers of the dense one, tile by tile over the classes.
 
 Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K.
-
-- Class-wise losses are separable by class, so one pass finishes a tile: value and both gradients.
-  Backward only scales what forward left behind.
-- Sample-wise losses keep a running log-sum-exp in forward and visit the tiles again in backward.
-  If one tile holds all the classes, it is kept instead of computed twice.
-
+Class-wise losses are finished tile by tile in forward, gradients included. Sample-wise ones keep a
+running log-sum-exp and visit the tiles again in backward, unless one tile holds all the classes.
 The similarities of the samples to their own class come from gathered proxies, outside the tiles,
 so that a loss can put any margin on them with plain autograd.
 """
