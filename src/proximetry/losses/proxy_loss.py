@@ -50,8 +50,9 @@ class ProxyLoss(Declared):
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if name is not None:
-            if name in LOSSES and LOSSES[name].__qualname__ != cls.__qualname__:
-                raise ValueError(f"a loss named {name!r} exists already: {LOSSES[name].__name__}")
+            old = LOSSES.get(name, cls)
+            if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"a loss named {name!r} exists already: {old.__name__}")
             LOSSES[name] = cls
 
     def build(self, arguments: dict[str, Any]) -> None:
