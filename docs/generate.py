@@ -95,6 +95,8 @@ def form(cls: type[ProxyLoss]) -> str:
 
 def logit(cls: type[ProxyLoss], method: str) -> str:
     """Return the formula at the beginning of the docstring of a logit."""
+    if getattr(cls, method) is ProxyLoss.positive_logit:  # no margin
+        method = "negative_logit"
     first = (inspect.getdoc(getattr(cls, method)) or "").splitlines()[0]
     return re.split(r"[:.](?:\s|$)", first)[0]
 
@@ -141,7 +143,8 @@ def pair_losses() -> str:
 
 
 def _defaults(declared: dict[str, Setting]) -> str:
-    words = [f"`{key}={value(one.default)}`: {one.help}" for key, one in declared.items()]
+    own = {key: one for key, one in declared.items() if key != "memory"}
+    words = [f"`{key}={value(one.default)}`: {one.help}" for key, one in own.items()]
     return "; ".join(words) or "–"
 
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from dataclasses import InitVar
 
+import numpy as np
 import pytest
+import torch
 
 from proximetry import losses
 from proximetry.losses import checks, setting
@@ -134,7 +136,8 @@ def test_settings_are_checked_on_assignment_too(name):
 
 
 def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
-    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", losses.LOSSES.copy())
+    known = losses.LOSSES.copy()
+    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", known)
 
     class Plain(losses.ProxyLoss, name="plain"):
         form = losses.LossForm("mean", by="sample", join="softmax")
@@ -145,16 +148,20 @@ def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
         extra: float = setting(checks.finite, "a setting more", default=0.0)
         scale: float = setting(checks.positive, "scale", default=8.0)
 
-    assert Plain.name == "plain"
-    assert Sharper.name is None
+    assert known == {**losses.LOSSES, "plain": Plain}
     assert list(Sharper.settings()) == ["proxies_per_class", "scale", "extra", "engine"]
     assert Plain(2, 3).scale == 4.0
     assert Sharper(2, 3, 1).scale == 8.0
     assert Sharper(2, 3, 1).proxies.weight.shape == (2, 1, 3)
-    with pytest.raises(ValueError, match="'mpa' exists already: MPA"):
+    for name in ("Other", "MPA"):
+        with pytest.raises(ValueError, match="'mpa' exists already: MPA"):
+            type(name, (losses.ProxyLoss,), {}, name="mpa")
 
-        class Other(losses.ProxyLoss, name="mpa"):
-            pass
+
+def test_numbers_of_numpy_are_numbers():
+    loss = losses.MPA(np.int64(3), 4, alpha=np.float32(2.0))
+    assert type(loss.alpha) is float
+    assert loss(torch.ones(1, 4), torch.tensor([2])).isfinite()
 
 
 def test_losses_with_several_proxies_are_those_whose_form_says_so():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry.losses import streamed as streamed_module
-from proximetry.losses.dense import dense
+from proximetry.losses.formulation import dense
 from proximetry.losses.proxy_loss import DENSE_ENTRIES
 from proximetry.losses.streamed import streamed
 from tests.losses.cases import NAMES, batch, make, problem, value_and_gradients

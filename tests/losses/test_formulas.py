@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry import losses
-from proximetry.losses.dense import dense
-from proximetry.losses.formulation import combine
+from proximetry.losses.formulation import combine, dense
 from proximetry.losses.streamed import streamed
 from tests.losses import reference
 from tests.losses.cases import NAMES, SOFT, SUBCENTRES, batch, make, problem

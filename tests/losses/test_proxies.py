@@ -153,6 +153,7 @@ def test_growing_from_given_vectors():
     [
         (lambda p: p.grow(0), "new_classes .* got 0"),
         (lambda p: p.grow(["x"]), "have no names"),
+        (lambda p: p.grow("robin"), "new_classes .* got 'robin'"),
         (lambda p: p.grow(2, init=torch.zeros(3, 3)), r"got \[3, 3\]"),
         (lambda p: Proxies(2, 3, 2).grow(1, init=torch.ones(1, 3)), r"\[1, 2, 3\], got \[1, 3\]"),
         (lambda p: p.grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
@@ -165,8 +166,10 @@ def test_growing_from_given_vectors():
     ],
 )
 def test_bad_growth(call, message):
+    proxies = Proxies(2, 3)
     with pytest.raises(ValueError, match=message):
-        call(Proxies(2, 3))
+        call(proxies)
+    assert proxies.num_classes == 2
 
 
 def test_growing_named_classes_needs_new_names():

@@ -15,8 +15,7 @@ from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.pair_losses import PAIR_LOSSES
-from proximetry.losses.param_groups import parameter_groups
-from proximetry.losses.proxies import Proxies
+from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
 from proximetry.losses.regularizers import CenterLoss, ExclusiveRegularizer, IntraClassRegularizer
 from proximetry.losses.softmax import (
@@ -40,19 +39,15 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
 
 def loss_settings(name: str) -> dict[str, Setting]:
     """Return what can be set of a loss, a proxy loss or ``"pairs/<name>"``, by name."""
-    known = {loss: cls.settings for loss, cls in LOSSES.items()}
-    known |= {f"pairs/{loss}": form.all_settings for loss, form in PAIR_LOSSES.items()}
+    known = {loss: cls.settings() for loss, cls in LOSSES.items()}
+    known |= {f"pairs/{loss}": form.settings for loss, form in PAIR_LOSSES.items()}
     if name not in known:
         raise ValueError(f"unknown loss {name!r}{closest(name, known)}")
-    return known[name]()
+    return known[name]
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the name and the settings of a loss without making it; a mistake is a ValueError.
-
-    ``name`` is that of a proxy loss or ``"pairs/<name>"``; the sentences are those that making the
-    loss would give.
-    """
+    """Check the name and the settings of a loss as making it would; a mistake is a ValueError."""
     check_all(f"loss {name!r}", loss_settings(name), settings)
 
 

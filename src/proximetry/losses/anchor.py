@@ -3,7 +3,6 @@
 from dataclasses import InitVar
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from proximetry.losses.checks import count, finite, non_negative, one_of, positive
@@ -72,8 +71,7 @@ class MPA(_MultiProxyAnchor, name="mpa"):
         if self.negative_classes == "all":
             return super().negative_weight(labels)
         weight = self.proxies.weight
-        absent = torch.ones(weight.shape[0], dtype=weight.dtype, device=weight.device)
-        absent = absent.scatter(0, labels, 0.0)
+        absent = weight.new_ones(len(weight)).scatter(0, labels, 0.0)
         return absent / absent.sum().clamp(min=1.0)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ def check(kind: str) -> Callable[[Callable[[str, Any], T]], Check[T]]:
 @check("float")
 def finite(name: str, value: Any) -> float:
     """Return ``value`` as a float; refuse anything that is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
@@ -59,10 +60,10 @@ def non_negative(name: str, value: Any) -> float:
 
 @check("int ≥ 1")
 def count(name: str, value: Any) -> int:
-    """Return ``value``; refuse anything but a whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Return ``value`` as an int; refuse anything but a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
+    return int(value)
 
 
 @check("bool")
@@ -113,7 +114,7 @@ def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
 
 def label_range(labels: Tensor, num_classes: int) -> None:
     """Refuse labels that are no class of the loss. On CUDA this waits for the device."""
-    low, high = (int(bound) for bound in torch.stack(labels.aminmax()).tolist())
+    low, high = torch.stack(labels.aminmax()).tolist()
     if low < 0 or high >= num_classes:
         wrong = low if low < 0 else high
         position = int((labels == wrong).nonzero()[0, 0])

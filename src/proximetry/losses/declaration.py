@@ -7,9 +7,9 @@ The constructor, its signature, the check of every later assignment, the validat
 and the tables of the documentation all come from these lines.
 """
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, replace
+from inspect import Parameter, Signature, get_annotations
 from typing import Any, ClassVar, dataclass_transform
 
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from proximetry._common import closest
 from proximetry.losses.checks import Check
 
-REQUIRED: Any = inspect.Parameter.empty
+REQUIRED: Any = Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,19 @@ class Setting:
     default: Any = REQUIRED
     kw_only: bool = False
     alias: str | None = None
-    attribute: str = ""
+    """Its name, where the class has a property of that name over the declared attribute."""
     fixed: bool = False
     """Whether it is used to build the loss and cannot be changed afterwards."""
 
 
-def setting(
-    check: Check[Any],
-    help: str,
-    *,
-    default: Any = REQUIRED,
-    kw_only: bool = False,
-    alias: str | None = None,
-) -> Any:
+def setting(check: Check[Any], help: str, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
     It becomes an attribute that is checked whenever it is assigned. Annotated as ``InitVar[…]`` it
-    is no attribute, only an argument for `Declared.build`. ``alias`` is its name in the
-    constructor, if another than the attribute's.
+    is no attribute, only an argument for `Declared.build`. Options are those of `Setting`:
+    ``default``, ``kw_only``, ``alias``.
     """
-    return Setting(check, help, default, kw_only, alias)
+    return Setting(check, help, **options)
 
 
 def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +52,7 @@ def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]
     return {name: known[name].check(name, value) for name, value in given.items()}
 
 
-def _unknown(owner: str, name: str, known: Iterable[str]) -> str:
-    known = list(known)
+def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
     if not known:
         return f"{owner} takes no settings, got {name!r}"
     return f"{owner} has no setting {name!r}{closest(name, known)}"
@@ -73,50 +65,45 @@ class Declared(nn.Module):
     A subclass inherits the settings of its parent; one that it declares again keeps its place.
     """
 
-    __signature__: ClassVar[inspect.Signature] = inspect.Signature()
+    __signature__: ClassVar[Signature] = Signature()
     _arguments: ClassVar[dict[str, Setting]] = {}
-    _names: ClassVar[dict[str, str]] = {}  # of the arguments, by attribute
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._arguments, cls._names = dict(cls._arguments), dict(cls._names)
+        cls._arguments = dict(cls._arguments)
         parameters = dict(cls.__signature__.parameters)
-        annotations = inspect.get_annotations(cls)
+        annotations = get_annotations(cls)
         for attribute, declared in list(vars(cls).items()):
             if not isinstance(declared, Setting):
                 continue
             delattr(cls, attribute)
-            annotation = annotations.get(attribute, REQUIRED)
-            fixed = "InitVar[" in str(annotation)
             name = declared.alias or attribute
-            cls._arguments[name] = replace(declared, attribute=attribute, fixed=fixed)
-            cls._names[attribute] = name
-            parameters[name] = inspect.Parameter(
+            annotation = annotations.get(attribute, REQUIRED)
+            cls._arguments[name] = replace(declared, fixed="InitVar[" in str(annotation))
+            parameters[name] = Parameter(
                 name,
-                inspect.Parameter.KEYWORD_ONLY
-                if declared.kw_only
-                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                Parameter.KEYWORD_ONLY if declared.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
                 default=declared.default,
                 annotation=annotation.type if isinstance(annotation, InitVar) else annotation,
             )
-        cls.__signature__ = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+        cls.__signature__ = Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        cls = type(self)
+        owner = type(self).__name__
         for name in kwargs:
             if name not in self._arguments:
-                raise TypeError(_unknown(cls.__name__, name, self._arguments))
+                raise TypeError(_unknown(owner, name, self._arguments))
         try:
-            given = cls.__signature__.bind(*args, **kwargs)
+            given = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}: {error}") from None
+            raise TypeError(f"{owner}: {error}") from None
         given.apply_defaults()
-        arguments = check_all(cls.__name__, self._arguments, given.arguments)
+        arguments = check_all(owner, self._arguments, given.arguments)
+        self.build(arguments)
         for name, value in arguments.items():
             if not self._arguments[name].fixed:
-                setattr(self, self._arguments[name].attribute, value)
-        self.build(arguments)
+                setattr(self, name, value)
 
     def build(self, arguments: dict[str, Any]) -> None:
         """Make what the module holds besides its settings: parameters, buffers, submodules."""
@@ -129,14 +116,13 @@ class Declared(nn.Module):
 
     def extra_repr(self) -> str:
         """Settings, for ``print(loss)``."""
-        every = ((name, getattr(self, name, None)) for name in self.settings())
-        return ", ".join(f"{name}={value!r}" for name, value in every if value is not None)
+        free = [name for name, one in self.settings().items() if not one.fixed]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in free)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        argument = self._names.get(name)
-        if argument is not None:
-            declared = self._arguments[argument]
+        declared = self._arguments.get(name)
+        if declared is not None:
             if declared.fixed:
                 raise AttributeError(f"{name} cannot be changed after the loss is made")
-            value = declared.check(argument, value)
+            value = declared.check(name, value)
         super().__setattr__(name, value)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from proximetry.losses import checks
-from proximetry.losses.similarity import Similarity, add_rows_
+from proximetry.losses.similarity import Similarity, add_rows_, class_similarities
 
 By = Literal["class", "sample"]
 Join = Literal["apart", "together", "softmax", "others"]
@@ -39,9 +39,7 @@ class LossForm:
         checks.one_of(*get_args(By))("by", self.by)
         checks.one_of(*get_args(Join))("join", self.join)
         if self.by == "class" and self.join != "apart":
-            raise ValueError(
-                f"a class-wise loss keeps positives and negatives apart, got {self.join!r}"
-            )
+            raise ValueError(f"a class-wise loss must join 'apart', got {self.join!r}")
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Problem:
     """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
 
     An engine returns each sample's similarity to its own class [B], and the negatives: by sample,
-    the log-sum-exp over the other classes [B]; by class, the sum over the classes of
-    ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
+    the log-sum-exp over the other classes [B], -inf if there are none; by class, the sum over the
+    classes of ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
     """
 
     x: Tensor
@@ -68,14 +66,23 @@ class Problem:
     """Weight of the negative term of a class, or of each class [C]; for class-wise losses."""
 
 
+def dense(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The dense engine: all similarities at once, in plain autograd."""
+    S = class_similarities(problem.x, problem.proxies, problem.form.similarity, problem.gamma)
+    own = problem.labels.unsqueeze(1)
+    positive = S.gather(1, own).squeeze(1)
+    scale = problem.scale
+    factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
+    z = (factor * S + problem.offset).scatter(1, own, -torch.inf)
+    if problem.form.by == "sample":
+        return positive, z.logsumexp(1)
+    return positive, (problem.class_weight * softplus(z.logsumexp(0))).sum()
+
+
 def combine(
     form: LossForm, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
 ) -> Tensor:
-    """Join the logits of the positives with what the engine made of the negatives.
-
-    ``positive`` holds one logit per sample. ``negatives`` is, by sample, the log-sum-exp over the
-    other classes ([batch]; -inf where there is none) and, by class, the finished negative term.
-    """
+    """Join the logits of the positives [B] with what an engine made of the negatives."""
     if form.by == "class":
         return _mean_over_present_classes(positive, labels, num_classes) + negatives
     match form.join:
@@ -87,7 +94,7 @@ def combine(
             return softplus(negatives - positive).mean()
         case "others":
             # With a single class there is nothing to push away from: only the pull remains.
-            push = torch.where(torch.isneginf(negatives), torch.zeros_like(negatives), negatives)
+            push = negatives.masked_fill(torch.isneginf(negatives), 0.0)
             return (push - positive).mean()
 
 

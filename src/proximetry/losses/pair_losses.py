@@ -1,8 +1,7 @@
 """Pair-based baselines and cross-batch memory, from pytorch-metric-learning (extra ``pairs``).
 
-Proxy losses are our own work; the pair losses exist, are good, and are used as they are. The
-adapter gives them the same interface as the rest: ``forward(embeddings, labels)`` to a float32
-scalar, full precision under autocast, clear errors.
+The adapter gives them the interface of the proxy losses: ``forward(embeddings, labels)`` to a
+float32 scalar, full precision under autocast, clear errors.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from proximetry.losses.declaration import Setting, check_all, setting
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
 
-_MEMORY: Setting = setting(
+_MEMORY = setting(
     checks.optional(checks.count),
     "how many past embeddings a cross-batch memory keeps (Wang et al. 2020)",
     default=None,
@@ -32,12 +31,6 @@ class PairForm:
 
     make: Callable[..., Parts]
     settings: dict[str, Setting]
-    memory: bool
-    """Whether it can be combined with cross-batch memory."""
-
-    def all_settings(self) -> dict[str, Setting]:
-        """Return the settings by name, with ``memory``."""
-        return {**self.settings, "memory": _MEMORY} if self.memory else self.settings
 
 
 #: The pair losses by name.
@@ -47,8 +40,11 @@ PAIR_LOSSES: dict[str, PairForm] = {}
 def _pair_loss(
     name: str, *, memory: bool = True, **settings: Setting
 ) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
+    if memory:
+        settings["memory"] = _MEMORY
+
     def register(make: Callable[..., Parts]) -> Callable[..., Parts]:
-        PAIR_LOSSES[name] = PairForm(make, settings, memory)
+        PAIR_LOSSES[name] = PairForm(make, settings)
         return make
 
     return register
@@ -127,26 +123,21 @@ class PairLoss(nn.Module):
         if name not in PAIR_LOSSES:
             raise ValueError(f"unknown pair loss {name!r}{closest(name, PAIR_LOSSES)}")
         form = PAIR_LOSSES[name]
-        given = {**settings, "memory": memory} if memory is not None else settings
+        if memory is not None:
+            settings["memory"] = memory
         values = {key: one.default for key, one in form.settings.items()}
-        values |= check_all(f"loss 'pairs/{name}'", form.all_settings(), given)
-        if values.pop("memory", None) is not None and dim is None:
+        values |= check_all(f"loss 'pairs/{name}'", form.settings, settings)
+        values.pop("memory", None)
+        if memory is not None and dim is None:
             raise ValueError("cross-batch memory needs dim, the embedding dimension")
         for part in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
         peer = need("pytorch_metric_learning", "pairs", "a pair loss")
-        loss, miner = form.make(peer, **values)
-        self.name = name
-        self.miner = miner
+        self.loss, self.miner = form.make(peer, **values)
         if memory is not None:
-            loss = peer.losses.CrossBatchMemory(
-                loss,
-                embedding_size=checks.count("dim", dim),
-                memory_size=memory,
-                miner=miner,
-            )
+            size = checks.count("dim", dim)
+            self.loss = peer.losses.CrossBatchMemory(self.loss, size, memory, self.miner)
             self.miner = None
-        self.loss = loss
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
@@ -156,7 +147,3 @@ class PairLoss(nn.Module):
             pairs = self.miner(x, labels) if self.miner is not None else None
             value: Tensor = self.loss(x, labels, pairs)
             return value.float().reshape(())
-
-    def extra_repr(self) -> str:
-        """Name, for ``print(loss)``."""
-        return f"name={self.name!r}"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +13,6 @@ from proximetry.losses import checks
 from proximetry.losses.similarity import add_rows_, unit
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
-_INIT = checks.one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
@@ -28,20 +27,16 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     - ``small_normal`` (CosFace, ArcFace): standard deviation 0.01;
     - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
     """
+    checks.one_of(*get_args(Init))("init", init)
     proxies = shape[0] * shape[1]
     noise = torch.empty(shape)
-    match init:
-        case "kaiming_normal":
-            return noise.normal_(0.0, math.sqrt(2.0 / proxies), generator=generator)
-        case "kaiming_uniform":
-            bound = 1.0 / math.sqrt(proxies)
-            return noise.uniform_(-bound, bound, generator=generator)
-        case "normal":
-            return noise.normal_(0.0, 1.0 / 8.0, generator=generator)
-        case "small_normal":
-            return noise.normal_(0.0, 0.01, generator=generator)
-        case "sphere":
-            return unit(noise.normal_(generator=generator))[0]
+    if init == "kaiming_uniform":
+        bound = 1.0 / math.sqrt(proxies)
+        return noise.uniform_(-bound, bound, generator=generator)
+    if init == "sphere":
+        return unit(noise.normal_(generator=generator))[0]
+    deviation = {"kaiming_normal": math.sqrt(2.0 / proxies), "normal": 1 / 8, "small_normal": 0.01}
+    return noise.normal_(0.0, deviation[init], generator=generator)
 
 
 class Proxies(nn.Module):
@@ -70,10 +65,9 @@ class Proxies(nn.Module):
             checks.count("proxies_per_class", proxies_per_class),
             checks.count("dim", dim),
         )
-        _INIT("init", init)
         self.init: Init = init
         self.weight = nn.Parameter(draw(shape, init, generator))
-        self.register_buffer("names_utf8", _encode(_checked_names(names, num_classes)))
+        self.register_buffer("names_utf8", _encode(names, num_classes))
 
     @property
     def num_classes(self) -> int:
@@ -93,19 +87,16 @@ class Proxies(nn.Module):
     @property
     def names(self) -> list[str] | None:
         """The names of the classes in the order of their labels, or None."""
-        return _decode(self.names_utf8)
+        text = bytes(self.names_utf8.tolist()).decode()
+        return json.loads(text) if text else None
 
     @names.setter
     def names(self, names: Sequence[str] | None) -> None:
-        encoded = _encode(_checked_names(names, self.num_classes))
-        self.names_utf8 = encoded.to(self.names_utf8.device)
+        self.names_utf8 = _encode(names, self.num_classes).to(self.names_utf8.device)
 
     @torch.no_grad()
     def project_(self) -> "Proxies":
-        """Put every proxy back on the unit sphere: the projection step of RegularFace.
-
-        Call it after ``optimizer.step()``.
-        """
+        """Put every proxy back on the unit sphere, after ``optimizer.step()`` (RegularFace)."""
         self.weight.copy_(unit(self.weight)[0])
         return self
 
@@ -129,35 +120,34 @@ class Proxies(nn.Module):
         The weight becomes a new parameter. Pass the ``optimizer`` that holds the old one and it is
         exchanged there, its moments kept for the old classes and zero for the new.
         """
-        names = None if isinstance(new_classes, int) else list(new_classes)
-        added = checks.count("new_classes", len(names) if names is not None else new_classes)
-        known = self.names
-        if (known is None) != (names is None):
-            raise ValueError(
-                "the present classes have names, so the new ones need names too"
-                if names is None
-                else "the present classes have no names; set `names` before growing with names"
-            )
-        fresh = self._fresh(added, init, generator)
-        old = self.weight
-        merged = known + names if known is not None and names is not None else None
-        _checked_names(merged, self.num_classes + added)
-        self.weight = nn.Parameter(torch.cat([old, fresh.to(old)]), old.requires_grad)
-        self.names = merged
+        names, known = None, self.names
+        if isinstance(new_classes, int | str):  # a string alone is no list of names
+            added = checks.count("new_classes", new_classes)
+            if known is not None:
+                raise ValueError("the present classes have names, so the new ones need names too")
+        else:
+            added = checks.count("new_classes", len(new_classes))
+            if known is None:
+                raise ValueError("the present classes have no names; set `names` first")
+            names = [*known, *new_classes]
+        total = self.num_classes + added
+        encoded = _encode(names, total)
+        old, fresh = self.weight, self._fresh(added, init, generator)
+        weight = nn.Parameter(torch.cat([old, fresh.to(old)]), old.requires_grad)
         if optimizer is not None:
-            _exchange(optimizer, old, self.weight)
-        return range(self.num_classes - added, self.num_classes)
+            _exchange(optimizer, old, weight)
+        self.weight, self.names_utf8 = weight, encoded.to(old.device)
+        return range(total - added, total)
 
     def _fresh(
         self,
         added: int,
         init: Init | Tensor | Sequence[Tensor] | None,
-        seed: torch.Generator | None,
+        generator: torch.Generator | None,
     ) -> Tensor:
         shape = (added, self.proxies_per_class, self.dim)
         if init is None or isinstance(init, str):
-            _INIT("init", init or self.init)
-            fresh = draw(shape, init or self.init, seed)
+            fresh = draw(shape, init or self.init, generator)
         elif isinstance(init, Tensor):
             fresh = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
             if tuple(fresh.shape) != shape:
@@ -165,7 +155,7 @@ class Proxies(nn.Module):
         else:
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
-            fresh = torch.stack([_directions(set_, *shape[1:], seed) for set_ in init])
+            fresh = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
         length = unit(self.weight.float())[1].mean()
         return unit(fresh.float())[0].to(self.weight.device) * length
 
@@ -191,6 +181,68 @@ class Proxies(nn.Module):
         return f"num_classes={classes}, proxies_per_class={k}, dim={dim}, init={self.init!r}"
 
 
+def parameter_groups(
+    model: nn.Module,
+    *losses: nn.Module,
+    lr: float,
+    proxy_lr_multiplier: float = 100.0,
+    head_lr_multiplier: float = 1.0,
+    weight_decay: float | None = None,
+    require_proxies: bool = True,
+) -> list[dict[str, Any]]:
+    """Optimiser groups for a model and its losses, with the proxies' own learning rate.
+
+    Proxies want a much larger one than the network: 100 times in the published recipes. The groups
+    are, without empty ones:
+
+    - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
+      included, if the model returns both from ``parameter_parts()`` as the `Embedder` does; else
+      ``model`` at ``lr``, with what is trainable now;
+    - ``proxies`` at ``lr · proxy_lr_multiplier``;
+    - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
+
+    A parameter given twice is refused, and a call without proxies if ``require_proxies``.
+    """
+    lr = checks.positive("lr", lr)
+    rates = {
+        "proxies": lr * checks.positive("proxy_lr_multiplier", proxy_lr_multiplier),
+        "head": lr * checks.positive("head_lr_multiplier", head_lr_multiplier),
+    }
+    decay = {}
+    if weight_decay is not None:
+        decay["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
+    proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
+    if require_proxies and not proxies:
+        raise ValueError("none of the losses has proxies; pass the loss modules after the model")
+    special = set(proxies)
+    rest = [p for loss in losses for p in loss.parameters() if p not in special]
+    find_parts = getattr(model, "parameter_parts", None)
+    if find_parts is not None:
+        members = dict(find_parts())
+    elif head_lr_multiplier != 1.0:
+        raise ValueError(
+            "head_lr_multiplier needs a model that tells its head apart with parameter_parts(); "
+            f"{type(model).__name__} does not"
+        )
+    else:
+        members = {"model": _trainable(model.parameters())}
+    members |= {"proxies": _trainable(proxies), "loss": _trainable(rest)}
+    seen: list[nn.Parameter] = []
+    for name, parameters in members.items():
+        seen += parameters
+        if len(set(seen)) < len(seen):
+            raise ValueError(f"a parameter of group {name!r} was given twice")
+    return [
+        {"name": name, "params": parameters, "lr": rates.get(name, lr), **decay}
+        for name, parameters in members.items()
+        if parameters
+    ]
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
+
+
 def _directions(
     examples: Tensor, proxies: int, dim: int, generator: torch.Generator | None
 ) -> Tensor:
@@ -198,10 +250,10 @@ def _directions(
     if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
         raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
     x = unit(examples.float())[0]
-    if proxies == 1:
-        return unit(x.mean(0, keepdim=True))[0]
-    # Spherical k-means from a farthest-first start.
     centres = unit(x.mean(0, keepdim=True))[0]
+    if proxies == 1:
+        return centres
+    # Spherical k-means from a farthest-first start.
     while centres.shape[0] < proxies:
         farthest = (x @ centres.T).amax(1).argmin()
         centres = torch.cat([centres, x[farthest : farthest + 1]])
@@ -217,25 +269,23 @@ def _directions(
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     """Put ``new`` in the place of ``old``; moments of the old rows stay, those of new are zero."""
-    found = False
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if parameter is old:
-                group["params"][index], found = new, True
-    if not found:
+    held = [g["params"] for g in optimizer.param_groups if any(p is old for p in g["params"])]
+    if not held:
         raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
-    state = optimizer.state.pop(old, None)
-    if state is not None:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == old.shape:
-                state[key] = torch.zeros_like(new, dtype=value.dtype)
-                state[key][: old.shape[0]] = value
-        optimizer.state[new] = state
+    for params in held:
+        params[:] = [new if p is old else p for p in params]
+    state = optimizer.state.pop(old, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == old.shape:
+            state[key] = torch.zeros_like(new, dtype=value.dtype)
+            state[key][: len(old)] = value
+    optimizer.state[new] = state
 
 
-def _checked_names(names: Sequence[str] | None, num_classes: int) -> Sequence[str] | None:
+def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
+    """Return the names, checked, as JSON in bytes; none at all for None."""
     if names is None:
-        return None
+        return torch.empty(0, dtype=torch.uint8)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"class names must be a sequence of strings, got {names!r}")
     if len(names) != num_classes:
@@ -243,16 +293,5 @@ def _checked_names(names: Sequence[str] | None, num_classes: int) -> Sequence[st
     if len(set(names)) != len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"class names must differ, {twice!r} stands twice")
-    return names
-
-
-def _encode(names: Sequence[str] | None) -> Tensor:
-    text = "" if names is None else json.dumps(list(names), ensure_ascii=False)
+    text = json.dumps(list(names), ensure_ascii=False)
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def _decode(encoded: Tensor) -> list[str] | None:
-    if encoded.numel() == 0:
-        return None
-    names: list[str] = json.loads(bytes(encoded.tolist()).decode())
-    return names

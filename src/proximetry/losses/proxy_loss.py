@@ -8,11 +8,10 @@ from torch import Tensor
 
 from proximetry.losses import checks
 from proximetry.losses.declaration import Declared, setting
-from proximetry.losses.dense import class_similarities, dense
-from proximetry.losses.formulation import LossForm, Problem, combine
+from proximetry.losses.formulation import LossForm, Problem, combine, dense
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
-from proximetry.losses.similarity import unit
+from proximetry.losses.similarity import class_similarities, unit
 from proximetry.losses.streamed import streamed
 
 Engine = Literal["auto", "dense", "streamed"]
@@ -25,7 +24,7 @@ LOSSES: dict[str, "type[ProxyLoss]"] = {}
 
 
 class ProxyLoss(Declared):
-    """A form, settings and proxies. Subclasses add the logits, and a ``name`` registers them.
+    """A form, settings and proxies. Subclasses add the logits; a ``name`` registers them.
 
     Settings may be changed between steps; a bad value is refused on assignment, not steps later.
     """
@@ -40,7 +39,6 @@ class ProxyLoss(Declared):
     )
 
     form: ClassVar[LossForm]
-    name: ClassVar[str | None] = None
     default_init: ClassVar[Init] = "kaiming_normal"
     # What a loss without these settings uses; not annotated, so that they are no arguments.
     gamma = 1.0
@@ -51,24 +49,24 @@ class ProxyLoss(Declared):
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = name
         if name is not None:
-            if name in LOSSES and LOSSES[name].__qualname__ != cls.__qualname__:
-                raise ValueError(f"a loss named {name!r} exists already: {LOSSES[name].__name__}")
+            old = LOSSES.get(name, cls)
+            if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"a loss named {name!r} exists already: {old.__name__}")
             LOSSES[name] = cls
 
     def build(self, arguments: dict[str, Any]) -> None:
         """Make the proxies, K of them for each class where the loss has ``proxies_per_class``."""
-        self.proxies = Proxies(
-            arguments["num_classes"],
-            arguments["dim"],
-            arguments.get("proxies_per_class", 1),
-            init=self.default_init,
-        )
+        shape = arguments["num_classes"], arguments["dim"], arguments.get("proxies_per_class", 1)
+        self.proxies = Proxies(*shape, init=self.default_init)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B]."""
-        raise NotImplementedError
+        """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B].
+
+        Without a margin it is that of the other classes.
+        """
+        scale, offset = self.negative_logit(length)
+        return scale * similarity + offset
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
@@ -94,7 +92,7 @@ class ProxyLoss(Declared):
             similarity, negatives = engine(problem)
             positive = self.positive_logit(similarity, length)
             loss = combine(self.form, positive, negatives, labels, proxies.shape[0])
-            if self.tau > 0.0 and self.proxies.proxies_per_class > 1:
+            if self.tau > 0.0:
                 loss = loss + self.tau * intra_class_distance(proxies)
             return loss
 
@@ -102,7 +100,7 @@ class ProxyLoss(Declared):
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = unit(embeddings.to(self.proxies.weight.dtype))
-            return class_similarities(x, self.proxies.weight, self.form, self.gamma)
+            return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
 
     def _is_dense(self, x: Tensor) -> bool:
         classes, k, _ = self.proxies.weight.shape

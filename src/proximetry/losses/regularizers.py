@@ -1,12 +1,13 @@
 """Terms over the proxies that can be added to any loss: ``loss(x, y) + term(loss.proxies)``."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from proximetry._common import chunks, nearest_rivals
 from proximetry.losses import checks
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import add_rows_, inverse_length, unit
@@ -35,16 +36,16 @@ class IntraClassRegularizer(nn.Module):
 def intra_class_distance(weight: Tensor) -> Tensor:
     """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
     if weight.ndim != 3:
-        raise ValueError(f"proxies must be [classes, K, dim], got {list(weight.shape)}")
-    classes, k, dim = weight.shape
+        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
+    classes, k, _ = weight.shape
     if k == 1:
         return weight.new_zeros(())
-    pairs = classes * k * (k - 1)
-    if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
-        return _pair_distances(weight) / pairs
-    step = max(1, BLOCK_ENTRIES // (k * dim))
-    total: Tensor = _BlockSum.apply(weight, _pair_distances, step, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return total / pairs
+    with torch.autocast(weight.device.type, enabled=False):
+        if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
+            total = _pair_distances(weight)
+        else:
+            total = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
+        return total / (classes * k * (k - 1))
 
 
 def _pair_distances(weight: Tensor) -> Tensor:
@@ -56,50 +57,40 @@ def _pair_distances(weight: Tensor) -> Tensor:
     return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
 
 
-class _BlockSum(torch.autograd.Function):
-    """Σ over blocks of rows of ``term(block)``: value and gradient block by block."""
+class _PairDistances(torch.autograd.Function):
+    """`_pair_distances`, some classes at a time, which backward visits again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, term: Callable[[Tensor], Tensor], step: int, grad_enabled: bool
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.term, ctx.step = term, step
-        total, ctx.ready = _block_pass(weight, term, step, grad_enabled and ctx.needs_input_grad[0])
+        total = weight.new_zeros(())
+        for rows in _blocks(weight):
+            total += _pair_distances(weight[rows])
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # Handed over, not copied; a second backward through the same graph makes it anew.
-        ready, ctx.ready = ctx.ready, None
-        if ready is None:
-            _, ready = _block_pass(ctx.saved_tensors[0], ctx.term, ctx.step, True)
-        return ready.mul_(grad), None, None, None
+        (weight,) = ctx.saved_tensors
+        gradient = torch.empty_like(weight)
+        with torch.autocast(weight.device.type, enabled=False), torch.enable_grad():
+            for rows in _blocks(weight):
+                block = weight[rows].detach().requires_grad_()
+                (gradient[rows],) = torch.autograd.grad(_pair_distances(block), block)
+        return gradient.mul_(grad)
 
 
-def _block_pass(
-    weight: Tensor, term: Callable[[Tensor], Tensor], step: int, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    gradient = torch.empty_like(weight) if with_gradient else None
-    total = weight.new_zeros(())
-    for start in range(0, weight.shape[0], step):
-        block = weight[start : start + step].detach().requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
-            value = term(block)
-        total += value.detach()
-        if gradient is not None:
-            (gradient[start : start + step],) = torch.autograd.grad(value, block)
-    return total, gradient
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    """Cut the first dimension into blocks of at most `BLOCK_ENTRIES`, or of one row."""
+    return chunks(len(weight), max(1, BLOCK_ENTRIES // weight[0].numel()))
 
 
 class ExclusiveRegularizer(nn.Module):
     """Pushes every class away from its nearest rival (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``. With several proxies per class, each looks for
-    its nearest proxy of another class. The rivals are found tile by tile without gradient, half
-    of the tiles being enough since the cosine is symmetric; then only the found pairs are
-    differentiated. Memory is that of one tile and of the gathered pairs.
+    its nearest proxy of another class. The rivals are found tile by tile without gradient; then
+    only the found pairs are differentiated.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -113,47 +104,10 @@ class ExclusiveRegularizer(nn.Module):
             return weight.sum() * 0.0
         with torch.autocast(weight.device.type, enabled=False):
             flat = weight.reshape(-1, weight.shape[-1])
-            rival = nearest_rivals(weight.detach())
+            per_class = len(flat) // len(weight)
+            _, rival = nearest_rivals(unit(flat.detach())[0], per_class)
             total: Tensor = _PairCosines.apply(flat, rival)  # type: ignore[no-untyped-call]
-            return self.weight * total / flat.shape[0]
-
-
-@torch.no_grad()
-def nearest_rivals(weight: Tensor, block: int | None = None) -> Tensor:
-    """For each of the C·K proxies the index of the nearest proxy of another class.
-
-    Among equally near ones the smallest index. ``weight`` is [C, K, D] or [C, D].
-    """
-    k = weight.shape[1] if weight.ndim == 3 else 1
-    direction, _ = unit(weight.reshape(-1, weight.shape[-1]))
-    total = direction.shape[0]
-    if block is None:
-        block = 1024 if weight.device.type == "cpu" else 8192
-    block = max(1, block // k) * k  # whole classes, so that only diagonal tiles hold own pairs
-    best = direction.new_full((total,), -torch.inf)
-    rival = torch.zeros(total, dtype=torch.long, device=weight.device)
-    for start in range(0, total, block):
-        rows = slice(start, min(start + block, total))
-        for other in range(start, total, block):
-            columns = slice(other, min(other + block, total))
-            cosine = direction[rows] @ direction[columns].T
-            if other == start:
-                owner = torch.arange(cosine.shape[0], device=weight.device) // k
-                cosine.masked_fill_(owner.unsqueeze(1) == owner, -torch.inf)
-            else:
-                _improve(best, rival, columns, cosine, 0, start)
-            _improve(best, rival, rows, cosine, 1, other)
-    return rival
-
-
-def _improve(
-    best: Tensor, rival: Tensor, part: slice, cosine: Tensor, dim: int, offset: int
-) -> None:
-    """Let ``part`` of the proxies take the nearest of a tile where it is nearer than before."""
-    value, index = cosine.max(dim)
-    better = value > best[part]
-    best[part] = torch.where(better, value, best[part])
-    rival[part] = torch.where(better, index + offset, rival[part])
+            return self.weight * total / len(flat)
 
 
 class _PairCosines(torch.autograd.Function):
@@ -162,10 +116,8 @@ class _PairCosines(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rival: Tensor) -> Tensor:
         inverse, _ = inverse_length(weight)
-        cosines = weight.new_empty(weight.shape[0])
-        step = max(1, BLOCK_ENTRIES // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
-            rows = slice(start, start + step)
+        cosines = weight.new_empty(len(weight))
+        for rows in _blocks(weight):
             other = rival[rows]
             dot = (weight[rows] * weight[other]).sum(1)
             cosines[rows] = dot * inverse[rows] * inverse[other]
@@ -179,9 +131,7 @@ class _PairCosines(torch.autograd.Function):
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
         radial = add_rows_(cosines.clone(), rival, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
-        step = max(1, BLOCK_ENTRIES // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
-            rows = slice(start, start + step)
+        for rows in _blocks(weight):
             other = rival[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
@@ -219,20 +169,15 @@ class CenterLoss(nn.Module):
             away = embeddings.float() - self.centers[labels].float()
             loss = self.weight * 0.5 * away.square().sum(1).mean()
             if self.training:
-                self._move(away.detach(), labels)
+                sums = torch.zeros_like(self.centers, dtype=away.dtype)
+                add_rows_(sums, labels, away.detach())
+                members = torch.bincount(labels, minlength=len(sums)).unsqueeze(1)
+                self.centers.add_((self.rate * sums / (1 + members)).to(self.centers.dtype))
             return loss
-
-    @torch.no_grad()
-    def _move(self, away: Tensor, labels: Tensor) -> None:
-        sums = add_rows_(torch.zeros_like(self.centers, dtype=away.dtype), labels, away)
-        members = torch.bincount(labels, minlength=self.centers.shape[0]).unsqueeze(1)
-        self.centers.add_((self.rate * sums / (1 + members)).to(self.centers.dtype))
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):
-        raise ValueError(
-            f"proxies must be [classes, dim] or [classes, K, dim], got {list(weight.shape)}"
-        )
+        raise ValueError(f"proxies must be [C, D] or [C, K, D], got {list(weight.shape)}")
     return weight

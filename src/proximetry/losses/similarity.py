@@ -40,6 +40,12 @@ def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous()
 
 
+def class_similarities(x: Tensor, proxies: Tensor, similarity: Similarity, gamma: float) -> Tensor:
+    """S(x, c) for every sample and class, [B, C], from unit ``x`` [B, D] and proxies [C, K, D]."""
+    inverse, _ = inverse_length(proxies)
+    return reduce_proxies(cosines(x, proxies, inverse), similarity, gamma)
+
+
 def reduce_proxies(s: Tensor, similarity: Similarity, gamma: float) -> Tensor:
     """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
 
@@ -64,17 +70,13 @@ def spread_gradient(
     """∂/∂s from the gradient with respect to S = reduce_proxies(s); may reuse ``grad``."""
     if s.shape[0] == 1:
         return grad.unsqueeze(0)
-    match similarity:
-        case "soft":
-            share = torch.softmax(s / gamma, 0)
-            return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
-        case "max":
-            nearest = s == S
-            return nearest * (grad / nearest.sum(0))
-        case "mean":
-            return (grad / s.shape[0]).expand_as(s).contiguous()
-        case "single":
-            raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")
+    if similarity == "soft":
+        share = torch.softmax(s / gamma, 0)
+        return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
+    if similarity == "max":
+        nearest = s == S
+        return nearest * (grad / nearest.sum(0))
+    return (grad / s.shape[0]).expand_as(s).contiguous()
 
 
 def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:

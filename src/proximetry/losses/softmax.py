@@ -24,10 +24,6 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2S/T."""
-        return 2.0 / self.temperature * similarity
-
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """2S/T."""
         return 2.0 / self.temperature, 0.0
@@ -56,8 +52,8 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
     def build(self, arguments: dict[str, Any]) -> None:
         """Make the proxies, and the parameter if T is learned."""
         super().build(arguments)
-        start = torch.tensor(math.log(self._temperature))
-        self.log_temperature = nn.Parameter(start) if arguments["learn_temperature"] else None
+        learned = arguments["learn_temperature"]
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
 
     @property
     def temperature(self) -> float:
@@ -71,11 +67,7 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
         self._temperature = value
         if self.log_temperature is not None:
             with torch.no_grad():
-                self.log_temperature.fill_(math.log(self._temperature))
-
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """2S/T."""
-        return self.negative_logit(length)[0] * similarity
+                self.log_temperature.fill_(math.log(value))
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """2S/T."""
@@ -122,15 +114,8 @@ class NormSoftmax(ProxyLoss, name="norm_softmax"):
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
     proxies_per_class: InitVar[int] = setting(
-        count,
-        "proxies per class K; above 1 the nearest counts (sub-centres)",
-        default=1,
-        kw_only=True,
+        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
     )
-
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λS."""
-        return self.scale * similarity
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
         """λS."""
@@ -193,10 +178,7 @@ class SphereFace(ProxyLoss, name="sphereface"):
     )
     lambda_min: float = setting(non_negative, "where λ stops", default=5.0, kw_only=True)
     proxies_per_class: InitVar[int] = setting(
-        count,
-        "proxies per class K; above 1 the nearest counts (sub-centres)",
-        default=1,
-        kw_only=True,
+        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:
@@ -231,12 +213,8 @@ class SphereFace(ProxyLoss, name="sphereface"):
             theta = torch.acos(cosine.clamp(-1.0, 1.0))
             k = (theta * (self.margin / math.pi)).floor().clamp(max=self.margin - 1)
             sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
-        return sign * _chebyshev(cosine, self.margin) - 2.0 * k
-
-
-def _chebyshev(cosine: Tensor, m: int) -> Tensor:
-    """cos(mθ) as a polynomial of cos θ: exact, with a finite slope everywhere."""
-    before, now = torch.ones_like(cosine), cosine
-    for _ in range(m - 1):
-        before, now = now, 2.0 * cosine * now - before
-    return now
+        # cos(mθ) as a Chebyshev polynomial of cos θ: exact, with a finite slope everywhere
+        before, now = torch.ones_like(cosine), cosine
+        for _ in range(self.margin - 1):
+            before, now = now, 2.0 * cosine * now - before
+        return sign * now - 2.0 * k
