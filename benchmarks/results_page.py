@@ -50,7 +50,7 @@ def _in_short(every: Iterable[Results]) -> str:
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
         elif table.claims:
-            found = [examine(claim, table, results.runs_of).verdict for claim in table.claims]
+            found = [examine(claim, results).verdict for claim in table.claims]
             lines.append([table.title, *(found.count(verdict) or None for verdict in verdicts)])
     text = grid(["claims", *verdicts], lines)
     return text + (f"\n\nNot run yet: {'; '.join(absent)}." if absent else "") + "\n"

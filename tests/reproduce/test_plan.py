@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry.reproduce import ReproduceError, ReproduceOptions, Table
-from proximetry.reproduce.plan import command_for, drops, make_run, plan, scale
+from proximetry.reproduce.plan import command_for, make_run, plan, scale
 from proximetry.training import Recipe
-from proximetry.training.schedule import LearningRates
+from proximetry.training.schedule import LearningRates, drop_epochs
 from tests.reproduce.small import make_table, table_values, with_base
 
 
@@ -30,6 +30,7 @@ def test_some_rows_by_name(tmp_path):
     table = make_table(tmp_path)
     runs = plan(table, ReproduceOptions(rows=("MPA, K = 2",), selection=False))
     assert [run.id for run in runs] == ["mpa-k-2-seed0"]
+    assert len(plan(table, ReproduceOptions(rows=("Proxy-Anchor",) * 2, selection=False))) == 1
     with pytest.raises(ReproduceError, match="no row 'MPA, K = 3'; known are: Proxy-Anchor, MPA"):
         plan(table, ReproduceOptions(rows=("MPA, K = 3",)))
 
@@ -38,6 +39,11 @@ def test_some_rows_by_name(tmp_path):
 def test_wrong_seeds(tmp_path, seeds):
     with pytest.raises(ReproduceError, match="seeds must be different"):
         plan(make_table(tmp_path), ReproduceOptions(seeds=seeds))
+
+
+def drops(recipe):
+    epochs = recipe.training.epochs
+    return [at for at in drop_epochs(recipe.schedule, epochs) if at < epochs]
 
 
 def recipe_of(table, row=0, **options):

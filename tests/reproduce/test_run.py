@@ -90,7 +90,7 @@ def test_the_page_shows_ours_beside_the_published(whole):
     claim = next(line for line in lines if line.startswith("| MPA, K = 2 above Proxy-Anchor |"))
     assert claim.startswith("| MPA, K = 2 above Proxy-Anchor | recall@1 | +0.60 |")
     assert claim.split(" | ")[4] == "2"
-    assert "1 claim tested: of differences that are none, one in twenty passes" in text
+    assert "1 claim tested; where there is no difference, one in twenty passes" in text
     for words in (
         "20 % of the training classes",
         "| seeds | 0, 1 |",
@@ -181,17 +181,21 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is no result.*remove it"),
-        ("{", "is no result.*remove it"),
-        ('{"table": "small", "row": 1, "seed": 0, "kind": "full"}', "row must be a valid string.*remove it"),
-        ("[]", "is no run of a table.*move it elsewhere"),
-        ('{"name": "a package"}', "is no run of a table.*move it elsewhere"),
+        ("", "Expecting value.*Remove it to run it again"),
+        ("{", "Expecting property name.*Remove it to run it again"),
+        (
+            '{"table": "small", "row": 1, "seed": 0, "kind": "full"}',
+            "row must be a valid string.*Remove it to run",
+        ),
+        ("[]", "it is no run of a table.*use another --out"),
+        ('{"name": "a package"}', "it is no run of a table.*use another --out"),
     ],
 )
 def test_a_damaged_json_is_named(whole, data, cache, tmp_path, content, message):
     out = copy_of(whole, tmp_path)
     (out / "small" / "mpa-k-2-seed0.json").write_text(content)
-    with pytest.raises(ReproduceError, match=rf"mpa-k-2-seed0\.json {message}|{message}"):
+    said = rf"mpa-k-2-seed0\.json cannot be read as the result of a run \({message}"
+    with pytest.raises(ReproduceError, match=said):
         run_table(make_table(cache), data, out, start=no_training)
 
 
@@ -255,32 +259,32 @@ def test_results_that_cannot_be_read_are_a_failure(data, cache, tmp_path):
 )
 def test_why_a_process_ended(whole, cache, tmp_path, code, log, parallel, sentence):
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
-    job = runner.Job(run, run.recipe, tmp_path, "cpu", parallel)
+    job = runner.Job(run, tmp_path, "cpu", parallel)
     job.log.write_text(log)
     with pytest.raises(AssertionError, match=sentence):
         raise AssertionError(runner._why(job, code))
 
 
 def test_a_page_without_runs(tmp_path):
-    text = page(Results.of(make_table(tmp_path), {}), (0,), True)
+    text = page(Results(make_table(tmp_path), []), (0,), True)
     assert "No run of this table is done yet." in text
 
 
-def test_notes_of_the_runs_stand_below_the_table(whole, tmp_path):
+def test_notes_of_the_runs_are_on_the_page(whole, tmp_path):
     out = copy_of(whole, tmp_path)
     path = out / "small" / "mpa-k-2-seed0.json"
     record = json.loads(path.read_text())
     record["notes"] = ["Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"]
     path.write_text(json.dumps(record))
     table = make_table("anywhere")
-    text = page(Results.of(table, read_records(out / "small")))
-    assert "test images; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2 |" in text
-    captions = [line for line in text.splitlines() if "Data: Cars196: 16170 of" in line]
-    assert len(captions) == 3  # below the figures, the claims and the picture
+    note = "36 test images; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
+    results = Results.read(table, out / "small")
+    assert f"{note} |" in page(results)
+    assert f"{note}." in overview(results, "there")
     record["notes"] = [f"left out {i}.png: no image" for i in range(9)]
     path.write_text(json.dumps(record))
-    text = page(Results.of(table, read_records(out / "small")))
-    assert "left out 2.png: no image; and 6 more notes in the JSON files." in text
+    text = page(Results.read(table, out / "small"))
+    assert "left out 2.png: no image; and 6 more notes in the JSON files |" in text
 
 
 def test_files_that_say_less_can_still_be_read(whole, tmp_path):
@@ -290,10 +294,10 @@ def test_files_that_say_less_can_still_be_read(whole, tmp_path):
         del record["parallel"], record["images"]
         record["environment"]["packages"]["proximetry"] = None
         path.write_text(json.dumps(record))
-    text = page(Results.of(make_table("anywhere"), read_records(out / "small")))
-    assert "| data | your own images: numbers of images not recorded |" in text
+    text = page(Results.read(make_table("anywhere"), out / "small"))
+    assert "| data | your own images: number of images not recorded |" in text
     assert "| concurrent runs | not recorded |" in text
-    assert "proximetry: version not recorded" in text
+    assert "proximetry not recorded" in text
 
 
 def test_what_is_missing_goes_by_the_table(whole, tmp_path):
@@ -306,8 +310,8 @@ def test_what_is_missing_goes_by_the_table(whole, tmp_path):
     text = (out / "small" / "README.md").read_text()
     assert "Still missing: proxy-anchor-selection, mpa-k-2-selection." in text
     assert "--seeds 0 1 --no-selection`" in text
-    records = Results.of(make_table("anywhere"), read_records(out / "small"))
-    assert "Still missing: proxy-anchor-selection" in overview(records, "there")
+    results = Results.read(make_table("anywhere"), out / "small")
+    assert "Still missing: proxy-anchor-selection" in overview(results, "there")
     assert cli.main([*asked, "--no-selection"]) == 0
     assert "Not complete" not in (out / "small" / "README.md").read_text()
 
@@ -316,7 +320,7 @@ def test_only_rows_with_published_figures_have_a_line_of_them(whole, tmp_path):
     rows = table_values("anywhere")["rows"]
     del rows[0]["published"]
     table = make_table("anywhere", rows=rows)
-    text = page(Results.of(table, read_records(whole[0])))
+    text = page(Results.read(table, whole[0]))
     assert text.count("| published, a large network |") == 1
 
 
@@ -401,7 +405,7 @@ def call(capsys, *words):
         (["mpa-table5"], "--data is missing"),
         (["mpa-table5", "--data", "/nowhere"], "/nowhere is not a folder. Pass as --data"),
         (["mpa-table4", "--data", "EMPTY"], "found nothing. Pass as --data the folder of CUB"),
-        (["mpa-table4", "--data", "DATA"], "has no images of split 'test'"),
+        (["mpa-table4", "--data", "DATA"], "this is not CUB-200-2011"),
         (["mpa-table4", "--data", "NUMBERED"], "this is not CUB-200-2011"),
         (["TABLE", "--data", "DATA", "--parallel", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
@@ -438,16 +442,17 @@ def test_results_need_a_folder(capsys, data, cache, tmp_path, monkeypatch):
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         code, _, err = call(capsys, *words, out)
         assert code == 1
-        assert "a file is there" in err
+        assert "nothing can be written to" in err
+        assert "(Not a directory); choose another folder" in err
 
-    def refuse(**settings):
+    def refuse(lock, timeout):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(runner.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(runner.FileLock, "acquire", refuse)
     code, _, err = call(capsys, *words, tmp_path / "closed")
     assert code == 1
     assert "nothing can be written to" in err
-    assert "Permission denied" in err
+    assert "(Permission denied); choose another folder" in err
 
 
 @pytest.mark.slow

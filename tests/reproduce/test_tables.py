@@ -9,12 +9,12 @@ from proximetry.losses import check_settings
 from proximetry.reproduce import (
     ReproduceError,
     ReproduceOptions,
-    Row,
     Table,
     list_tables,
     shipped_tables,
 )
 from proximetry.reproduce.plan import make_run, plan
+from proximetry.reproduce.table import Row
 from proximetry.training import Recipe
 from tests.reproduce.small import make_table, table_values, write_table
 
@@ -101,10 +101,13 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
         ({"rowz": []}, "unknown key 'rowz', did you mean 'rows'"),
         ({"rows": []}, "at least one"),
         ({"rows": "many"}, "rows must be a list"),
-        ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "names of their own"),
+        ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "must differ in the letters"),
         ({"rows": [{"name": "a", "publishd": {}}]}, "'rows.0.publishd', did you mean 'published'"),
-        ({"rows": [{"name": "a", "published": {"recall@1": 101}}]}, "must be less than or equal to 100"),
-        ({"rows": [{"name": "!"}]}, "at least one letter"),
+        (
+            {"rows": [{"name": "a", "published": {"recall@1": 101}}]},
+            "must be less than or equal to 100",
+        ),
+        ({"rows": [{"name": "!"}]}, "must differ in the letters"),
         ({"rows": [{"name": "a"}], "claims": []}, "a sweep needs x"),
         ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "no row 'MPA'"),
         (
@@ -112,6 +115,7 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
             "not in metrics",
         ),
         ({"metrics": []}, "metrics is empty"),
+        ({"metrics": ["map@r"], "claims": []}, "the picture shows recall@1"),
         ({"figure": {"kind": "swep", "label": "K"}}, "did you mean 'sweep'"),
         ({"name": "../up"}, "small letters"),
         ({"selection": "perhaps"}, "selection must be a valid boolean"),
@@ -129,10 +133,12 @@ def test_a_wrong_table_is_refused(tmp_path, changes, message):
 
 
 def test_a_table_that_is_no_table(tmp_path):
-    for text in ("[1, 2]", "{{{", "title: only"):
-        (tmp_path / "t.yaml").write_text(text)
-        with pytest.raises(ReproduceError, match="holds no table"):
-            Table.load(tmp_path / "t.yaml")
+    path = tmp_path / "t.yaml"
+    wrong = {"[1, 2]": "holds no table", "{{{": "is no valid YAML", "title: only": "is no table"}
+    for text, message in wrong.items():
+        path.write_text(text)
+        with pytest.raises(ReproduceError, match=rf"t\.yaml {message}"):
+            Table.load(path)
     with pytest.raises(ReproduceError, match="did you mean 'mpa-table4'"):
         Table.load("mpa-tabel4")
 

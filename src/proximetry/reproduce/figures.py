@@ -2,20 +2,20 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import atomic_write, need
-from proximetry.reproduce.records import Record
-from proximetry.reproduce.statistics import Sample, sample
-from proximetry.reproduce.table import Figure, Table
+from proximetry._common import atomic_write
+from proximetry.reproduce.records import Record, Results
+from proximetry.reproduce.statistics import sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colours that people with colour-blindness can tell apart (Okabe and Ito), and marks besides.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _STYLE: Any = {
     "svg.hashsalt": "proximetry",
@@ -30,89 +30,82 @@ _STYLE: Any = {
 }
 
 
-def need_matplotlib() -> None:
-    """Say early, not after hours of training, that pictures cannot be drawn."""
-    need("matplotlib", "train", "drawing the pictures of this table")
-
-
-def picture_names(figure: Figure | None, runs: dict[str, Sequence[Record]]) -> dict[str, str]:
+def picture_names(results: Results) -> dict[str, str]:
     """File names of a table's pictures, each with what it shows."""
-    if figure is None or not any(runs.values()):
+    figure = results.table.figure
+    if figure is None or not results.runs:
         return {}
     if figure.kind == "sweep":
         return {"sweep.svg": f"recall@1 against {figure.label}"}
     names = {"epochs.svg": "recall@1 against epochs"}
-    if not why_no_seconds(runs):
+    if not why_no_seconds(results):
         names["seconds.svg"] = "recall@1 against seconds of training"
     return names
 
 
-def why_no_seconds(runs: dict[str, Sequence[Record]]) -> str:
+def why_no_seconds(results: Results) -> str:
     """Why seconds of the runs cannot be compared; empty if they can."""
-    records = [record for row in runs.values() for record in row]
-    at_once = {record.parallel for record in records}
+    at_once = [record.parallel for record in results.runs]
     if None in at_once:
         return "how many runs shared the device was not recorded"
-    if at_once - {1}:
-        return f"up to {max(n for n in at_once if n is not None)} runs shared the device"
-    devices = sorted({record.device for record in records})
+    most = max((n for n in at_once if n is not None), default=1)
+    if most > 1:
+        return f"up to {most} runs shared the device"
+    devices = sorted({record.device for record in results.runs})
     return f"the runs were made on several devices ({', '.join(devices)})" if devices[1:] else ""
 
 
-def draw(table: Table, runs: dict[str, Sequence[Record]], folder: Path) -> list[str]:
-    """Draw what the runs so far allow, and return the names of the files."""
-    seconds = f"seconds of training ({_shared(runs, lambda record: record.device)})"
+def draw(results: Results, folder: Path) -> None:
+    """Draw what the runs so far allow, and remove what they do not."""
+    seconds = f"seconds of training ({_shared(record.device for record in results.runs)})"
     paint: dict[str, Callable[[Axes], None]] = {
-        "sweep.svg": lambda axes: _sweep(axes, table, runs),
-        "epochs.svg": lambda axes: _curves(axes, table, runs, "epoch", "epochs"),
-        "seconds.svg": lambda axes: _curves(axes, table, runs, "seconds", seconds),
+        "sweep.svg": lambda axes: _sweep(axes, results),
+        "epochs.svg": lambda axes: _curves(axes, results, "epoch", "epochs"),
+        "seconds.svg": lambda axes: _curves(axes, results, "seconds", seconds),
     }
-    names = list(picture_names(table.figure, runs))
-    for name in names:
-        atomic_write(folder / name, _drawn(paint[name]))
-    for name in paint.keys() - set(names):  # drawn from other runs, it would be believed
-        (folder / name).unlink(missing_ok=True)
-    return names
+    names = picture_names(results)
+    for name, how in paint.items():
+        if name in names:
+            atomic_write(folder / name, _drawn(how))
+        else:  # drawn from other runs, it would be believed
+            (folder / name).unlink(missing_ok=True)
 
 
 def _drawn(paint: "Callable[[Axes], None]") -> bytes:
-    need_matplotlib()
     import matplotlib
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
+        canvas = Figure(figsize=(6.4, 4.0), layout="constrained")
         paint(canvas.add_subplot())
         buffer = io.BytesIO()
         canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
-def _sweep(axes: "Axes", table: Table, runs: dict[str, Sequence[Record]]) -> None:
-    figure = table.figure
+def _sweep(axes: "Axes", results: Results) -> None:
+    table, figure = results.table, results.table.figure
     assert figure is not None
     ticks = [row.x for row in table.rows if row.x is not None]
-    ours = [sample(runs.get(row.name, ()), "recall@1") for row in table.rows]
+    ours = [sample(results.runs_of[row.name], "recall@1") for row in table.rows]
     theirs = [row.published.get("recall@1", math.nan) for row in table.rows]
-    axes.errorbar(  # what is missing is not a number, and the line breaks there
-        ticks,
-        [math.nan if s is None else s.mean for s in ours],
-        [0.0 if s is None else s.std or 0.0 for s in ours]
-        if any(s and s.std for s in ours)
-        else None,
-        marker="o",
-        color=_COLOURS[0],
-        capsize=3,
-        label=f"ours ({_shared(runs, lambda record: record.recipe['model']['backbone'])})",
-    )
-    if not all(map(math.isnan, theirs)):
-        axes.plot(
+    spread = [0.0 if s is None else s.std or 0.0 for s in ours]
+    backbones = _shared(record.recipe["model"]["backbone"] for record in results.runs)
+    handles: list[Any] = [
+        axes.errorbar(
             ticks,
-            theirs,
-            marker="s",
-            linestyle="--",
-            color=_COLOURS[1],
-            label=f"published ({table.published.backbone})",
+            [math.nan if s is None else s.mean for s in ours],  # the line breaks at a NaN
+            spread if any(spread) else None,
+            marker="o",
+            color=_COLORS[0],
+            capsize=3,
+            label=f"ours ({backbones})",
+        )
+    ]
+    if not all(map(math.isnan, theirs)):
+        label = f"published ({table.published.backbone})"
+        handles += axes.plot(
+            ticks, theirs, marker="s", linestyle="--", color=_COLORS[1], label=label
         )
     if figure.log:
         axes.set_xscale("log")
@@ -121,31 +114,20 @@ def _sweep(axes: "Axes", table: Table, runs: dict[str, Sequence[Record]]) -> Non
     axes.set_xlabel(figure.label)
     axes.set_ylabel("recall@1 (%)")
     axes.margins(y=0.15)
-    handles, labels = axes.get_legend_handles_labels()
-    pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0])  # ours first
-    axes.legend(
-        [handle for _, handle in pairs],
-        [name for name, _ in pairs],
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=2,
-    )
+    axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
-def _curves(
-    axes: "Axes", table: Table, runs: dict[str, Sequence[Record]], key: str, label: str
-) -> None:
-    for number, row in enumerate(table.rows):
-        points = curve(runs.get(row.name, ()), key)
+def _curves(axes: "Axes", results: Results, key: str, label: str) -> None:
+    for number, (name, runs) in enumerate(results.runs_of.items()):
+        points = curve(runs, key)
         if points:
             axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                color=_COLOURS[number % len(_COLOURS)],
+                *zip(*points, strict=True),
+                color=_COLORS[number % len(_COLORS)],
                 marker=_MARKS[number % len(_MARKS)],
                 markevery=max(1, len(points) // 10),
                 markersize=5,
-                label=row.name,
+                label=name,
             )
     axes.set_xlim(left=0)
     if key == "epoch":
@@ -167,17 +149,8 @@ def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
                 point = (float(line[key]), 100 * float(line["test"]["recall@1"]))
                 at.setdefault(line["epoch"], []).append(point)
     whole = [points for _, points in sorted(at.items()) if len(points) == len(records)]
-    return [(_mean([x for x, _ in p]), _mean([y for _, y in p])) for p in whole]
+    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for points in whole]
 
 
-def time_to(runs: Sequence[Record], target: float, key: str) -> float | None:
-    """Where (epoch or seconds) the mean curve first reaches a recall@1; None if it never does."""
-    return next((x for x, recall in curve(runs, key) if recall >= target), None)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return Sample(tuple(values)).mean
-
-
-def _shared(runs: dict[str, Sequence[Record]], what: Callable[[Record], str]) -> str:
-    return ", ".join(sorted({what(record) for records in runs.values() for record in records}))
+def _shared(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))

@@ -1,4 +1,4 @@
-"""What a person may say about a reproduction, declared once: here, for Python and the shell."""
+"""The options of a reproduction, declared once for Python and the command line."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ class ReproduceOptions:
     render: bool = _option(
         False, "only write README.md and the pictures anew from the results that are there"
     )
-    keep_runs: bool = _option(False, "keep checkpoints and embedders of the runs")
+    keep_runs: bool = _option(False, "keep checkpoints, embedders and logs of the runs")
 
 
 DEFAULTS = ReproduceOptions()

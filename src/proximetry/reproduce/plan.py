@@ -8,6 +8,7 @@ from typing import Any, Literal
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
 from proximetry.training.recipe import Recipe, RecipeError, merge
+from proximetry.training.schedule import drop_epochs
 
 Kind = Literal["full", "selection", "held_out"]
 
@@ -17,19 +18,13 @@ _ON_GPU = {"data.cache": "gpu", "training.precision": "bfloat16", "training.cuda
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training of a row.
 
-    Attributes:
-        row: the name of its row.
-        slug: the row as part of a file name.
-        seed: of everything random in it.
-        kind: full trains on all training classes; selection holds some out and selects the epoch;
-            held_out holds some out and evaluates them at the last epoch.
-        recipe: without the place of the data.
+    A full one is on all training classes; selection holds some out and selects the epoch; held_out
+    holds some out and evaluates them at the last epoch.
     """
 
-    row: str
-    slug: str
+    row: Row
     seed: int
     kind: Kind
     recipe: Recipe
@@ -37,10 +32,11 @@ class Run:
     @property
     def id(self) -> str:
         """The name of its file and of its folder."""
-        return run_id(self.slug, self.seed, self.kind)
+        return run_id(self.row.slug, self.seed, self.kind)
 
     def __str__(self) -> str:
-        return f"{self.row}, " + ("selection" if self.kind == "selection" else f"seed {self.seed}")
+        which = "selection" if self.kind == "selection" else f"seed {self.seed}"
+        return f"{self.row.name}, {which}"
 
 
 def run_id(slug: str, seed: int, kind: str) -> str:
@@ -75,8 +71,8 @@ def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[
         raise ReproduceError(
             f"seeds must be different whole numbers from 0 on, at least one; got {list(seeds)}"
         )
-    rows = [table.row(name) for name in options.rows] or table.rows
-    kind: Kind = "held_out" if table.protocol == "held_out" else "full"
+    rows = [table.row(name) for name in dict.fromkeys(options.rows)] or table.rows
+    kind: Kind = "full" if table.protocol == "last" else "held_out"
     runs = [make_run(table, row, seed, kind, options, on_gpu) for seed in seeds for row in rows]
     if wants_selection(table, options):
         runs += [make_run(table, row, seeds[0], "selection", options, on_gpu) for row in rows]
@@ -100,19 +96,18 @@ def make_run(
 ) -> Run:
     """The run of one row and seed."""
     defaults: dict[str, Any] = {"evaluation.protocol": "last", "evaluation.watch_test": True}
-    changes: dict[str, Any] = {
+    changes = {
         "name": f"{table.name}: {row.name}",
         "about": table.title,
+        "model.backbone": options.backbone,
+        "model.weights": options.weights,
         "training.seed": seed,
+        "evaluation.eval_dims": table.dims or None,
     }
-    if table.dims:
-        changes["evaluation.eval_dims"] = table.dims
-    for key in ("backbone", "weights"):
-        if getattr(options, key) is not None:
-            changes[f"model.{key}"] = getattr(options, key)
+    given = {key: value for key, value in changes.items() if value is not None}
     try:
         values = merge(defaults | (_ON_GPU if on_gpu else {}), table.recipe_values(row))
-        recipe = Recipe.load(values, changes)
+        recipe = Recipe.load(values, given)
         _check(table, recipe)
     except RecipeError as error:
         raise ReproduceError(f"table {table.name}, row {row.name!r}: {error}") from error
@@ -123,7 +118,7 @@ def make_run(
         if kind == "held_out":  # no epoch can be selected but the last
             apart |= {"every": recipe.training.epochs, "final_test": False}
         recipe = recipe.override({"evaluation": apart})
-    return Run(row.name, row.slug, seed, kind, recipe)
+    return Run(row, seed, kind, recipe)
 
 
 def _check(table: Table, recipe: Recipe) -> None:
@@ -137,7 +132,7 @@ def _check(table: Table, recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """The recipe with another number of epochs: learning-rate drops and evaluation interval too.
+    """Return a recipe of so many epochs; learning-rate drops and evaluation interval scale too.
 
     A step that would not be a whole number of epochs becomes milestones; the warm-up stays.
     """
@@ -161,13 +156,5 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
         changes["schedule.every"] = schedule.every * epochs // published
     elif schedule.name in ("step", "milestones"):
         changes["schedule.name"] = "milestones"
-        changes["schedule.at"] = sorted({moved(epoch) for epoch in drops(recipe)})
+        changes["schedule.at"] = sorted({moved(at) for at in drop_epochs(schedule, published)})
     return recipe.override(changes)
-
-
-def drops(recipe: Recipe) -> tuple[int, ...]:
-    """The epochs (counted from 0) at whose start the learning rates drop."""
-    schedule, epochs = recipe.schedule, recipe.training.epochs
-    if schedule.name == "step":
-        return tuple(range(schedule.every, epochs, schedule.every))
-    return tuple(at for at in schedule.at if at < epochs) if schedule.name == "milestones" else ()

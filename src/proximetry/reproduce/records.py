@@ -1,8 +1,7 @@
 """One JSON file per run: everything a figure needs to be believed, and no path of a machine."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,12 @@ class Record(Section):
     """What came of a run. What older runs did not record is None, or missing from a dictionary.
 
     Attributes:
-        device: the name of the GPU, or CPU.
         last: epoch and metrics at the end.
-        selected_epoch: what a selection run selected.
+        selected_epoch: of a selection run.
         seconds: of training alone.
-        curve: epoch, seconds of training so far, loss, and the metrics where they were computed.
+        curve: per epoch: seconds of training so far, loss, and the metrics if they were computed.
         parallel: how many runs shared the device.
-        images: how many images of which split the dataset has.
+        images: number of images per split.
         views: metrics of the held-out classes for other sizes of the images.
     """
 
@@ -67,21 +65,20 @@ class Record(Section):
         """The name of its file."""
         return run_id(self.slug, self.seed, self.kind)
 
-    @property
-    def split(self) -> str:
-        """What it is evaluated on: test, or the held-out classes."""
-        return "held_out" if self.kind == "held_out" else "test"
-
-    def metrics(self, epoch: int | None = None, dim: int | None = None) -> dict[str, Any]:
-        """Metrics at an epoch or at the end, of the first dimensions or of all; empty if none."""
+    def metrics(
+        self, epoch: int | None = None, dim: int | None = None, view: str | None = None
+    ) -> dict[str, Any]:
+        """Metrics at an epoch or at the end, of the first dimensions or a view; empty if none."""
+        if view is not None:
+            return (self.views or {}).get(view, {})
         at = self.last
         if epoch not in (None, self.last["epoch"]):
             at = next((line for line in self.curve if line["epoch"] == epoch), {})
-        found: dict[str, Any] = at.get(self.split, {})
+        found: dict[str, Any] = at.get("held_out" if self.kind == "held_out" else "test", {})
         return found if dim is None else found.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
         atomic_write(folder / f"{self.id}.json", text.encode())
@@ -96,42 +93,32 @@ def without_places(recipe: Recipe) -> Recipe:
 
 
 def make_record(
-    table: Table,
-    run: Run,
-    folder: "RunFolder",
-    *,
-    root: str | None,
-    on_gpu: bool,
-    selection: bool,
-    **known: Any,
+    table: Table, run: Run, folder: "RunFolder", *, on_gpu: bool, selection: bool, **known: Any
 ) -> Record:
     """Gather what a finished run left in its folder; ``known`` are further fields of the record."""
-    recipe = without_places(run.recipe).to_dict()
+    root, recipe = run.recipe.data.root, without_places(run.recipe).to_dict()
     results = folder.read_results()
-    environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
+    environment = json.loads(folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
         weights["origin"] = Path(weights["origin"]).name
-    last = dict(results["last"])
-    if run.kind == "held_out":  # a search has no business with the test classes
-        last.pop("test", None)
     return Record(
         table=table.name,
-        row=run.row,
-        slug=run.slug,
+        row=run.row.name,
+        slug=run.row.slug,
         seed=run.seed,
         kind=run.kind,
         recipe=recipe,
-        command=command_for(table, run.row, [run.seed], recipe, selection),
+        command=command_for(table, run.row.name, [run.seed], recipe, selection),
         device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,
         protocol=results["protocol"],
         notes=[note.replace(f"{root}/", "") if root else note for note in results["notes"]],
-        last=last,
+        last=results["last"],
         selected_epoch=results["selected"]["epoch"] if run.kind == "selection" else None,
-        seconds=results.get("seconds"),
-        startup_seconds=results.get("startup_seconds"),
+        seconds=results["seconds"],
+        startup_seconds=results["startup_seconds"],
         curve=[{key: line[key] for key in _CURVE if key in line} for line in folder.history()],
         **known,
     )
@@ -141,27 +128,18 @@ def read_record(path: Path) -> Record:
     """Read a file back; one that is damaged or no run at all is named."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise _damaged(path, error) from error
-    if not isinstance(values, dict) or not {"table", "row", "seed", "kind"} <= values.keys():
-        raise ReproduceError(
-            f"{path} is no run of a table, and this folder is for those alone; move it elsewhere, "
-            "or use another --out"
-        )
-    try:
+        if not isinstance(values, dict) or not {"table", "row", "seed", "kind"} <= values.keys():
+            raise ValueError("it is no run of a table")
         record = Record.model_validate(values)
-    except ValidationError as error:
-        raise _damaged(path, validation_sentence(error, Record)) from error
-    if record.id != path.stem or "epoch" not in record.last:
-        raise _damaged(path, f"it says that it is {record.id}")
+        if record.id != path.stem or "epoch" not in record.last:
+            raise ValueError(f"it says that it is {record.id}")
+    except (ValueError, OSError) as error:
+        sentence = isinstance(error, ValidationError) and validation_sentence(error, Record)
+        raise ReproduceError(
+            f"{path} cannot be read as the result of a run ({sentence or error}). Remove it to run "
+            "it again, or use another --out"
+        ) from error
     return record
-
-
-def _damaged(path: Path, why: object) -> ReproduceError:
-    return ReproduceError(
-        f"{path} is no result of a run that can be read ({why}); remove it, and the same "
-        "command runs it again"
-    )
 
 
 def read_records(folder: Path) -> dict[str, Record]:
@@ -193,53 +171,32 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
         )
 
 
-@dataclass(frozen=True)
 class Results:
     """The runs of a table that are there, in its order.
 
     Attributes:
-        runs_of: the runs that the table shows, by row.
-        selection: the runs that selected the number of epochs, by row.
+        runs_of: the runs that the table shows, by row; in each row by seed.
+        runs: all of them.
+        selection: the runs that selected an epoch, by row.
+        everything: all runs.
     """
 
-    table: Table
-    runs_of: dict[str, Sequence[Record]]
-    selection: dict[str, Record]
-
-    @classmethod
-    def of(cls, table: Table, records: dict[str, Record]) -> "Results":
-        """Sort records into rows, by seed."""
-        known = sorted(records.values(), key=lambda record: record.seed)
-        shown: dict[str, Sequence[Record]] = {
+    def __init__(self, table: Table, records: Iterable[Record]) -> None:
+        known = sorted(records, key=lambda record: record.seed)
+        self.table = table
+        self.runs_of = {
             row.name: [r for r in known if r.row == row.name and r.kind != "selection"]
             for row in table.rows
         }
-        return cls(table, shown, {r.row: r for r in known if r.kind == "selection"})
+        self.runs = [record for records in self.runs_of.values() for record in records]
+        self.seeds = sorted({record.seed for record in self.runs})
+        self.selection = {r.row: r for r in known if r.kind == "selection"}
+        self.everything = [*self.runs, *self.selection.values()]
 
     @classmethod
     def read(cls, table: Table, folder: Path) -> "Results":
         """The runs in a folder."""
-        return cls.of(table, read_records(folder))
-
-    @property
-    def runs(self) -> list[Record]:
-        """The runs that the table shows, row by row."""
-        return [record for records in self.runs_of.values() for record in records]
-
-    @property
-    def everything(self) -> list[Record]:
-        """All runs."""
-        return [*self.runs, *self.selection.values()]
-
-    @property
-    def seeds(self) -> list[int]:
-        """All seeds of the runs that the table shows."""
-        return sorted({record.seed for record in self.runs})
-
-    @property
-    def notes(self) -> list[str]:
-        """What the runs note about the data, each note once."""
-        return list(dict.fromkeys(note for record in self.everything for note in record.notes))
+        return cls(table, read_records(folder).values())
 
     def missing(self, seeds: Iterable[int], selection: bool) -> list[str]:
         """Names of the runs that a complete table would also have."""

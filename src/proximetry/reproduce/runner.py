@@ -7,34 +7,33 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import yaml
 from filelock import FileLock, Timeout
 
-from proximetry._common import atomic_write, resolve_device
+from proximetry._common import atomic_write, need, resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
-from proximetry.reproduce.figures import draw, need_matplotlib
+from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
-from proximetry.reproduce.page import FLIP_VIEW, page, view_name
+from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import Run, make_run, plan, wants_selection
 from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.recipe import Recipe
+from proximetry.training.recipe import read_yaml
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
@@ -52,20 +51,14 @@ class Job:
     """A run and everything its process needs to know.
 
     Attributes:
-        run: what to do.
-        recipe: the run's, with the place of the data.
         work: folder of what is only there while runs are at work.
-        device: to train on.
         parallel: how many runs share the device.
-        watch: whether its display may use the terminal.
     """
 
     run: Run
-    recipe: Recipe
     work: Path
     device: str
     parallel: int = 1
-    watch: bool = False
 
     @property
     def folder(self) -> RunFolder:
@@ -87,12 +80,26 @@ class Job:
         """What the process says."""
         return self.work / f"{self.run.id}.log"
 
+    def most_at_once(self) -> int:
+        """How many runs shared the device, now or before it was cut off."""
+        try:
+            head = self.file.read_text(encoding="utf-8").partition("\n")[0]
+            return max(self.parallel, int(head.removeprefix(_HEAD)))
+        except (OSError, ValueError):
+            return self.parallel
+
+    def write(self) -> None:
+        """Write the recipe for the process."""
+        self.work.mkdir(exist_ok=True)
+        text = yaml.safe_dump(self.run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
+        atomic_write(self.file, f"{_HEAD}{self.most_at_once()}\n{text}".encode())
+
 
 Child = subprocess.Popen[bytes]
 
 
 def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
-    """Start `proximetry train` for a job."""
+    """Start `proximetry train` for a job; alone, it may use the terminal."""
     words = [sys.executable, *program, str(job.file), str(job.folder.path)]
     environment = {
         **os.environ,
@@ -104,7 +111,7 @@ def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train
         return subprocess.Popen(
             [*words, "--device", job.device],
             stdin=subprocess.DEVNULL,
-            stdout=None if job.watch else log,
+            stdout=None if job.parallel == 1 and sys.stdout.isatty() else log,
             stderr=log,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches this process alone, which then decides
@@ -139,10 +146,13 @@ def reproduce(
     """
     chosen = Table.load(table)
     home = Path(out) / chosen.name
-    if chosen.figure is not None:
-        need_matplotlib()
+    if chosen.figure is not None:  # not after hours of training
+        need("matplotlib", "train", "drawing the pictures of this table")
     if options.render:
-        return _render(chosen, home, options.selection)
+        if not any(home.glob("*.json")):
+            raise ReproduceError(f"{home} holds no results to render; --out says where they are")
+        _write(chosen, home, (), options.selection)
+        return home
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
     device = resolve_device(options.device)
@@ -151,16 +161,16 @@ def reproduce(
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
     root, catalog = _find_data(chosen, data)
-    _make_folder(home)
     with _alone(home, report), _terminate_like_interrupt():
         there = _check_existing(chosen, home, options, on_gpu)
+        if not options.keep_runs:
+            _tidy(home, [run.id for run in runs if run.id in there])
         left = [run for run in runs if run.id not in there]
         at_once = min(options.parallel, len(left))
-        watch = at_once == 1 and sys.stdout.isatty()
         jobs = []
         for run in left:
-            recipe = run.recipe.override({"data.root": None if root is None else str(root)})
-            jobs.append(Job(run, recipe, home / "work", str(device), at_once, watch))
+            placed = replace(run, recipe=run.recipe.override({"data.root": root}))
+            jobs.append(Job(placed, home / "work", str(device), at_once))
             _check_begun(jobs[-1])
         report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
         if at_once > 1 and chosen.figure is not None and chosen.figure.kind == "curves":
@@ -168,117 +178,88 @@ def reproduce(
                 "runs that share a device slow each other down: with --parallel above 1 seconds "
                 "are neither drawn nor compared"
             )
-        finish = _Finish(chosen, home, options, catalog, len(left), report)
+        finish = partial(_finish, chosen, home, options, catalog)
         try:
             try:
-                _perform(jobs, at_once, start, finish)
+                failures = _perform(jobs, at_once, start, finish, report)
             finally:
                 _write(chosen, home, options.seeds, wants_selection(chosen, options))
-                _tidy(home, [] if options.keep_runs else runs)
         except KeyboardInterrupt:  # also one that comes while the page is written
             done = len(list(home.glob("*.json")))
             raise Interrupted(
                 f"stopped and saved; {done} runs are done in {home}, and the same command continues"
             ) from None
-    finish.raise_failures()
+    if failures:
+        count = len(failures)
+        raise ReproduceError(
+            f"{count} run{'s' * (count > 1)} failed; the others are in {home}, and the same "
+            f"command tries again. {'; '.join(failures)}"
+        )
     return home
 
 
 def _perform(
-    jobs: Sequence[Job], parallel: int, start: Callable[[Job], Child], finish: "_Finish"
-) -> None:
-    """Do the jobs, so many at once; when interrupted let all save, then pass it on."""
-    waiting = deque(jobs)
+    jobs: Sequence[Job],
+    parallel: int,
+    start: Callable[[Job], Child],
+    finish: Callable[[Job, int], str],
+    report: Report,
+) -> list[str]:
+    """Do the jobs, so many at once, and return what failed; when interrupted let all save first."""
+    waiting, failures = deque(jobs), []
     running: list[tuple[Job, Child]] = []
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.popleft()
-                _write_job(job)
+                job.write()
                 running.append((job, start(job)))
-            codes = [child.poll() for _, child in running]
-            for (job, _), code in zip(running, codes, strict=True):
-                if code is not None:
-                    finish(job, code)
-            running = [pair for pair, code in zip(running, codes, strict=True) if code is None]
-            if len(running) == len(codes):
+            ended = [(job, child) for job, child in running if child.poll() is not None]
+            for job, child in ended:
+                running.remove((job, child))
+                try:
+                    said = finish(job, child.wait())
+                except Exception as error:  # one run must not take the others with it
+                    expected = isinstance(error, (ValueError, OSError))
+                    why = str(error) if expected else f"{type(error).__name__}: {error}"
+                    failures.append(f"{job.run}: {' '.join(why.split())}")
+                    said = f"failed, {' '.join(why.split())}"
+                report(f"{job.run}: {said}; {len(waiting) + len(running)} left")
+            if not ended:
                 time.sleep(0.1)
     finally:  # none is left to end unless we were interrupted
         for _, child in running:
             child.terminate()  # SIGTERM: the run saves at its next step
         for _, child in running:
             child.wait()
+    return failures
 
 
-def _write_job(job: Job) -> None:
-    """Write the recipe for the process, and how many runs shared the device, now or before."""
-    most = max(_most_at_once(job), job.parallel)
-    job.work.mkdir(exist_ok=True)
-    text = yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True)
-    atomic_write(job.file, f"{_HEAD}{most}\n{text}".encode())
-
-
-def _most_at_once(job: Job) -> int:
-    try:
-        return int(job.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix(_HEAD))
-    except (OSError, ValueError):
-        return 1
-
-
-@dataclass
-class _Finish:
-    """Turns the end of a run into its JSON file or a sentence; remembers what went wrong."""
-
-    table: Table
-    home: Path
-    options: ReproduceOptions
-    catalog: Catalog
-    left: int
-    report: Report
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def __call__(self, job: Job, code: int) -> None:
-        self.left -= 1
-        try:
-            if code:
-                raise ReproduceError(_why(job, code))
-            said = _summary(self.record(job))
-        except Exception as error:  # one run must not take the others with it
-            expected = isinstance(error, (ValueError, OSError))
-            why = str(error) if expected else f"{type(error).__name__}: {error}"
-            self.failures[str(job.run)] = " ".join(why.split())
-            said = f"failed, {self.failures[str(job.run)]}"
-        self.report(f"{job.run}: {said}; {self.left} left")
-
-    def record(self, job: Job) -> Record:
-        """Write the file of a run that has ended well, and remove what it leaves at work."""
-        record = make_record(
-            self.table,
-            job.run,
-            job.folder,
-            root=job.recipe.data.root,
-            on_gpu=job.on_gpu,
-            selection=wants_selection(self.table, self.options),
-            parallel=_most_at_once(job),
-            images={s: len(self.catalog.filter(split=s)) for s in ("train", "test")},
-            views=_evaluate_views(job, self.table, self.catalog),
-        )
-        record.write(self.home)
-        job.log.unlink(missing_ok=True)
-        job.file.unlink(missing_ok=True)
-        if not self.options.keep_runs:
-            shutil.rmtree(job.folder.path, ignore_errors=True)
-        return record
-
-    def raise_failures(self) -> None:
-        """Name the failures, each with its sentence."""
-        if self.failures:
-            lines = [f"{name}: {why}" for name, why in self.failures.items()]
-            count = len(lines)
-            raise ReproduceError(
-                f"{count} run{'s' * (count > 1)} failed; the others are in {self.home}, and the "
-                "same command tries again. " + "; ".join(lines)
-            )
+def _finish(
+    table: Table, home: Path, options: ReproduceOptions, catalog: Catalog, job: Job, code: int
+) -> str:
+    """Write the file of a run that has ended, remove what it leaves, and say what came out."""
+    if code:
+        raise ReproduceError(_why(job, code))
+    record = make_record(
+        table,
+        job.run,
+        job.folder,
+        on_gpu=job.on_gpu,
+        selection=wants_selection(table, options),
+        parallel=job.most_at_once(),
+        images={split: len(catalog.filter(split=split)) for split in ("train", "test")},
+        views=_evaluate_views(job, table, catalog),
+    )
+    record.write(home)
+    if not options.keep_runs:
+        _tidy(home, [job.run.id])
+    if record.selected_epoch is not None:
+        said = f"epoch {record.selected_epoch} selected on held-out classes"
+    else:
+        metric = table.metrics[0]
+        said = f"{metric} {100 * record.metrics()[metric]:.1f}"
+    return f"{said}, {record.seconds or 0:.0f} s"
 
 
 def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]] | None:
@@ -286,23 +267,14 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
     if not table.views:
         return None
     embedder = Embedder.load(job.folder.embedder, device=job.device)
-    held_out = catalog.subset(divide(catalog, job.recipe)["held_out"])
+    held_out = catalog.subset(divide(catalog, job.run.recipe)["held_out"])
     own, found = embedder.preprocessing, {}
     for crop, side in table.views:
         embedder.preprocessing = replace(own, crop=(crop, crop), resize=side)
-        found[view_name(crop, side)] = evaluate_embedder(embedder, held_out)
+        found[f"{crop} of {side}"] = evaluate_embedder(embedder, held_out)
     embedder.preprocessing = own
     embedder.architecture = replace(embedder.architecture, flip_tta=True)
-    return {**found, FLIP_VIEW: evaluate_embedder(embedder, held_out)}
-
-
-def _summary(record: Record) -> str:
-    if record.selected_epoch is not None:
-        text = f"epoch {record.selected_epoch} selected on held-out classes"
-    else:
-        found = record.metrics()
-        text = f"recall@1 {100 * found['recall@1']:.1f}" if "recall@1" in found else "done"
-    return text if record.seconds is None else f"{text}, {record.seconds:.0f} s"
+    return {**found, "flip TTA": evaluate_embedder(embedder, held_out)}
 
 
 def _why(job: Job, code: int) -> str:
@@ -327,13 +299,12 @@ def _why(job: Job, code: int) -> str:
     return last.removeprefix("proximetry: ") + whole
 
 
-def _find_data(table: Table, data: str | Path | None) -> tuple[Path | None, Catalog]:
+def _find_data(table: Table, data: str | Path | None) -> tuple[str | None, Catalog]:
     """The folder of the table's dataset, and its catalogue; a wrong folder says what to pass."""
-    name = table.dataset
-    if name == "glyphs":
+    name, info = table.dataset, list_datasets()[table.dataset]
+    if info.built_in:
         return None, open_dataset(name)
-    what = f"Pass as --data the folder of {list_datasets()[name]}, or a folder that holds it as "
-    what += f"{name}/"
+    what = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
     if data is None:
         raise ReproduceError(f"--data is missing. {what}")
     given = Path(data).expanduser()
@@ -341,37 +312,18 @@ def _find_data(table: Table, data: str | Path | None) -> tuple[Path | None, Cata
     root = (inner if inner.is_dir() else given).absolute()
     try:
         catalog = open_dataset(name, root)
-        _check_classes(name, root, catalog)
+        for split, size in (("train", info.train), ("test", info.test)):
+            classes = len(catalog.filter(split=split).class_names)
+            if classes == 0:
+                raise ValueError(f"{root} has no images of split {split!r}")
+            if size is not None and classes != size.classes:
+                raise ValueError(
+                    f"{root} holds {classes} classes of split {split!r} instead of "
+                    f"{size.classes}: this is not {info.title}"
+                )
     except (ValueError, OSError) as error:
         raise ReproduceError(f"{error}. {what}") from error
-    return root, catalog
-
-
-def _check_classes(name: str, root: Path, catalog: Catalog) -> None:
-    info = list_datasets()[name]
-    found = {split: len(catalog.filter(split=split).class_names) for split in ("train", "test")}
-    for split, classes in found.items():
-        if classes == 0:
-            raise ReproduceError(f"{root} has no images of split {split!r}")
-    wanted = {"train": info.train, "test": info.test}
-    if any(size is not None and size.classes != found[split] for split, size in wanted.items()):
-        raise ReproduceError(
-            f"{root} holds {found['train']} classes for training and {found['test']} for test: "
-            f"this is not {info.title}"
-        )
-
-
-def _make_folder(home: Path) -> None:
-    """Make the folder of results, and see that files can be written there."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=home).close()
-    except (FileExistsError, NotADirectoryError):
-        raise ReproduceError(f"--out: {home} cannot be a folder, a file is there") from None
-    except OSError as error:
-        raise ReproduceError(
-            f"--out: nothing can be written to {home} ({error.strerror}); choose another folder"
-        ) from error
+    return str(root), catalog
 
 
 @contextmanager
@@ -379,6 +331,7 @@ def _alone(home: Path, report: Report, patience: float = PATIENCE) -> Iterator[N
     """Be the only command at work in a folder, after waiting for ``patience`` seconds at most."""
     lock = FileLock(home / ".lock")
     try:
+        home.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -388,6 +341,10 @@ def _alone(home: Path, report: Report, patience: float = PATIENCE) -> Iterator[N
         raise ReproduceError(
             f"another command is at work in {home}; wait for it, or use another --out"
         ) from None
+    except OSError as error:
+        raise ReproduceError(
+            f"--out: nothing can be written to {home} ({error.strerror}); choose another folder"
+        ) from error
     try:
         yield
     finally:
@@ -400,8 +357,8 @@ def _check_existing(
 ) -> dict[str, Record]:
     """Read what is done; refuse to mix it with what is asked for if the recipes differ."""
     records = read_records(home)
-    for record in records.values():
-        path = home / f"{record.id}.json"
+    for name, record in records.items():
+        path = home / f"{name}.json"
         try:
             row = table.row(record.row)
         except ReproduceError as error:
@@ -414,8 +371,13 @@ def _check_existing(
 def _check_begun(job: Job) -> None:
     """A run that was cut off must have been the same; one that cannot go on begins anew."""
     folder = job.folder
-    recipe = _recipe_of(folder)
-    if recipe is not None and (folder.last.exists() or folder.results.exists()):
+    try:
+        json.loads(folder.environment.read_text(encoding="utf-8"))
+        recipe = read_yaml(folder.recipe, "recipe")
+        begun = folder.last.exists() or folder.results.exists()
+    except (OSError, ValueError):
+        begun = False
+    if begun:
         check_same(folder.path, recipe, job.run)
     elif folder.path.exists():
         # Killed while its folder was being made or removed, it may be of any shape. A process that
@@ -426,41 +388,20 @@ def _check_begun(job: Job) -> None:
         job.file.unlink(missing_ok=True)
 
 
-def _recipe_of(folder: RunFolder) -> dict[str, Any] | None:
-    """The recipe in the folder of a run; None if it is damaged or parts of the folder are gone."""
-    try:
-        json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
-        values = yaml.safe_load(folder.recipe.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def _render(table: Table, home: Path, selection: bool | None) -> Path:
-    if not any(home.glob("*.json")):
-        raise ReproduceError(
-            f"{home} holds no results to render; run the table first, or say with --out where "
-            "they are"
-        )
-    _write(table, home, (), selection)
-    return home
-
-
 def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool | None) -> None:
     results = Results.read(table, home)
-    draw(table, results.runs_of, home)
+    draw(results, home)
     atomic_write(home / "README.md", page(results, seeds, selection).encode())
 
 
-def _tidy(home: Path, runs: Sequence[Run]) -> None:
+def _tidy(home: Path, names: Iterable[str]) -> None:
     """Remove what runs that are done have left at work."""
     work = home / "work"
-    for run in runs:
-        if (home / f"{run.id}.json").exists():
-            shutil.rmtree(work / run.id, ignore_errors=True)
-            for suffix in ("yaml", "log"):
-                (work / f"{run.id}.{suffix}").unlink(missing_ok=True)
-    if work.is_dir() and not any(work.iterdir()):
+    for name in names:
+        shutil.rmtree(work / name, ignore_errors=True)
+        for suffix in ("yaml", "log"):
+            (work / f"{name}.{suffix}").unlink(missing_ok=True)
+    with suppress(OSError):  # others are at work
         work.rmdir()
 
 
@@ -470,11 +411,7 @@ def _terminate_like_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

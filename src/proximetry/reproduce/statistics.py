@@ -1,12 +1,13 @@
 """Means, deviations, and whether a claim holds."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from statistics import fmean, stdev, variance
+from typing import Any, Literal
 
-from proximetry.reproduce.records import Record
-from proximetry.reproduce.table import Claim, Table
+from proximetry.reproduce.records import Record, Results
+from proximetry.reproduce.table import Claim
 
 Verdict = Literal[
     "holds",
@@ -34,46 +35,39 @@ class Sample:
     @property
     def mean(self) -> float:
         """Their mean."""
-        return math.fsum(self.values) / len(self.values)
+        return fmean(self.values)
 
     @property
     def std(self) -> float | None:
         """Their sample standard deviation; None of a single value."""
-        n = len(self.values)
-        if n < 2:
-            return None
-        return math.sqrt(math.fsum((v - self.mean) ** 2 for v in self.values) / (n - 1))
+        return stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
         return f"{self.mean:.1f}" if self.std is None else f"{self.mean:.1f} ± {self.std:.1f}"
 
 
 def sample(
-    records: Iterable[Record], metric: str, epoch: int | None = None, dim: int | None = None
+    records: Iterable[Record], metric: str, epoch: int | None = None, **of: Any
 ) -> Sample | None:
-    """A metric over runs in percent, at an epoch or at the end; None if no run has it."""
-    found = [record.metrics(epoch, dim) for record in records]
+    """A metric over runs in percent, as in `Record.metrics`; None if no run has it."""
+    found = [record.metrics(epoch, **of) for record in records]
     values = tuple(100 * metrics[metric] for metrics in found if metric in metrics)
     return Sample(values) if values else None
 
 
 def noise(a: Sample, b: Sample) -> float | None:
-    """How far two means of as many seeds differ by chance in 19 of 20 cases (Welch's t).
+    """How far two means over the same seeds differ by chance in 19 of 20 cases (Welch's t).
 
     None where it cannot be told: of single values, and of values without any spread.
     """
     n = len(a.values)
-    if a.std is None or b.std is None:
-        return None
-    if n != len(b.values):
-        raise ValueError(f"samples of as many seeds are compared, got {n} and {len(b.values)}")
-    spread = a.std**2 + b.std**2
+    spread = variance(a.values) + variance(b.values) if n > 1 else 0.0
     if spread == 0:
         return None
-    share = a.std**2 / spread
+    share = variance(a.values) / spread
     freedom = (n - 1) / (share**2 + (1 - share) ** 2)
     # A hair more, so that rounding does not turn 4 into 3.
-    quantile = _T[min(max(1, math.floor(freedom + 1e-9)), len(_T)) - 1]
+    quantile = _T[min(math.floor(freedom + 1e-9), len(_T)) - 1]
     return quantile * math.sqrt(spread / n)
 
 
@@ -88,37 +82,31 @@ class Finding:
         seeds: that both rows have.
     """
 
-    claim: Claim
-    published: float | None
-    difference: float | None
-    noise: float | None
-    seeds: tuple[int, ...]
     verdict: Verdict
+    published: float | None
+    difference: float | None = None
+    noise: float | None = None
+    seeds: tuple[int, ...] = ()
 
-    @property
-    def tested(self) -> bool:
-        """Whether there are enough seeds for a test."""
-        return len(self.seeds) > 1
 
-
-def examine(claim: Claim, table: Table, runs: dict[str, Sequence[Record]]) -> Finding:
+def examine(claim: Claim, results: Results) -> Finding:
     """Compare a claim with the last epochs of the runs of both rows, over the seeds of both."""
-    numbers = [table.row(name).published.get(claim.metric) for name in (claim.better, claim.worse)]
-    published = None if None in numbers else (numbers[0] or 0.0) - (numbers[1] or 0.0)
-    better, worse = (_by_seed(runs.get(n, ()), claim.metric) for n in (claim.better, claim.worse))
+    names = (claim.better, claim.worse)
+    high, low = (results.table.row(name).published.get(claim.metric) for name in names)
+    published = None if high is None or low is None else high - low
+    better, worse = (_by_seed(results.runs_of[name], claim.metric) for name in names)
     seeds = tuple(sorted(better.keys() & worse.keys()))
     if not seeds:
-        verdict: Verdict = "no seed in common" if better and worse else "not run"
-        return Finding(claim, published, None, None, (), verdict)
+        return Finding("no seed in common" if better and worse else "not run", published)
     a, b = (Sample(tuple(values[seed] for seed in seeds)) for values in (better, worse))
     difference, limit = a.mean - b.mean, noise(a, b)
-    verdict = "one seed, not tested" if len(seeds) == 1 else verdict_on(difference, limit)
-    return Finding(claim, published, difference, limit, seeds, verdict)
+    verdict = verdict_on(difference, limit) if len(seeds) > 1 else "one seed, not tested"
+    return Finding(verdict, published, difference, limit, seeds)
 
 
 def _by_seed(records: Iterable[Record], metric: str) -> dict[int, float]:
-    found = ((record.seed, sample([record], metric)) for record in records)
-    return {seed: values.mean for seed, values in found if values is not None}
+    found = ((record.seed, record.metrics().get(metric)) for record in records)
+    return {seed: 100 * value for seed, value in found if value is not None}
 
 
 def verdict_on(difference: float, limit: float | None) -> Verdict:

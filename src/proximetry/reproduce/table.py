@@ -18,6 +18,7 @@ from proximetry.training.recipe import (
     RecipeError,
     Section,
     TrainingConfig,
+    find_file,
     merge,
     plain_values,
     read_yaml,
@@ -37,10 +38,9 @@ class Published(Section):
     """How the published figures came about.
 
     Attributes:
-        backbone: the network they were measured with.
         protocol: how the epoch was selected and how many runs stand behind a figure.
         note: what else a reader must know.
-        epochs: the number of epochs, where it was published; else that of the table is ours.
+        epochs: if published; else the number of epochs in the table is ours.
     """
 
     backbone: str = ""
@@ -53,9 +53,8 @@ class Row(Section):
     """One row.
 
     Attributes:
-        name: as the table prints it.
         changes: to the recipe that the rows share, by dotted or nested keys.
-        published: metric → published percentage; a metric that was not published is left out.
+        published: metric → published percentage.
         x: place on the horizontal axis of a sweep.
     """
 
@@ -82,13 +81,9 @@ class Claim(Section):
 
 
 class Figure(Section):
-    """A picture of the table.
+    """A picture: recall@1 against the x of the rows (sweep), or epochs and seconds (curves).
 
-    Attributes:
-        kind: sweep draws recall@1 against the x of the rows; curves draws it against epochs, and
-            against seconds of training.
-        label: of the horizontal axis of a sweep.
-        log: whether that axis is logarithmic.
+    ``label`` and ``log`` (logarithmic) are about the horizontal axis of a sweep.
     """
 
     kind: Literal["sweep", "curves"] = "sweep"
@@ -101,23 +96,17 @@ class Table(Section):
 
     Attributes:
         name: of the folder of results; default: of the file.
-        title: one line for people.
         source: paper, and which of its tables or figures.
         protocol: last trains on all training classes and evaluates the test set at the last epoch;
-            held_out trains without the held-out classes and evaluates those; of the test set
-            nothing is recorded or shown.
-        published: how the published figures came about.
+            held_out trains without the held-out classes and evaluates those, never the test set.
         recipe: a shipped recipe that the base is laid over, if any.
         base: changes to it, or a whole recipe: what the rows share.
-        rows: in the order of the table.
         metrics: the columns.
         dims: further columns: the first metric for the first d dimensions of the embedding.
         views: with held_out, further columns: the first metric for other sizes of the evaluated
-            images (pairs of a crop and the short side before it), and with flip test-time
-            augmentation.
+            images (pairs of a crop and the short side before it), and with flip TTA.
         claims: what the paper says about the order of the rows.
-        selection: whether the number of epochs is also selected on held-out classes.
-        figure: the picture, if any.
+        selection: whether the epoch is also selected on held-out classes.
         differences: how our setting differs from the published one, a sentence each.
     """
 
@@ -143,20 +132,19 @@ class Table(Section):
             raise ValueError(
                 f"name {self.name!r} must be of small letters, digits, dots and hyphens"
             )
-        slugs = [row.slug for row in self.rows]
-        if not slugs:
-            raise ValueError("rows is empty: a table has at least one")
-        if not all(slugs):
-            raise ValueError("rows must have names with at least one letter or digit")
-        twice = sorted({row.name for row in self.rows if slugs.count(row.slug) > 1})
-        if twice:
-            raise ValueError(f"rows must have names of their own; not unique are {twice}")
-        if not self.metrics:
-            raise ValueError("metrics is empty: a table has at least one")
+        for key in ("rows", "metrics"):
+            if not getattr(self, key):
+                raise ValueError(f"{key} is empty: a table has at least one")
+        slugs = ["", *(row.slug for row in self.rows)]
+        wrong = [row.name for row in self.rows if slugs.count(row.slug) > 1]
+        if wrong:
+            raise ValueError(f"rows must differ in the letters and digits of their names: {wrong}")
         for claim in self.claims:
             self.row(claim.better), self.row(claim.worse)
             if claim.metric not in self.metrics:
                 raise ValueError(f"claims: {claim.metric!r} is not in metrics")
+        if self.figure is not None and "recall@1" not in self.metrics:
+            raise ValueError("figure: the picture shows recall@1, which is not in metrics")
         if self.figure is not None and self.figure.kind == "sweep":
             without = [row.name for row in self.rows if row.x is None]
             if without:
@@ -165,7 +153,7 @@ class Table(Section):
             raise ValueError("a table with protocol held_out has no selection, claims or figure")
         if self.protocol == "last" and self.views:
             raise ValueError("views are for tables with protocol held_out")
-        assert self.shared is not None  # says what is wrong with the recipe's name
+        _ = self.shared  # there is no table without the recipe it names
         return self
 
     @classmethod
@@ -173,18 +161,18 @@ class Table(Section):
         """Make a table of a YAML file, a shipped table's name or plain values."""
         if isinstance(source, Table):
             return source
-        path = None if isinstance(source, Mapping) else _find(source)
+        values: Any = source
+        where: str | Path = "this"
         try:
-            values: Any = source
-            if path is not None:
-                values = {"name": path.stem, **read_yaml(path, "table")}
+            if not isinstance(source, Mapping):
+                where = find_file(source, shipped_tables(), "table", "reproduce --list")
+                values = {"name": where.stem, **read_yaml(where, "table")}
             return cls.model_validate(values)
         except ValidationError as error:
-            sentence = validation_sentence(error, cls)
+            sentence = f"{where} is no table that can be used: {validation_sentence(error, cls)}"
         except RecipeError as error:
             sentence = str(error)
-        where = "this is" if path is None else f"{path} holds"
-        raise ReproduceError(f"{where} no table that can be used: {sentence}")
+        raise ReproduceError(sentence)
 
     @cached_property
     def shared(self) -> dict[str, Any]:
@@ -202,14 +190,13 @@ class Table(Section):
 
     def row(self, name: str) -> Row:
         """The row of this name."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        names = [row.name for row in self.rows]
-        raise ReproduceError(f"there is no row {name!r}{closest(name, names)}")
+        rows = {row.name: row for row in self.rows}
+        if name not in rows:
+            raise ReproduceError(f"there is no row {name!r}{closest(name, rows)}")
+        return rows[name]
 
     def epochs(self, row: Row) -> int:
-        """The epochs of a row."""
+        """The number of epochs of a row."""
         given = self.recipe_values(row).get("training", {})
         return int(given.get("epochs", TrainingConfig().epochs))
 
@@ -225,19 +212,7 @@ def list_tables() -> str:
     for name in shipped_tables():
         table = Table.load(name)
         rows = len(table.rows)
-        runs = f"{rows} run{'s' * (rows > 1)} per seed" + (
-            f" + {rows} for selection" if table.selection else ""
-        )
+        runs = f"{rows} run{'s' * (rows > 1)} per seed"
+        runs += f" + {rows} for selection" if table.selection else ""
         lines.append(f"{name:26} {runs:34} {table.title}")
     return "\n".join(lines)
-
-
-def _find(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_file():
-        return path
-    known = shipped_tables()
-    if str(source) in known:
-        return known[str(source)]
-    hint = closest(str(source), known)
-    raise ReproduceError(f"no table {str(source)!r}{hint} `proximetry reproduce --list` lists them")

@@ -453,16 +453,19 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_recipe(source: str | Path) -> Path:
     """The file of a recipe given by its path or by the name of a shipped one."""
+    return find_file(source, shipped_recipes(), "recipe", "recipes")
+
+
+def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, command: str) -> Path:
+    """The file at a path, else the shipped one of this name; ``command`` lists those."""
     path = Path(source)
-    if path.is_file():
-        return path
-    known = shipped_recipes()
-    if str(source) in known:
-        return known[str(source)]
-    raise RecipeError(
-        f"no recipe {str(source)!r}{closest(str(source), known)} "
-        "`proximetry recipes` lists the shipped ones"
-    )
+    found = path if path.is_file() else shipped.get(str(source))
+    if found is None:
+        raise RecipeError(
+            f"no {kind} {str(source)!r}{closest(str(source), shipped)} "
+            f"`proximetry {command}` lists the shipped ones"
+        )
+    return found
 
 
 def plain_values(
