@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -74,8 +75,8 @@ class Embedder(nn.Module):
         features = prepare(model, architecture.backbone, preprocessing.crop)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
-        if pooling == "flatten" and features.size:
-            width *= features.size[0] * features.size[1]
+        if pooling == "flatten":
+            width *= prod(features.size or ())
         self.architecture = replace(architecture, pooling=pooling)
         self.preprocessing = preprocessing
         self.weights = weights
@@ -320,16 +321,15 @@ def _read_batches(
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {item[0]}: {error}") from error
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        try:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
+        ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+        while ahead:
+            batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            while ahead:
-                batch = ahead
-                ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-                yield torch.stack([future.result() for future in batch])
-        finally:
-            # After an error nobody waits for the rest.
-            pool.shutdown(wait=False, cancel_futures=True)
+            yield torch.stack([future.result() for future in batch])
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
 
 
 def _refuse_one_image(images: object) -> None:

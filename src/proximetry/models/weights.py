@@ -92,8 +92,7 @@ def _choices(name: str) -> str:
 
 
 def _package(name: str) -> str | None:
-    architecture = name.partition(".")[0]
-    return PACKAGES.get(architecture)
+    return PACKAGES.get(name.partition(".")[0])  # a tag follows the dot
 
 
 def _package_file(name: str) -> Path | None:
@@ -146,9 +145,9 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
 
 def _hub_file(name: str) -> tuple[Path, str]:
     """Return the weights file of a timm model, downloaded unless cached, and where it is from."""
-    config = timm.get_pretrained_cfg(name)
-    if config is None or not config.hf_hub_id:
-        elsewhere = f" (they are at {config.url}: give the file)" if config and config.url else ""
+    config: Any = timm.get_pretrained_cfg(name)
+    if not config.hf_hub_id:
+        elsewhere = f" (they are at {config.url}: give the file)" if config.url else ""
         raise WeightsError(f"the hub has no weights for {name}{elsewhere}")
     repository, _, revision = config.hf_hub_id.partition("@")
     given = config.hf_hub_filename
