@@ -36,7 +36,7 @@ from proximetry.cuda import depthwise, norm
 floats = {"x", "y", "dx", "dy"}
 sums = {"weight", "bias", "mean", "variance", "sums", "w"}
 sums |= {"parts", "running_mean", "running_variance"}
-blocks = {"ACT": 2, "BM": 128, "BC": 32, "BP": 16, "S": 2, "K": 5, "FLIP": False, "LEFT": 1}
+blocks = {"ACT": 2, "BM": 128, "BC": 32, "BP": 16, "S": 2, "K": 5, "LEFT": 1}
 blocks["MOVING"] = True
 for name in sys.argv[1:]:
     kernel = getattr(norm, name, None) or getattr(depthwise, name)
@@ -211,3 +211,6 @@ def test_torch_refuses_what_it_refuses(any_tensor_suits):
     for mode in (True, False):
         with pytest.raises(RuntimeError, match="8"):
             layer.train(mode)(torch.randn(2, 4, 3, 3))
+    layer = fuse(nn.Conv2d(8, 8, 3, groups=8, bias=False))
+    with pytest.raises(RuntimeError, match="8 channels"):
+        layer(torch.randn(2, 4, 3, 3))

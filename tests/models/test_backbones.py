@@ -125,7 +125,7 @@ def test_own_backbones_are_timms():
         model = timm.create_model(name, num_classes=7).eval()
         size = model.pretrained_cfg["input_size"]
         assert model(torch.randn(1, *size)).shape == (1, 7)
-        with pytest.raises(ValueError, match="no weights are published"):
+        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             timm.create_model(name, pretrained=True)
 
 

@@ -109,7 +109,7 @@ def test_pixels_are_torchvisions(height, width, side, crop, kind):
     resize = T.Resize(wanted.resize, InterpolationMode(kind), antialias=True)
     resized = resize(image)
     if resized.height < crop[0] or resized.width < crop[1]:
-        size = f"{resized.height}×{resized.width} pixels, too few for a crop of {crop[0]}×{crop[1]}"
+        size = f"{resized.height}×{resized.width}, too few for a crop of {crop[0]}×{crop[1]}"
         with pytest.raises(ValueError, match=size):
             wanted.pixels(image)
         return

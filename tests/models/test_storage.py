@@ -147,7 +147,8 @@ def test_killed_while_saving(tmp_path, at):
 def test_a_killed_first_save_can_be_repeated(tmp_path):
     embedder = make()
     (tmp_path / "e").mkdir()
-    (tmp_path / "e" / ".embedder-abc.part").write_bytes(b"half")
+    for name in ("embedder.json", f"embedder-{16 * 'a'}.safetensors"):
+        (tmp_path / "e" / f".{name}.{32 * 'b'}.part").write_bytes(b"half")
     embedder.save(tmp_path / "e")
     assert equal(Embedder.load(tmp_path / "e"), embedder)
     assert len(list((tmp_path / "e").iterdir())) == 2

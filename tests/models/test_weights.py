@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from proximetry.models import Embedder, Preprocessing, WeightsError, weights
@@ -18,7 +19,7 @@ from proximetry.models import Embedder, Preprocessing, WeightsError, weights
 def no_hub(monkeypatch):
     """A hub that cannot be reached, without asking the network."""
     monkeypatch.setattr(weights, "_reachable", lambda address: False)
-    monkeypatch.setattr(weights, "_find_on_hub", lambda *args, **kwargs: None)
+    monkeypatch.setattr(weights, "_download", lambda *args, **kwargs: None)
 
 
 def installed(size):
@@ -55,7 +56,7 @@ def test_package_weights_are_found_and_recorded(size, no_hub):
     embedder = Embedder.create(name, 8, image_size=64)
     assert embedder.weights.source == "package"
     assert embedder.weights.loaded == len(embedder.backbone.state_dict())
-    assert embedder.weights.skipped == ("_fc.weight", "_fc.bias")
+    assert embedder.weights.skipped == ["_fc.weight", "_fc.bias"]
     file = weights._package_file(name)
     assert embedder.weights.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     # The file's own name carries the first digits of its checksum.
@@ -125,7 +126,7 @@ def test_bn_inception_takes_an_old_checkpoint(tmp_path):
         "bn_inception", 8, weights=str(tmp_path / "bn_inception.pth"), image_size=64
     )
     assert same(embedder, state)
-    assert embedder.weights.skipped == ("last_linear.bias", "last_linear.weight")
+    assert embedder.weights.skipped == ["last_linear.bias", "last_linear.weight"]
     assert embedder.weights.loaded == len(old) - 2
 
 
@@ -210,8 +211,15 @@ def test_hub_failures_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "hf_hub_download", fail)
     with pytest.raises(WeightsError, match=r"cannot be downloaded: the line broke\. Choices"):
         Embedder.create("test_vit", weights="hub")
-    monkeypatch.setattr(weights, "_find_on_hub", lambda *args, **kwargs: None)
     monkeypatch.setattr(weights, "_reachable", lambda address: True)
+
+    def break_off(*args, **kwargs):
+        raise LocalEntryNotFoundError("no answer")
+
+    monkeypatch.setattr(weights, "hf_hub_download", break_off)
+    with pytest.raises(WeightsError, match="cannot be downloaded: no answer"):
+        Embedder.create("test_vit", weights="hub")
+    monkeypatch.setattr(weights, "_download", lambda *args, **kwargs: None)
     with pytest.raises(WeightsError, match="holds none of"):
         Embedder.create("test_vit", weights="hub")
     with pytest.raises(WeightsError, match="the hub has no weights for bn_inception"):

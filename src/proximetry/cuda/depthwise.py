@@ -1,15 +1,17 @@
 """Depthwise convolution with 3 × 3 and 5 × 5 kernels at stride 1 and 2, and its gradients."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
-from proximetry.cuda.sharing import CHANNELS, share
-
-# Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
-# channels alone, which decides whether 16 bytes are read at once.
-_ANY = ["programs", "N", "H", "W", "HO", "WO", "PT", "PL", "half", "strips"]
+from proximetry.cuda.sharing import CHANNELS, SIZES, share
 
 # Strips of one program.
 _STRIPS = 16
@@ -40,16 +42,16 @@ def _weight(w, row, column, C, c, K: tl.constexpr):
 
 
 @triton.jit
-def _weights(w, row, C, c, K: tl.constexpr, FLIP: tl.constexpr):
+def _weights(w, row, C, c, K: tl.constexpr):
     """One row of the kernel; of the five columns, one of size three has the first three."""
-    w0 = _weight(w, row, K - 1 if FLIP else 0, C, c, K)
-    w1 = _weight(w, row, K - 2 if FLIP else 1, C, c, K)
-    w2 = _weight(w, row, K - 3 if FLIP else 2, C, c, K)
+    w0 = _weight(w, row, 0, C, c, K)
+    w1 = _weight(w, row, 1, C, c, K)
+    w2 = _weight(w, row, 2, C, c, K)
     w3 = w0
     w4 = w0
     if K == 5:
-        w3 = _weight(w, row, 1 if FLIP else 3, C, c, K)
-        w4 = _weight(w, row, 0 if FLIP else 4, C, c, K)
+        w3 = _weight(w, row, 3, C, c, K)
+        w4 = _weight(w, row, 4, C, c, K)
     return w0, w1, w2, w3, w4
 
 
@@ -76,11 +78,11 @@ def _add(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
     return total
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _forward_depthwise(
     x, w, y,
     N, H, W, C, HO, WO, strips, PT, PL,
-    K: tl.constexpr, S: tl.constexpr, FLIP: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     # A strip is four neighbours of a row of the result: what they share is read once.
     c, part = share(C, BC)
@@ -95,7 +97,7 @@ def _forward_depthwise(
     d = tl.zeros((BP, BC), tl.float32)
     e = tl.zeros((BP, BC), tl.float32)
     for k in tl.static_range(K):
-        w0, w1, w2, w3, w4 = _weights(w, K - 1 - k if FLIP else k, C, c, K, FLIP)
+        w0, w1, w2, w3, w4 = _weights(w, k, C, c, K)
         for j in tl.static_range(3 * S + K):
             v = _tap(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
             a = _add(a, v, j, K, w0, w1, w2, w3, w4)
@@ -108,7 +110,7 @@ def _forward_depthwise(
     _put(y, e, n, row, first + 3, HO, WO, C, c, inside)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _input_depthwise_strided(
     dy, w, dx,
     N, H, W, C, HO, WO, half, strips, PT,
@@ -135,7 +137,7 @@ def _input_depthwise_strided(
         kh = begin + 2 * i
         above = (row + PT - kh) // 2
         fits = inside & (row + PT - kh >= 0)
-        w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K, False)
+        w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K)
         for j in tl.static_range(last + (K - LEFT) // 2 + 1):
             v = _tap(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
             a = _add(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
@@ -148,7 +150,7 @@ def _input_depthwise_strided(
     _put(dx, e, n, row, first + 3, H, W, C, c, inside)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _weight_depthwise(
     x, dy, sums,
     N, H, W, C, HO, WO, strips, programs, PT, PL,
@@ -177,16 +179,17 @@ def _weight_depthwise(
         for j in tl.static_range(3 * S + K):
             v = _tap(x, n, row * S + kh - PT, first * S + j - PL, H, W, C, c, inside)
             for t in tl.static_range(4):
+                g = _pick(t, g0, g1, g2, g3, g3)
                 if j - t * S == 0:
-                    s0 += v * _pick(t, g0, g1, g2, g3, g3)
+                    s0 += v * g
                 if j - t * S == 1:
-                    s1 += v * _pick(t, g0, g1, g2, g3, g3)
+                    s1 += v * g
                 if j - t * S == 2:
-                    s2 += v * _pick(t, g0, g1, g2, g3, g3)
+                    s2 += v * g
                 if (j - t * S == 3) and (K == 5):
-                    s3 += v * _pick(t, g0, g1, g2, g3, g3)
+                    s3 += v * g
                 if (j - t * S == 4) and (K == 5):
-                    s4 += v * _pick(t, g0, g1, g2, g3, g3)
+                    s4 += v * g
     out = sums + ((part * K + kh) * K) * C + c
     tl.store(out, tl.sum(s0, axis=0), mask=c < C)
     tl.store(out + C, tl.sum(s1, axis=0), mask=c < C)
@@ -196,76 +199,96 @@ def _weight_depthwise(
         tl.store(out + 4 * C, tl.sum(s4, axis=0), mask=c < C)
 
 
-def _new(batch: int, channels: int, height: int, width: int, like: Tensor) -> Tensor:
-    return torch.empty(
-        (batch, channels, height, width),
-        dtype=like.dtype,
-        device=like.device,
-        memory_format=torch.channels_last,
-    )
+def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
+    """Memory for channels-last images of another size."""
+    return like.new_empty((len(like), *size, like.shape[1])).permute(0, 3, 1, 2)
 
 
-def depthwise(
-    x: Tensor,
-    weight: Tensor,
-    kernel: int,
-    stride: int,
-    before: tuple[int, int],
-    size: tuple[int, int],
-    flip: bool = False,
+def _suits_cudnn(x: Tensor, size: Sequence[int]) -> bool:
+    """Whether cuDNN is the faster one, for all but the gradient of the input: at stride 1."""
+    return x.is_cuda and tuple(x.shape[2:]) == tuple(size)
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """Return the depthwise convolution of `size`; `weight` is [kernel², C] in float32.
-
-    `before` is the padding above and to the left; what is missing below and to the right
-    follows from the size. `flip` turns the kernel by 180 degrees.
-    """
+    y = _empty(x, size)
     batch, channels, height, width = x.shape
-    y = _new(batch, channels, *size, like=x)
     strips = batch * size[0] * triton.cdiv(size[1], 4)
     grid = (triton.cdiv(channels, CHANNELS) * triton.cdiv(strips, _STRIPS),)
     _forward_depthwise[grid](
         x, weight, y, batch, height, width, channels, *size, strips, *before,
-        K=kernel, S=stride, FLIP=flip, BP=_STRIPS, BC=CHANNELS,
+        K=len(weight), S=stride, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return y
 
 
-def depthwise_input(
-    dy: Tensor,
-    weight: Tensor,
-    kernel: int,
-    stride: int,
-    before: tuple[int, int],
-    size: tuple[int, int],
+def _input_gradient(
+    dy: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """Return the gradient with respect to an input of `size`."""
-    batch, channels, below, across = dy.shape
     if stride == 1:
-        turned = (kernel - 1 - before[0], kernel - 1 - before[1])
-        return depthwise(dy, weight, kernel, 1, turned, size, flip=True)
-    dx = _new(batch, channels, *size, like=dy)
+        turned = [len(weight) - 1 - padding for padding in before]
+        return _convolve(dy, weight.flip(0, 1), 1, turned, size)
+    dx = _empty(dy, size)
+    batch, channels, below, across = dy.shape
     half = triton.cdiv(size[0], 2)
     strips = batch * half * triton.cdiv(size[1], 4)
     grid = (triton.cdiv(channels, CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
     _input_depthwise_strided[grid](
         dy, weight, dx, batch, *size, channels, below, across, half, strips, before[0],
-        LEFT=before[1], K=kernel, BP=_STRIPS, BC=CHANNELS,
+        LEFT=before[1], K=len(weight), BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return dx
 
 
-def depthwise_weight(
-    x: Tensor, dy: Tensor, kernel: int, stride: int, before: tuple[int, int]
+def _weight_gradient(
+    x: Tensor, dy: Tensor, kernel: int, stride: int, before: Sequence[int]
 ) -> Tensor:
-    """Return the gradient with respect to the weight, as [kernel², C]."""
-    batch, channels, height, width = x.shape
-    below, across = dy.shape[2:]
+    batch, channels, below, across = dy.shape
+    if _suits_cudnn(x, (below, across)):
+        shape = channels, 1, kernel, kernel
+        found: Tensor = conv2d_weight(x, shape, dy, padding=before, groups=channels)
+        return found.float().squeeze(1).permute(1, 2, 0)
     strips = batch * below * triton.cdiv(across, 4)
     blocks = triton.cdiv(channels, CHANNELS)
     programs = max(1, min(triton.cdiv(strips, _STRIPS), _PROGRAMS // (blocks * kernel)))
-    sums = torch.empty(programs, kernel**2, channels, dtype=torch.float32, device=x.device)
+    sums = torch.empty(programs, kernel, kernel, channels, dtype=torch.float32, device=x.device)
     _weight_depthwise[(blocks * kernel * programs,)](
-        x, dy, sums, batch, height, width, channels, below, across, strips, programs, *before,
+        x, dy, sums, batch, *x.shape[2:], channels, below, across, strips, programs, *before,
         K=kernel, S=stride, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return sums.sum(dim=0)
+
+
+class _Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = stride, before
+        if _suits_cudnn(x, size):
+            plain = weight.permute(2, 0, 1).unsqueeze(1).to(x.dtype)
+            return F.conv2d(x, plain, padding=before, groups=x.shape[1])
+        return _convolve(x, weight, stride, before, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, before = ctx.settings
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(dy, weight, stride, before, x.shape[2:])
+        if ctx.needs_input_grad[1]:
+            dweight = _weight_gradient(x, dy, len(weight), stride, before)
+        return dx, dweight, None, None, None
+
+
+depthwise: Callable[..., Tensor] = _Depthwise.apply
+"""depthwise(x, weight, stride, before, size) is the depthwise convolution of that size.
+
+The weight is [kernel, kernel, C] in float32. `before` is the padding above and to the left; what is
+missing below and to the right follows from the size.
+"""

@@ -5,18 +5,16 @@ each: to take them, and to know what they pass on to every row. ACT says which a
 1 ReLU, 2 ReLU6; like torch's, they let NaN through.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from proximetry.cuda.sharing import CHANNELS, share
-
-# Triton compiles a kernel anew for sizes that are one or divide by 16. That pays for the number of
-# channels alone, which decides whether 16 bytes are read at once.
-_ANY = ["rows", "programs"]
+from proximetry.cuda.sharing import CHANNELS, SIZES, share
 
 # Rows of one program.
 _ROWS = 128
@@ -68,7 +66,7 @@ def _count(part, rows, programs, BM: tl.constexpr):
     return (rows // turn * BM + tl.minimum(tl.maximum(rest, 0), BM)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr):
     """Mean and sum of squared deviations of every part of the rows."""
     c, part = share(C, BC)
@@ -89,7 +87,7 @@ def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr)
     tl.store(out + C, tl.sum(squares, axis=0) - whole * shift, mask=c < C)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _join_statistics(
     parts, mean, variance, running_mean, running_variance, batches,
     momentum, rows, C, programs,
@@ -125,7 +123,7 @@ def _join_statistics(
         tl.store(batches, tl.load(batches) + 1)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _forward_norm(
     x, y, weight, bias, mean, variance,
     eps, rows, C,
@@ -143,7 +141,7 @@ def _forward_norm(
     tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _backward_norm(
     x, dy, dx, weight, bias, mean, variance,
     eps, parts, rows, C, programs,
@@ -165,7 +163,7 @@ def _backward_norm(
     tl.store(out + C, tl.sum(dbias, axis=0), mask=c < C)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _backward_moving(
     x, dy, dx, weight, bias, mean, variance,
     eps, sums, rows, C,
@@ -183,7 +181,7 @@ def _backward_moving(
     tl.store(dx + place, slope.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_ANY)
+@triton.jit(do_not_specialize=SIZES)
 def _join_sums(parts, sums, C, programs, BP: tl.constexpr, BC: tl.constexpr):
     """Sums of all parts, [programs, C] to [C]; torch's own takes several times as long."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -193,16 +191,6 @@ def _join_sums(parts, sums, C, programs, BP: tl.constexpr, BC: tl.constexpr):
         inside = (part < programs)[:, None] & (c < C)[None, :]
         total += tl.load(parts + part[:, None] * C + c[None, :], mask=inside, other=0.0)
     tl.store(sums + c, tl.sum(total, axis=0), mask=c < C)
-
-
-class Norm(NamedTuple):
-    """A batch norm with its statistics, given or the batch's; all tensors are [C] in float32."""
-
-    weight: Tensor
-    bias: Tensor
-    mean: Tensor
-    variance: Tensor
-    eps: float
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
@@ -225,7 +213,7 @@ def statistics(
     _statistics[(blocks * programs,)](x, parts, rows, channels, programs, BM=_ROWS, BC=CHANNELS)
     found = torch.empty(2, channels, dtype=torch.float32, device=x.device)
     _join_statistics[(triton.cdiv(channels, _JOIN_CHANNELS),)](
-        parts, found[0], found[1], mean, variance, batches, momentum, rows, channels, programs,
+        parts, *found, mean, variance, batches, momentum, rows, channels, programs,
         BM=_ROWS, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS,
     )  # fmt: skip
     for moved in (mean, variance, batches):  # autograd did not see it
@@ -233,36 +221,45 @@ def statistics(
     return found[0], found[1]
 
 
-def norm(x: Tensor, layer: Norm, act: int) -> Tensor:
-    """Return act(the batch norm of x)."""
-    y = torch.empty_like(x)
-    rows, channels, blocks, _ = _shape(x)
-    grid = (blocks * triton.cdiv(rows, _ROWS),)
-    _forward_norm[grid](x, y, *layer, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS)
-    return y
-
-
-def norm_backward(
-    x: Tensor, dy: Tensor, layer: Norm, act: int, moving: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to x, weight and bias.
-
-    With `moving`, mean and variance are those of x. Else they are constants.
-    """
-    dx = torch.empty_like(x)
-    rows, channels, blocks, programs = _shape(x)
-    parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
-    _backward_norm[(blocks * programs,)](
-        x, dy, dx, *layer, parts, rows, channels, programs,
-        MOVING=moving, ACT=act, BM=_ROWS, BC=CHANNELS,
-    )  # fmt: skip
-    sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
-    _join_sums[(triton.cdiv(2 * channels, _JOIN_CHANNELS),)](
-        parts, sums, 2 * channels, programs, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS
-    )
-    if moving:
-        grid = (blocks * triton.cdiv(rows, _ROWS),)
-        _backward_moving[grid](
-            x, dy, dx, *layer, sums, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, act: int, moving: bool, *layer: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *layer)
+        ctx.settings = eps, act, moving
+        y = torch.empty_like(x)
+        rows, channels, blocks, _ = _shape(x)
+        _forward_norm[(blocks * triton.cdiv(rows, _ROWS),)](
+            x, y, *layer, eps, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS
         )
-    return dx, sums[0], sums[1]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *layer = ctx.saved_tensors
+        eps, act, moving = ctx.settings
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = torch.empty_like(x)
+        rows, channels, blocks, programs = _shape(x)
+        parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
+        _backward_norm[(blocks * programs,)](
+            x, dy, dx, *layer, eps, parts, rows, channels, programs,
+            MOVING=moving, ACT=act, BM=_ROWS, BC=CHANNELS,
+        )  # fmt: skip
+        sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+        _join_sums[(triton.cdiv(2 * channels, _JOIN_CHANNELS),)](
+            parts, sums, 2 * channels, programs, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS
+        )
+        if moving:
+            _backward_moving[(blocks * triton.cdiv(rows, _ROWS),)](
+                x, dy, dx, *layer, eps, sums, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS
+            )
+        return dx, None, None, None, *sums, None, None
+
+
+norm: Callable[..., Tensor] = _Norm.apply
+"""norm(x, eps, act, moving, weight, bias, mean, variance) is act(batch norm of x).
+
+All but x are [C] in float32. With `moving`, mean and variance are those of x, and x has its
+gradient through them too; else they are constants. Of all the large tensors, x alone is saved.
+"""

@@ -10,8 +10,8 @@ from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.backbones import list_backbones
-    from proximetry.models.batchnorm import freeze_batchnorm, set_batchnorm_momentum
-    from proximetry.models.embedder import Architecture, Embedder, evaluating
+    from proximetry.models.batchnorm import evaluating, freeze_batchnorm, set_batchnorm_momentum
+    from proximetry.models.embedder import Architecture, Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing
     from proximetry.models.weights import WeightsError, WeightsRecord
@@ -33,8 +33,8 @@ _find = lazy_exports(
     __name__,
     {
         "backbones": ("list_backbones",),
-        "batchnorm": ("freeze_batchnorm", "set_batchnorm_momentum"),
-        "embedder": ("Architecture", "Embedder", "evaluating"),
+        "batchnorm": ("evaluating", "freeze_batchnorm", "set_batchnorm_momentum"),
+        "embedder": ("Architecture", "Embedder"),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing",),
         "weights": ("WeightsError", "WeightsRecord"),

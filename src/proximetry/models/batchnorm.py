@@ -1,5 +1,7 @@
-"""Batch normalisation while fine-tuning: frozen statistics, and how fast they move."""
+"""Batch normalisation: evaluation mode, frozen statistics, and how fast they move."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -7,6 +9,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and every part back to what it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 class _Frozen(_BatchNorm):

@@ -1,12 +1,11 @@
 """`Embedder`: backbone, pooling and head; from images to vectors, to disk and to ONNX."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from proximetry import __version__
 from proximetry.models.backbones import Features, build, check_name, prepare
-from proximetry.models.export import write_onnx
+from proximetry.models.batchnorm import evaluating
 from proximetry.models.names import POOLINGS, SIMILARITIES, Similarity
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import ImageSource, Preprocessing
@@ -50,18 +49,6 @@ class Architecture:
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and every part back to what it was."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
 class Embedder(nn.Module):
     """Turn images into vectors in which near means alike.
 
@@ -88,8 +75,8 @@ class Embedder(nn.Module):
         features = prepare(model, architecture.backbone, preprocessing.crop)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
-        if pooling == "flatten" and features.size:
-            width *= features.size[0] * features.size[1]
+        if pooling == "flatten":
+            width *= prod(features.size or ())
         self.architecture = replace(architecture, pooling=pooling)
         self.preprocessing = preprocessing
         self.weights = weights
@@ -100,7 +87,11 @@ class Embedder(nn.Module):
         self.recipe: dict[str, Any] | None = None
         self.backbone = model
         self.pooling = make_pooling(pooling)
-        self.head = _make_head(width, architecture.dim)
+        self.head: nn.Module = nn.Identity()
+        if architecture.dim:
+            self.head = nn.Linear(width, architecture.dim)
+            nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
+            nn.init.zeros_(self.head.bias)
         self._channels_last = features.channels_last
         self._idle = {name for name, value in model.named_parameters() if not value.requires_grad}
 
@@ -148,8 +139,7 @@ class Embedder(nn.Module):
             backbone, dim or 0, pooling, layer_norm, normalize, flip_tta, similarity
         )
         crop = (image_size, image_size) if image_size else None
-        choice = weights if isinstance(weights, str) else Path(weights)
-        model, preprocessing, record = load_backbone(backbone, choice, crop, resize)
+        model, preprocessing, record = load_backbone(backbone, weights, crop, resize)
         return cls(model, architecture, preprocessing, record)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -206,9 +196,7 @@ class Embedder(nn.Module):
         images: Iterable[ImageSource],
         batch_size: int = 64,
         *,
-        device: str | torch.device | None = None,
         concat_flip: bool = False,
-        workers: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
@@ -218,29 +206,23 @@ class Embedder(nn.Module):
         Args:
             images: any number of images.
             batch_size: images per pass.
-            device: move the embedder there first; None leaves it where it is.
             concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (the custom in
                 face verification, e.g. Zhao et al. 2019).
-            workers: threads that read images; None takes one per core, at most eight.
             progress: called with the number of images done, after every batch.
 
         Returns:
             Tensor [N, dim], float32, on the CPU.
         """
         _refuse_one_image(images)
-        for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
-        if device is not None:
-            self.to(device)
-        place = next(self.parameters()).device
-        threads = workers or min(8, os.cpu_count() or 1)
+        device = next(self.parameters()).device
         vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = 0
-        for batch in _read_batches(images, self.preprocessing, batch_size, threads):
-            pixels = batch.to(place)
+        for batch in _read_batches(images, self.preprocessing, batch_size):
+            pixels = batch.to(device)
             views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
             vectors.append(torch.cat([self.embed(view) for view in views], 1).cpu())
             done += len(pixels)
@@ -251,9 +233,8 @@ class Embedder(nn.Module):
     def parameter_parts(self) -> dict[str, list[nn.Parameter]]:
         """Return the trainable parts, for a learning rate each: backbone, head (with pooling)."""
         named = self.backbone.named_parameters()
-        backbone = [value for name, value in named if name not in self._idle]
         return {
-            "backbone": backbone,
+            "backbone": [value for name, value in named if name not in self._idle],
             "head": [*self.pooling.parameters(), *self.head.parameters()],
         }
 
@@ -297,7 +278,7 @@ class Embedder(nn.Module):
         try:
             architecture = Architecture(**description["architecture"])
             preprocessing = Preprocessing.from_json(description["preprocessing"])
-            record = WeightsRecord.from_json(description["weights"])
+            record = WeightsRecord(**description["weights"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{Path(folder, DESCRIPTION)} is damaged: {error}") from error
         # The random start of the layers is overwritten; the caller's generator stays as it is.
@@ -316,51 +297,20 @@ class Embedder(nn.Module):
             setattr(embedder, name, description.get(name))
         return embedder.eval().to(device)
 
-    def export_onnx(
-        self, path: str | PathLike[str], *, opset: int = 18, check: bool = True
-    ) -> Path:
+    def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
         """Write the network as ONNX: float32 RGB 0…255 [N, 3, H, W], resized and cropped, in.
 
         Normalisation is part of the graph, the batch may have any size, and the metadata of the
-        model says how to resize and crop. With `check`, onnxruntime must agree with torch.
+        model says how to resize and crop. Raises ValueError unless onnxruntime agrees with torch.
         """
-        inside = asdict(self.preprocessing)
-        before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
-        metadata = {
-            "proximetry": "embedder",
-            "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
-            "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
-            "std) is inside the graph and must not be applied again.",
-            "preprocessing": json.dumps(before),
-            "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
-            "short), filter = interpolation",
-            "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
-            "normalization": json.dumps(inside),
-            "similarity": self.architecture.similarity,
-            "architecture": json.dumps(asdict(self.architecture)),
-        }
-        network = _FromPixels(self)
-        random = torch.Generator().manual_seed(0)
-        sample = torch.rand(3, 3, *before["crop"], generator=random) * 255
-        with evaluating(network):
-            sample = sample.to(next(self.parameters()).device)
-            write_onnx(network, sample, Path(path), metadata, opset=opset, check=check)
+        from proximetry.models.export import write_onnx  # which imports this file
+
+        write_onnx(self, Path(path), opset)
         return Path(path)
 
 
-class _FromPixels(nn.Module):
-    """The embedder with the normalisation in front."""
-
-    def __init__(self, embedder: Embedder) -> None:
-        super().__init__()
-        self.embedder = embedder
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.embedder(self.embedder.preprocessing.normalize(pixels))  # type: ignore[no-any-return]
-
-
 def _read_batches(
-    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int, threads: int
+    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int
 ) -> Iterator[Tensor]:
     """Yield uint8 batches; the next one is being read while the network works on this one."""
     numbered = iter(enumerate(images))
@@ -371,16 +321,15 @@ def _read_batches(
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {item[0]}: {error}") from error
 
-    with ThreadPoolExecutor(threads) as pool:
-        try:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
+        ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+        while ahead:
+            batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            while ahead:
-                batch = ahead
-                ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-                yield torch.stack([future.result() for future in batch])
-        finally:
-            # After an error nobody waits for the rest.
-            pool.shutdown(wait=False, cancel_futures=True)
+            yield torch.stack([future.result() for future in batch])
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
 
 
 def _refuse_one_image(images: object) -> None:
@@ -405,12 +354,3 @@ def _resolve_pooling(architecture: Architecture, features: Features, model: nn.M
     if features.size is not None and pooling == "token":
         raise ValueError(f"pooling 'token' is for transformers, but {name} gives a feature map")
     return pooling
-
-
-def _make_head(width: int, dim: int) -> nn.Module:
-    if not dim:
-        return nn.Identity()
-    head = nn.Linear(width, dim)
-    nn.init.kaiming_normal_(head.weight, mode="fan_out")
-    nn.init.zeros_(head.bias)
-    return head

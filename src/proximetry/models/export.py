@@ -1,9 +1,8 @@
 """ONNX: the whole way from RGB pixels 0…255 to vectors in one file, checked against torch."""
 
-import logging
+import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from proximetry._common import atomic_write, need
+from proximetry.models.batchnorm import evaluating
+from proximetry.models.embedder import Embedder
 
 # Largest difference to torch that counts as agreement, relative to the largest value.
 TOLERANCE = 1e-4
@@ -18,16 +19,19 @@ TOLERANCE = 1e-4
 OLDEST = 18
 
 
-def write_onnx(
-    network: nn.Module,
-    sample: Tensor,
-    path: Path,
-    metadata: Mapping[str, str],
-    *,
-    opset: int,
-    check: bool,
-) -> None:
-    """Write a network in evaluation mode that takes batches like `sample`, of any length."""
+class _FromPixels(nn.Module):
+    """The embedder with the normalisation in front."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        super().__init__()
+        self.embedder = embedder
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.embedder(self.embedder.preprocessing.normalize(pixels))  # type: ignore[no-any-return]
+
+
+def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
+    """Write the file if onnxruntime agrees with torch."""
     onnx, onnxruntime, _ = (
         need(package, "onnx", "ONNX export") for package in ("onnx", "onnxruntime", "onnxscript")
     )
@@ -36,21 +40,44 @@ def write_onnx(
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST <= opset <= newest:
         raise ValueError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
-    model = _export(network, sample[:2], opset)
-    onnx.helper.set_model_props(model, metadata)
-    onnx.checker.check_model(model)
-    content: bytes = model.SerializeToString()
-    if check:
+    network = _FromPixels(embedder)
+    random = torch.Generator().manual_seed(0)
+    sample = torch.rand(3, 3, *embedder.preprocessing.crop, generator=random) * 255
+    sample = sample.to(next(embedder.parameters()).device)
+    with evaluating(network):
+        model = _export(network, sample[:2], opset)
         with torch.inference_mode():
             expected = network(sample).cpu()
-        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-        _compare(session, sample.cpu(), expected)
+    onnx.helper.set_model_props(model, _metadata(embedder))
+    onnx.checker.check_model(model)
+    content: bytes = model.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    _compare(session, sample.cpu(), expected)
     atomic_write(path, content)
+
+
+def _metadata(embedder: Embedder) -> dict[str, str]:
+    inside = asdict(embedder.preprocessing)
+    before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+    return {
+        "proximetry": "embedder",
+        "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
+        "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
+        "std) is inside the graph and must not be applied again.",
+        "preprocessing": json.dumps(before),
+        "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
+        "short), filter = interpolation",
+        "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
+        "normalization": json.dumps(inside),
+        "similarity": embedder.architecture.similarity,
+        "architecture": json.dumps(asdict(embedder.architecture)),
+    }
 
 
 def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
     try:
-        with _quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter's remarks about its own internals
             program = torch.onnx.export(
                 network,
                 (sample,),
@@ -68,22 +95,6 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's remarks about its own internals; what matters is checked later."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _compare(session: Any, sample: Tensor, expected: Tensor) -> None:

@@ -1,6 +1,5 @@
 """What pixels a backbone takes, and the steps from an image to them."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import floor, isfinite
@@ -8,22 +7,23 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from proximetry.data.images import open_image, resize_and_center_crop
+from proximetry.data.images import (
+    Interpolation,
+    Source,
+    check_interpolation,
+    open_image,
+    resize_and_center_crop,
+)
 
 Channels = Literal["RGB", "BGR"]
-Interpolation = Literal["bilinear", "bicubic"]
-ImageSource: TypeAlias = (
-    "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor"
-)
+ImageSource: TypeAlias = "Source | Tensor"
 
 
 def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
     # Filled on the device: a copy from the CPU would wait for the GPU and fit into no CUDA graph.
-    kind = torch.float32
-    return torch.stack([torch.full((1, 1), v, dtype=kind, device=device) for v in values])
+    return torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,14 @@ class Preprocessing:
                 raise ValueError(f"{name} must be three finite numbers, got {values!r}")
         if min(self.std) <= 0 or not self.scale > 0:
             raise ValueError(f"std {self.std!r} and scale {self.scale!r} must be positive")
-        for name, kind in (("channels", Channels), ("interpolation", Interpolation)):
-            if getattr(self, name) not in get_args(kind):
-                known = " or ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name} must be {known}, got {getattr(self, name)!r}")
+        if self.channels not in get_args(Channels):
+            raise ValueError(f"channels must be 'RGB' or 'BGR', got {self.channels!r}")
+        check_interpolation(self.interpolation)
 
     @classmethod
-    def from_timm(
-        cls, config: Mapping[str, Any], crop: tuple[int, int] | None, resize: int | None
-    ) -> Self:
-        """Take timm's pretrained configuration; `crop` and `resize` override its sizes."""
+    def from_timm(cls, model: Any, crop: tuple[int, int] | None, resize: int | None) -> Self:
+        """Take the pretrained configuration of a model; `crop` and `resize` override its sizes."""
+        config = model.pretrained_cfg
         height, width = crop or config["input_size"][-2:]
         return cls(
             resize=resize or floor(min(height, width) / config["crop_pct"]),
@@ -77,6 +75,7 @@ class Preprocessing:
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),
             interpolation="bilinear" if config["interpolation"] == "bilinear" else "bicubic",
+            **getattr(model, "pixel_format", {}),
         )
 
     def pixels(self, source: ImageSource) -> Tensor:
@@ -86,14 +85,7 @@ class Preprocessing:
         path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3] or [H, W].
         """
         if isinstance(source, Tensor):
-            if source.dtype != torch.uint8:
-                raise ValueError(f"an image tensor must be uint8 0…255, got {source.dtype}")
-            if source.ndim not in (2, 3) or (source.ndim == 3 and source.shape[2] not in (1, 3, 4)):
-                raise ValueError(
-                    f"an image tensor is [height, width, 3] or [height, width], got "
-                    f"{list(source.shape)}; channels go last (permute(1, 2, 0))"
-                )
-            source = source.cpu().numpy()
+            source = source.numpy(force=True)
         image = resize_and_center_crop(
             open_image(source), self.resize, self.crop, self.interpolation
         )

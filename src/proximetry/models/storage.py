@@ -13,22 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from proximetry import __version__
-from proximetry._common import atomic_write
+from proximetry._common import atomic_write, some
 
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
-_WEIGHTS_NAME = re.compile(r"embedder-[0-9a-f]{16}\.safetensors")
-_OURS = re.compile(
-    r"embedder\.json|embedder-[0-9a-f]{16}\.safetensors|\.embedder-\w+\.part"
-    r"|\.embedder(\.json|-[0-9a-f]{16}\.safetensors)\.[0-9a-f]{32}\.part"
-)
+# Ours, whole or half-written by a save that was killed.
+_OURS = re.compile(r"\.?embedder(\.json|-[0-9a-f]{16}\.safetensors)(\.[0-9a-f]{32}\.part)?")
 
 
 def write_embedder(
@@ -42,7 +38,7 @@ def write_embedder(
         {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
     )
     digest = hashlib.sha256(weights).hexdigest()
-    file = f"embedder-{digest[:16]}.safetensors"
+    file = _weights_name(digest)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -66,7 +62,25 @@ def write_embedder(
 def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the weights that `write_embedder` wrote."""
     description = _read_description(folder)
-    return description, _read_weights(folder, description)
+    try:
+        digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
+        path = folder / _weights_name(digest)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file") from error
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one it was saved with "
+            f"({len(content)} bytes here, {size} then)"
+        )
+    return description, load_tensors(content)
+
+
+def _weights_name(digest: str) -> str:
+    return f"embedder-{digest[:16]}.safetensors"
 
 
 def _plain(value: object) -> Any:
@@ -83,19 +97,15 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
     foreign = sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
-    if foreign and not _is_embedder(folder):
-        raise ValueError(
-            f"{folder} holds other files ({', '.join(foreign[:3])}) and no embedder: "
-            "choose a new or empty folder"
-        )
-
-
-def _is_embedder(folder: Path) -> bool:
+    if not foreign:
+        return
     try:
-        content = json.loads((folder / DESCRIPTION).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
+        _read_description(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} holds other files ({some(foreign, 3)}) and no embedder: "
+            "choose a new or empty folder"
+        ) from error
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
@@ -114,23 +124,3 @@ def _read_description(folder: Path) -> dict[str, Any]:
             f"({__version__}) reads version {VERSION}: install the one that wrote it"
         )
     return content
-
-
-def _read_weights(folder: Path, description: dict[str, Any]) -> dict[str, Tensor]:
-    entry = description.get("tensors")
-    name = str(entry.get("file")) if isinstance(entry, dict) else ""
-    if not isinstance(entry, dict) or not _WEIGHTS_NAME.fullmatch(name):
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file")
-    try:
-        content = (folder / name).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{folder / name} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != entry.get("sha256"):
-        raise ValueError(
-            f"{folder / name} is damaged: its checksum is not the one it was saved with "
-            f"({len(content)} bytes here, {entry.get('bytes')} then)"
-        )
-    try:
-        return load_tensors(content)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / name} is damaged: {error}") from error

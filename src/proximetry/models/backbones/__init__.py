@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
 
+from proximetry._common import closest
 from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
-
-__all__ = ["Features", "build", "check_name", "list_backbones", "prepare"]
+from proximetry.models.batchnorm import evaluating
 
 
 @dataclass(frozen=True)
@@ -32,39 +31,36 @@ def check_name(name: str) -> str:
     """Return `name`; refuse what is no backbone and suggest near names."""
     if isinstance(name, str) and timm.is_model(name):
         return name
-    near = get_close_matches(str(name), timm.list_models(), 3, 0.5)
-    hint = f", did you mean {' or '.join(map(repr, near))}?" if near else "."
-    raise ValueError(f"unknown backbone {name!r}{hint} list_backbones('resnet*') finds names.")
+    near = closest(str(name), timm.list_models())
+    raise ValueError(f"unknown backbone {name!r}{near} list_backbones('resnet*') finds names.")
 
 
 def build(
     name: str, crop: tuple[int, int] | None = None, tensors: dict[str, Tensor] | None = None
 ) -> nn.Module:
     """Make a backbone without classifier, random or with tensors under timm's own names."""
-    config = timm.get_pretrained_cfg(check_name(name))
+    config: Any = timm.get_pretrained_cfg(check_name(name))
+    own = tuple(config.input_size[-2:])
     extra: dict[str, Any] = {}
-    if crop and config and config.fixed_input_size and crop != tuple(config.input_size[-2:]):
+    if crop and crop != own and config.fixed_input_size:
         extra["img_size"] = crop
-    # Tensors, not their file: timm would unpickle it without restriction.
-    overlay = {"state_dict": tensors} if tensors else None
     try:
-        model = timm.create_model(
+        model: Any = timm.create_model(
             name,
             pretrained=tensors is not None,
-            pretrained_cfg_overlay=overlay,
+            # Tensors, not their file: timm would unpickle it without restriction.
+            pretrained_cfg_overlay={"state_dict": tensors} if tensors else None,
             num_classes=0,
             **extra,
         )
     except TypeError as error:
-        if "img_size" not in extra:
+        if not crop or not extra:
             raise
-        only = "×".join(map(str, config.input_size[-2:])) if config else "its own size"
         raise ValueError(
-            f"{name} takes images of {only} only, not {crop[0]}×{crop[1]}"  # type: ignore[index]
+            f"{name} takes images of {own[0]}×{own[1]} only, not {crop[0]}×{crop[1]}"
         ) from error
-    settings: Any = model.pretrained_cfg
-    settings["state_dict"] = None
-    return model
+    model.pretrained_cfg["state_dict"] = None
+    return model  # type: ignore[no-any-return]
 
 
 def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
@@ -73,10 +69,8 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
     Those are layers that timm puts behind its own pooling (ConvNeXt's last norm, the last
     convolution of MobileNetV3): without gradients they would stall distributed training.
     """
-    was_training = model.training
-    model.eval()
     try:
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             features, output = _probe(model, torch.zeros(1, 3, *crop))
             parameters = [value for value in model.parameters() if value.requires_grad]
             gradients = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
@@ -86,8 +80,6 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
             f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. "
             "Choose another image_size."
         ) from error
-    finally:
-        model.train(was_training)
     _drop_unused(model, {id(p) for p, g in zip(parameters, gradients, strict=True) if g is None})
     return features
 

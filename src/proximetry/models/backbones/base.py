@@ -1,11 +1,9 @@
 """What our own backbones share: timm's interface, and the decorator that registers them."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
-import timm
-from timm.models import register_model
+from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
 from proximetry.models.preprocessing import Channels
@@ -15,9 +13,8 @@ class Backbone(nn.Module):
     """A network that ends in a feature map; subclasses define `forward_features`."""
 
     num_features: int
-    # All of these are set by `register_backbone`.
-    default_cfg: dict[str, Any]
-    pretrained_cfg: dict[str, Any]
+    default_cfg: dict[str, Any]  # set by timm
+    # Both are set by `register_backbone`.
     pixel_format: ClassVar[dict[str, Any]]
     default_pooling: ClassVar[str]
 
@@ -25,14 +22,10 @@ class Backbone(nn.Module):
         """Return the last feature map."""
         raise NotImplementedError
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Average the map and classify."""
-        x = x.mean((2, 3))
-        return x if pre_logits else self.get_submodule(self.default_cfg["classifier"])(x)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores, or the pooled features when made for no classes."""
-        return self.forward_head(self.forward_features(x))
+        classifier = self.get_submodule(self.default_cfg["classifier"])
+        return classifier(self.forward_features(x).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 Kind = TypeVar("Kind", bound=type[Backbone])
@@ -62,21 +55,10 @@ def register_backbone(
         kind.pixel_format = {"scale": scale, "channels": channels}
         kind.default_pooling = pooling
 
-        def make(
-            pretrained: bool = False,
-            pretrained_cfg: Any = None,
-            pretrained_cfg_overlay: Any = None,
-            cache_dir: str | None = None,
-            **settings: Any,
-        ) -> Backbone:
-            if pretrained:
-                raise ValueError(
-                    f"no weights are published for {name}: load a file, or train from "
-                    "random weights with pretrained=False"
-                )
-            model = kind(**settings)
-            model.pretrained_cfg = model.default_cfg = asdict(timm.get_pretrained_cfg(name))  # type: ignore[arg-type]
-            return model
+        def make(pretrained: bool = False, **settings: Any) -> Backbone:
+            return build_model_with_cfg(
+                kind, name, pretrained, kwargs_filter=("in_chans",), **settings
+            )
 
         make.__name__ = name
         register_model(make)

@@ -45,9 +45,7 @@ _BLOCKS = (
     std=(1.0, 1.0, 1.0),
     crop_pct=0.875,
     interpolation="bilinear",
-    first_conv="conv1_7x7_s2",
     classifier="last_linear",
-    pool_size=(7, 7),
 )
 class BNInception(Backbone):
     """Eleven million parameters, 1024 features, a map of 1/32 of the image's side.
@@ -57,9 +55,8 @@ class BNInception(Backbone):
 
     num_features = 1024
 
-    def __init__(self, num_classes: int = 1000) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.num_classes = num_classes
         self._conv("conv1_7x7_s2", 3, 64, 7, stride=2)
         self._conv("conv2_3x3_reduce", 64, 64, 1)
         self._conv("conv2_3x3", 64, 192, 3)

@@ -16,18 +16,15 @@ _LAYERS = ((32, 2), (64, 1), (96, 2), (128, 1))
     input_size=(3, 48, 48),
     crop_pct=1.0,
     interpolation="bilinear",
-    first_conv="layers.0",
     classifier="classifier",
-    pool_size=(12, 12),
 )
 class SmallConvNet(Backbone):
     """Convolution, batch norm, ReLU, four times: 186 thousand parameters, a map of side / 4."""
 
     num_features = _LAYERS[-1][0]
 
-    def __init__(self, num_classes: int = 0) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.num_classes = num_classes
         layers: list[nn.Module] = []
         inputs = 3
         for channels, stride in _LAYERS:

@@ -21,18 +21,15 @@ _STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))
     input_size=(3, 112, 96),
     crop_pct=1.0,
     interpolation="bilinear",
-    first_conv="conv1_1",
     classifier="fc6",
-    pool_size=(7, 6),
 )
 class SphereFace20(Backbone):
     """Twenty convolutions; the map of a 112×96 face is 512×7×6."""
 
     num_features = 512
 
-    def __init__(self, num_classes: int = 0) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.num_classes = num_classes
         inputs = 3
         for stage, (channels, blocks) in enumerate(_STAGES, 1):
             for layer in range(1, 2 * blocks + 2):
