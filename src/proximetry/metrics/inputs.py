@@ -180,10 +180,15 @@ def tiles(total: int, width: int, device: torch.device, entries: dict[str, int])
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Plain float32 products, whatever autocast or TF32 settings the caller has."""
+    # Tensors made in inference mode could not be written to by other threads.
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
