@@ -175,7 +175,7 @@ def _scale(
     probes: Tensor, gallery: Tensor, probe: Tensor, mate: Tensor, similarity: FloatSimilarity
 ) -> Tensor:
     """The size of the terms that make up each trial's similarity: rounding is in proportion."""
-    lengths, others = (torch.linalg.vector_norm(of, dim=1) for of in (probes, gallery))
+    lengths, others = (of.square().sum(1).sqrt() for of in (probes, gallery))
     if similarity == "cosine":
         return torch.ones_like(lengths[probe])
     if similarity == "dot":
