@@ -44,8 +44,7 @@ def as_rows(result):
 def tiny_tiles(monkeypatch):
     monkeypatch.setattr(identification, "_PROBES", {"cpu": 3, "cuda": 3})
     monkeypatch.setattr(identification, "_DISTRACTORS", {"cpu": 4, "cuda": 4})
-    monkeypatch.setattr(identification, "_ROWS", 5)
-    monkeypatch.setattr(identification, "_AT_ONCE", {"cpu": 2, "cuda": 2})
+    monkeypatch.setattr(identification, "_TRIALS", 5)
 
 
 @settings(max_examples=80, deadline=None)

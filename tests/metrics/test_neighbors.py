@@ -67,7 +67,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "TILE", 64)
     monkeypatch.setattr(symmetric, "ROW_GROUP", 8)
     monkeypatch.setattr(symmetric, "COLUMN_GROUP", 4)
-    monkeypatch.setattr(symmetric, "LANES", 16)
     monkeypatch.setitem(neighbors.BLOCK_BYTES, "cpu", 20_000)
 
 
@@ -121,6 +120,14 @@ def test_symmetric_search_on_several_threads(threads: int) -> None:
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_inference_mode_of_the_caller_does_not_matter() -> None:
+    vectors = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    expected = evaluate(vectors, torch.arange(200) % 40)
+    with torch.inference_mode():
+        assert evaluate(vectors * 1, torch.arange(200) % 40) == expected
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -199,30 +199,25 @@ def test_bad_input_to_verify():
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean", "dot"])
-@pytest.mark.parametrize("flip", [False, True])
-def test_pair_similarities(similarity, flip, monkeypatch):
+def test_pair_similarities(similarity, monkeypatch):
     monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 50, "cuda": 50})
     rng = np.random.default_rng(0)
-    vectors, flipped = rng.normal(size=(2, 12, 7))
-    vectors[3] = flipped[3] = 0
+    vectors = rng.normal(size=(12, 7))
+    vectors[3] = 0
     pairs = rng.integers(0, 12, (40, 2))
-    both = np.concatenate([vectors, flipped], 1) if flip else vectors
-    left, right = both[pairs[:, 0]], both[pairs[:, 1]]
+    left, right = vectors[pairs[:, 0]], vectors[pairs[:, 1]]
     expected = {
         "dot": (left * right).sum(1),
         "euclidean": -np.linalg.norm(left - right, axis=1),
         "cosine": (left * right).sum(1)
         / np.maximum(np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1), 1e-300),
     }[similarity]
-    found = pair_similarities(
-        vectors, pairs, similarity=similarity, flipped=flipped if flip else None
-    )
+    found = pair_similarities(vectors, pairs, similarity=similarity)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
     half = pair_similarities(
         torch.tensor(vectors, dtype=torch.float16),
         torch.tensor(pairs),
         similarity=similarity,
-        flipped=torch.tensor(flipped) if flip else None,
     )
     assert half.dtype == torch.float32
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-2)
@@ -242,8 +237,6 @@ def test_bad_input_to_pair_similarities():
         pair_similarities(vectors, np.empty((0, 2), int))
     with pytest.raises(ValueError, match="integers"):
         pair_similarities(vectors, [[0.0, 1.0]])
-    with pytest.raises(ValueError, match="4 embeddings but 3 flipped"):
-        pair_similarities(vectors, [[0, 1]], flipped=vectors[:3])
 
 
 GOOD = "2\t2\nAnn_A\t1\t2\nBo\t3\t1\nAnn_A\t1\tBo\t3\nCy\t1\tAnn_A\t2\n"
@@ -327,10 +320,9 @@ def test_bad_input_to_templates():
 @given(
     seed=st.integers(0, 2**32),
     pooling=st.sampled_from(["mean", "max"]),
-    frames=st.sampled_from([1, 2, 512]),
     tile=st.sampled_from([1, 100, 2**21]),
 )
-def test_sets_are_compared_frame_by_frame(seed, pooling, frames, tile):
+def test_sets_are_compared_frame_by_frame(seed, pooling, tile):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 25))
     vectors, ids = rng.normal(size=(count, 4)), rng.integers(0, 5, count) * 1000 - 7
@@ -339,7 +331,6 @@ def test_sets_are_compared_frame_by_frame(seed, pooling, frames, tile):
     reduce = {"mean": np.mean, "max": np.max}[pooling]
     expected = [reduce(unit[ids == a] @ unit[ids == b].T) for a, b in pairs]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_lists, "_FRAMES", frames)
         patch.setattr(pair_lists, "_TILE", {"cpu": tile, "cuda": tile})
         found = set_similarities(vectors, ids, pairs, pooling=pooling)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)

@@ -1,12 +1,11 @@
 """Retrieval, clustering and verification metrics: exact, in one pass, over arrays.
 
-What needs torch is imported at its first use: `Metrics` alone, as a recipe or the help of the
-command line wants it, loads neither torch nor numpy.
+Names are imported when they are first used: `Metrics` needs neither torch nor numpy.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from proximetry._common import lazy_exports
 from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:
@@ -46,28 +45,6 @@ if TYPE_CHECKING:
         tar_at_far,
         verify,
     )
-else:
-    _MODULES = (
-        "clustering",
-        "evaluation",
-        "identification",
-        "pair_lists",
-        "retrieval",
-        "separation",
-        "verification",
-    )
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            for module in _MODULES:
-                found = getattr(import_module(f"{__name__}.{module}"), name, None)
-                if found is not None:
-                    return found
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return __all__
-
 
 __all__ = [
     "Evaluation",
@@ -103,3 +80,23 @@ __all__ = [
     "templates",
     "verify",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "clustering": ("KMeans", "PairwiseF1", "ami", "cluster", "kmeans", "nmi", "pairwise_f1"),
+        "evaluation": ("Evaluation", "Interval", "evaluate", "evaluate_queries", "score_result"),
+        "identification": ("Identification", "identify"),
+        "pair_lists": (
+            "PairList",
+            "Templates",
+            "pair_similarities",
+            "read_pairs",
+            "set_similarities",
+            "templates",
+        ),
+        "retrieval": ("RetrievalResult", "retrieve"),
+        "separation": ("Separability", "separability"),
+        "verification": ("Roc", "Verification", "auc", "eer", "roc", "tar_at_far", "verify"),
+    },
+)

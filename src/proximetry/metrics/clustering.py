@@ -229,29 +229,22 @@ def kmeans(
 def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator) -> Tensor:
     """The k-means++ centres, each the best of several draws."""
     squares = rows.square().sum(1)
-    chosen = torch.randint(len(rows), (1,), generator=generator).tolist()
-    distances = _within_reach(rows, squares, chosen, torch.full_like(squares, torch.inf))[:, 0]
-    while len(chosen) < clusters:
+    distances = torch.full_like(squares, torch.inf)
+    drawn = torch.randint(len(rows), (1,), generator=generator).tolist()
+    chosen: list[int] = []
+    while True:
+        # The squared distance of every row to its nearest centre if a drawn one is added.
+        apart = torch.addmm(squares, rows[drawn], rows.T, alpha=-2).add_(squares[drawn, None])
+        apart[range(len(drawn)), drawn] = 0
+        left = torch.minimum(apart.clamp_(min=0), distances)
+        best = int(left.sum(1, dtype=torch.float64).argmin())
+        chosen.append(drawn[best])
+        if len(chosen) == clusters:
+            return rows[chosen]
+        distances = left[best]
         total = distances.double().cpu().cumsum(0)
-        if float(total[-1]) <= 0:  # only copies of the centres are left
-            others = set(range(len(rows))) - set(chosen)
-            chosen += sorted(others)[: clusters - len(chosen)]
-            break
         draws = torch.rand(trials, dtype=torch.float64, generator=generator) * total[-1]
-        found = torch.searchsorted(total, draws, right=True).clamp_(max=len(rows) - 1).tolist()
-        left = _within_reach(rows, squares, found, distances)
-        best = int(left.sum(0, dtype=torch.float64).argmin())
-        chosen.append(found[best])
-        distances = left[:, best]
-    return rows[chosen]
-
-
-def _within_reach(rows: Tensor, squares: Tensor, fresh: list[int], distances: Tensor) -> Tensor:
-    """Squared distance of every row to its nearest centre with each of the fresh ones added."""
-    points = rows[fresh]
-    apart = torch.addmm(squares[fresh], rows, points.T, alpha=-2).add_(squares[:, None])
-    apart[fresh, range(len(fresh))] = 0
-    return torch.minimum(apart.clamp_(min=0), distances[:, None])
+        drawn = torch.searchsorted(total, draws, right=True).clamp_(max=len(rows) - 1).tolist()
 
 
 def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> KMeans:

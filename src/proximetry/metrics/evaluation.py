@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,9 @@ from proximetry.metrics.task import Task, build, check
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
 NEVER = torch.iinfo(torch.int64).max
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Interval(NamedTuple):
@@ -132,50 +137,6 @@ class Evaluation:
         }
 
 
-def evaluate(
-    embeddings: Embeddings,
-    labels: Labels,
-    *,
-    queries: Embeddings | None = None,
-    query_labels: Labels | None = None,
-    metrics: Metrics = DEFAULT,
-    similarity: Similarity = "cosine",
-    ignore_groups: Labels | None = None,
-    query_ignore_groups: Labels | None = None,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Measure retrieval. All values are fractions between 0 and 1.
-
-    Args:
-        embeddings: see :func:`retrieve`, as for ``labels``, ``queries``, ``query_labels``,
-            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
-        metrics: what to compute; see :class:`Metrics`.
-        group: the process group over which embeddings (and queries) are spread, such as
-            ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.
-        progress: called with (done, total) now and then.
-
-    Returns:
-        The means over all queries with a positive, under the names of ``metrics.names()``, with
-        ``queries`` and ``queries_without_positive``, how many were counted and left out.
-
-    Raises:
-        ValueError: if the input does not fit, or no query has a positive.
-    """
-    return evaluate_queries(
-        embeddings,
-        labels,
-        queries=queries,
-        query_labels=query_labels,
-        metrics=metrics,
-        similarity=similarity,
-        ignore_groups=ignore_groups,
-        query_ignore_groups=query_ignore_groups,
-        group=group,
-        progress=progress,
-    ).mean()
-
-
 def evaluate_queries(
     embeddings: Embeddings,
     labels: Labels,
@@ -218,6 +179,39 @@ def evaluate_queries(
             vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
             whole = cluster(vectors, task.gallery_codes)
     return Evaluation(arrays, codes, task.classes, positives, whole)
+
+
+def _parameters_of(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Declare that a function takes the parameters of another, to which it hands them."""
+
+    def declare(function: Callable[..., T]) -> Callable[P, T]:
+        parameters = list(signature(model).parameters.values())
+        function.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@_parameters_of(evaluate_queries)
+def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+    """Measure retrieval. All values are fractions between 0 and 1.
+
+    Args:
+        embeddings: see :func:`retrieve`, as for ``labels``, ``queries``, ``query_labels``,
+            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
+        metrics: what to compute; see :class:`Metrics`.
+        group: the process group over which embeddings (and queries) are spread, such as
+            ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.
+        progress: called with (done, total) now and then.
+
+    Returns:
+        The means over all queries with a positive, under the names of ``metrics.names()``, with
+        ``queries`` and ``queries_without_positive``, how many were counted and left out.
+
+    Raises:
+        ValueError: if the input does not fit, or no query has a positive.
+    """
+    return evaluate_queries(*args, **kwargs).mean()
 
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:

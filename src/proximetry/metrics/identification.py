@@ -22,16 +22,14 @@ from proximetry.metrics.inputs import (
     check_similarity,
     encode,
     full_precision,
-    normalize,
 )
+from proximetry.metrics.task import project
 
 # Probes and distractors of one tile of similarities.
 _PROBES = {"cpu": 1024, "cuda": 4096}
-_DISTRACTORS = {"cpu": 4096, "cuda": 16384}
-# Places of a tile searched at once, such that a CPU's cache holds them.
-_AT_ONCE = {"cpu": 2**16, "cuda": 2**24}
-# Rows compared one by one in float64 at a time.
-_ROWS = 2**14
+_DISTRACTORS = {"cpu": 4096, "cuda": 8192}
+# Trials whose vectors are gathered at once.
+_TRIALS = 2**14
 
 
 @dataclass(frozen=True)
@@ -81,47 +79,59 @@ def identify(
     a matrix, a ``numpy.memmap``, or an iterable of matrices that is read once, block by block.
     Without them the gallery's rows of other labels take their place (closed-set identification).
 
-    A distractor exactly as near as the mate counts against the probe. Similarities too close to
-    call in float32 are compared again in float64 (equal to 1e-13 is a tie), so copies of a vector
-    really tie.
+    A distractor exactly as near as the mate counts against the probe. Similarities are compared
+    in float64, up to 1e-13 of the vectors' lengths, so copies of a vector really tie.
     """
     check_similarity(similarity, FloatSimilarity)
     if not ranks or any(isinstance(k, bool) or k < 1 for k in ranks):
         raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("give gallery and gallery_labels together, or neither")
-    asked = as_vectors(probes, similarity, "probes")
-    held = (
-        asked if gallery is None else _matching(as_vectors(gallery, similarity, "gallery"), asked)
-    )
+    asked = as_vectors(probes, similarity, "probes").double()
+    held = asked
     names = [as_labels(probe_labels, len(asked), "probe_labels")]
-    if gallery_labels is not None:
+    if gallery is not None:
+        held = _like(asked, as_vectors(gallery, similarity, "gallery"), "gallery")
         names.append(as_labels(gallery_labels, len(held), "gallery_labels"))
     codes = [torch.from_numpy(part).to(asked.device) for part in encode(*names)[0]]
     people, held_people = codes[0], codes[-1]
-    trials = _Trials.between(people, held_people, own=gallery is None)
+    probe, mate = _trials(people, held_people, own=gallery is None)
+    width = by_device(asked.device, **_DISTRACTORS)
     with full_precision(asked.device):
-        ranker = _Ranker(asked, held, people, trials, similarity)
+        left, right = project(asked, held, similarity)
+        scores = torch.cat(
+            [(left[probe[at]] * right[mate[at]]).sum(1) for at in chunks(len(probe), _TRIALS)]
+        )
+        scores -= 1e-13 * _scale(asked, held, probe, mate, similarity)
+        # A row per probe, its mates from far to near, so one search finds all that are beaten.
+        mates = torch.bincount(probe, minlength=len(asked))
+        column = torch.arange(len(probe), device=probe.device) - (mates.cumsum(0) - mates)[probe]
+        bars = left.new_full((len(asked), int(mates.max())), torch.inf)
+        bars[probe, column] = scores
+        bars, order = bars.sort(dim=1)
+        tiles: Iterable[tuple[Tensor, Tensor | None]]
         if distractors is None:
-            for part in chunks(len(held), ranker.width):
-                ranker.count(held[part], held_people[part])
+            tiles = ((right[at], held_people[at]) for at in chunks(len(held), width))
         else:
-            for block in _blocks(distractors, asked, similarity, ranker.width):
-                ranker.count(block)
-            if not ranker.seen:
-                raise ValueError("distractors is empty; leave it out to use the gallery instead")
-    places = ranker.ranks()
+            blocks = _blocks(distractors, asked, similarity, width)
+            tiles = ((project(block, block, similarity)[1], None) for block in blocks)
+        beaten, seen = _count_beaten(left, bars, tiles, people)
+    if not seen:
+        raise ValueError("distractors is empty; leave it out to use the gallery instead")
+    # A distractor that beats a near mate beats all farther ones of that probe too.
+    behind = beaten.flip(1).cumsum(1).flip(1)[:, 1:]
+    places = torch.empty_like(behind).scatter_(1, order, 1 + behind)[probe, column]
     return Identification(
-        trials.probes,
-        trials.mates,
+        probe,
+        mate,
         places,
         {k: float((places <= k).double().mean()) for k in ranks},
-        ranker.seen,
-        trials.without_mate,
+        seen,
+        int((mates == 0).sum()),
     )
 
 
-def _matching(matrix: Tensor, probes: Tensor, name: str = "gallery") -> Tensor:
+def _like(probes: Tensor, matrix: Tensor, name: str) -> Tensor:
     if matrix.shape[1] != probes.shape[1]:
         raise ValueError(
             f"{name} has {matrix.shape[1]} dimensions and probes {probes.shape[1]}; they must match"
@@ -144,165 +154,53 @@ def _blocks(
             raise ValueError(f"{where} must be a matrix (items × dimensions), got {found}")
         for at in range(0, len(block), width):
             name = where if len(block) <= width else f"{where}[{at}:{at + width}]"
-            yield _matching(as_vectors(block[at : at + width], similarity, name), probes, where)
+            yield _like(probes, as_vectors(block[at : at + width], similarity, name), where)
 
 
-@dataclass(frozen=True)
-class _Trials:
-    """All pairs of a probe and a mate, grouped by probe: those of probe p are starts[p:p+2]."""
-
-    probes: Tensor
-    mates: Tensor
-    starts: Tensor
-    without_mate: int
-
-    @staticmethod
-    def between(people: Tensor, held: Tensor, *, own: bool) -> "_Trials":
-        ordered, order = held.sort(stable=True)
-        first = torch.searchsorted(ordered, people)
-        counts = torch.searchsorted(ordered, people, right=True) - first
-        probes = torch.arange(len(people), device=people.device).repeat_interleave(counts)
-        before = (counts.cumsum(0) - counts)[probes]
-        within = torch.arange(len(probes), device=people.device) - before
-        mates = order[first[probes] + within]
-        if own:
-            others = probes != mates
-            probes, mates, counts = probes[others], mates[others], counts - 1
-        if not len(probes):
-            raise ValueError("no probe has a mate in the gallery; are the labels right?")
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return _Trials(probes, mates, starts, int((counts == 0).sum()))
+def _trials(people: Tensor, held: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
+    """All pairs of a probe and a mate, by probe."""
+    pairs = []
+    for rows in chunks(len(people), by_device(people.device, **_PROBES)):
+        probe, mate = (people[rows, None] == held).nonzero(as_tuple=True)
+        pairs.append(torch.stack([probe + rows.start, mate]))
+    probe, mate = torch.cat(pairs, dim=1)
+    if own:
+        probe, mate = probe[probe != mate], mate[probe != mate]
+    if not len(probe):
+        raise ValueError("no probe has a mate in the gallery; are the labels right?")
+    return probe, mate
 
 
-class _Ranker:
-    """Counts, for every trial, the distractors at least as near as the mate.
+def _scale(
+    probes: Tensor, gallery: Tensor, probe: Tensor, mate: Tensor, similarity: FloatSimilarity
+) -> Tensor:
+    """The size of the terms that make up each trial's similarity: rounding is in proportion."""
+    lengths, others = (of.square().sum(1).sqrt() for of in (probes, gallery))
+    if similarity == "cosine":
+        return torch.ones_like(lengths[probe])
+    if similarity == "dot":
+        return lengths[probe] * others.max()  # a short mate may tie with a long distractor
+    return torch.square(lengths[probe] + others[mate])
 
-    Scores order the others as seen from one probe as their similarity does: p·g for the dot
-    product, p·g/|g| for the cosine, −½|p − g|² for the distance. A tile of scores has the
-    precision of the embeddings; what lies within its rounding error of a mate is settled in
-    float64, row by row.
+
+def _count_beaten(
+    left: Tensor, bars: Tensor, tiles: Iterable[tuple[Tensor, Tensor | None]], people: Tensor
+) -> tuple[Tensor, int]:
+    """How many distractors beat exactly the j farthest mates of a probe, [probes, j]; and how many.
+
+    A tile may say whose photos it holds: those of the probe's own person are then skipped.
     """
-
-    def __init__(
-        self,
-        probes: Tensor,
-        gallery: Tensor,
-        people: Tensor,
-        trials: _Trials,
-        similarity: FloatSimilarity,
-    ) -> None:
-        self.people, self.trials, self.similarity = people, trials, similarity
-        self.probes = _moderate(probes) if similarity == "cosine" else probes
-        self.seen = 0
-        self.height = by_device(probes.device, **_PROBES)
-        self.width = by_device(probes.device, **_DISTRACTORS)
-        self.at_once = by_device(probes.device, **_AT_ONCE)
-        self.squares = self.probes.double().square().sum(1)
-        self.reach = self._longest(gallery)
-        counts = trials.starts[1:] - trials.starts[:-1]
-        self.steps = int(counts.max()).bit_length()
-        exact = torch.cat(
-            [
-                self._exact(self.probes[trials.probes[part]], gallery[trials.mates[part]])
-                for part in chunks(len(trials.probes), _ROWS)
-            ]
-        )
-        # Within a probe the mates go from far to near, so one search finds all that are beaten.
-        by_score = exact.argsort(stable=True)
-        self.order = by_score[trials.probes[by_score].argsort(stable=True)]
-        self.scores = exact[self.order]
-        # beaten[i]: how many distractors beat the mate i of a probe and no nearer one.
-        self.beaten = torch.zeros(len(exact), dtype=torch.int64, device=probes.device)
-
-    def _exact(self, probes: Tensor, others: Tensor) -> Tensor:
-        probes, others = probes.double(), others.double()
-        if self.similarity == "euclidean":
-            return (probes - others).square().sum(1) * -0.5
-        return (probes * (normalize(others) if self.similarity == "cosine" else others)).sum(1)
-
-    def _longest(self, others: Tensor) -> float:
-        """The largest length among what probes are multiplied with: the scale of the rounding."""
-        if self.similarity == "cosine":
-            return 1.0
-        return float(torch.linalg.vector_norm(others, dim=1, dtype=torch.float64).max())
-
-    def count(self, others: Tensor, people: Tensor | None = None) -> None:
-        """Let a tile of distractors pass; with ``people``, those of the probe's own are skipped."""
-        self.seen += len(others)
-        vectors = normalize(others) if self.similarity == "cosine" else others
-        reach = max(self.reach, self._longest(others))
-        for rows in chunks(len(self.probes), self.height):
-            scores = self.probes[rows] @ vectors.T
-            scale = self.squares[rows].sqrt() * reach
-            if self.similarity == "euclidean":
-                scores -= 0.5 * others.square().sum(1)
-                scores -= 0.5 * self.squares[rows, None].to(scores.dtype)
-                scale += 0.5 * (self.squares[rows] + reach * reach)
-            # Sums run over lanes of 16 values or more, so this bounds their rounding error.
-            depth = 16 + vectors.shape[1] / 16
-            tolerance = scale * (depth * torch.finfo(scores.dtype).eps)
-            starts = self.trials.starts[rows.start : rows.stop + 1]
-            # The farthest mate comes first; a probe without mates can be beaten by nobody.
-            farthest = self.scores[starts[:-1].clamp(max=len(self.scores) - 1)] - 2 * tolerance
-            farthest = torch.where(starts[1:] > starts[:-1], farthest, torch.inf).to(scores.dtype)
-            row, column = (scores >= farthest[:, None]).nonzero(as_tuple=True)
-            if people is not None:
-                strangers = people[column] != self.people[rows][row]
-                row, column = row[strangers], column[strangers]
-            for part in chunks(len(row), self.at_once):
-                at, distractor = row[part], column[part]
-                score = scores[at, distractor].double()
-                self._place(at + rows.start, score, tolerance[at], others, distractor)
-
-    def _place(
-        self, probe: Tensor, score: Tensor, margin: Tensor, others: Tensor, distractor: Tensor
-    ) -> None:
-        """Find which mates some distractors beat, each seen from one probe."""
-        begin, end = self.trials.starts[probe], self.trials.starts[probe + 1]
-        beaten = self._mates_up_to(score - margin, begin, end)
-        following = self.scores[beaten.clamp(max=len(self.scores) - 1)]
-        doubtful = ((beaten < end) & (following <= score + margin)).nonzero()[:, 0]
-        for part in chunks(len(doubtful), _ROWS):
-            case = doubtful[part]
-            beaten[case] = self._settled(
-                probe[case], others[distractor[case]], begin[case], end[case]
-            )
-        places = beaten[beaten > begin] - 1
-        self.beaten.index_add_(0, places, torch.ones_like(places))
-
-    def _settled(self, probe: Tensor, others: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """The same search in float64; equal up to its rounding is a tie."""
-        score = self._exact(self.probes[probe], others)
-        slack = score.abs()
-        if self.similarity != "euclidean":
-            slack = slack + self.squares[probe].sqrt() * self.reach
-        return self._mates_up_to(score + 1e-13 * slack, begin, end)
-
-    def _mates_up_to(self, score: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """Where the mates beaten by a score end: a binary search inside each probe's mates."""
-        low, high = begin, end
-        for _ in range(self.steps):
-            middle = (low + high) // 2
-            searching = low < high
-            beaten = searching & (self.scores[middle.clamp(max=len(self.scores) - 1)] <= score)
-            low, high = (
-                torch.where(beaten, middle + 1, low),
-                torch.where(searching & ~beaten, middle, high),
-            )
-        return low
-
-    def ranks(self) -> Tensor:
-        """The rank of every trial, in the order of the trials."""
-        # A distractor that beats a near mate beats all farther ones of that probe too.
-        total = self.beaten.flip(0).cumsum(0).flip(0)
-        behind = torch.cat([total, total.new_zeros(1)])
-        ends = self.trials.starts[self.trials.probes[self.order] + 1]
-        result = torch.empty_like(total)
-        result[self.order] = 1 + total - behind[ends]
-        return result
-
-
-def _moderate(matrix: Tensor) -> Tensor:
-    """Rows scaled by powers of two, which is exact, so that no length over- or underflows."""
-    exponent = torch.frexp(matrix.abs().amax(1, keepdim=True)).exponent.double()
-    return (matrix.double() * torch.exp2(-exponent.clamp(min=-1000.0))).to(matrix.dtype)
+    counts = torch.zeros((len(bars), bars.shape[1] + 1), dtype=torch.int64, device=bars.device)
+    seen = 0
+    for others, owners in tiles:
+        seen += len(others)
+        for rows in chunks(len(left), by_device(left.device, **_PROBES)):
+            scores = left[rows] @ others.T
+            if owners is not None:
+                scores.masked_fill_(people[rows, None] == owners, -torch.inf)
+            beaten = torch.searchsorted(bars[rows], scores, right=True)
+            high, wide = counts[rows].shape
+            beaten += wide * torch.arange(high, device=beaten.device)[:, None]
+            found = torch.bincount(beaten.view(-1), minlength=high * wide)
+            counts[rows] += found.view(high, wide)
+    return counts, seen

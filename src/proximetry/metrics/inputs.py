@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks
+from proximetry._common import by_device, chunks, some
 
 Embeddings = Tensor | npt.NDArray[Any]
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
@@ -71,7 +71,7 @@ def as_embeddings(
         )
     if matrix.dtype != torch.float64:
         matrix = matrix.to(torch.float32)
-    check_finite(matrix, name)
+    _check_finite(matrix, name)
     return matrix
 
 
@@ -99,7 +99,7 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     return matrix
 
 
-def check_finite(matrix: Tensor, name: str, *, show: int = 5) -> None:
+def _check_finite(matrix: Tensor, name: str) -> None:
     """Refuse NaN and infinity, naming the first rows that hold them."""
     # A sum is finite only if every term is, and costs no temporary; the search comes after.
     if bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
@@ -110,10 +110,9 @@ def check_finite(matrix: Tensor, name: str, *, show: int = 5) -> None:
         for row in (~torch.isfinite(matrix[rows])).any(1).nonzero()[:, 0].tolist()
     ]
     if bad:
-        listed = ", ".join(map(str, bad[:show])) + (", …" if len(bad) > show else "")
         raise ValueError(
-            f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: {listed}; "
-            "drop or recompute these rows"
+            f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
+            f"{some(map(str, bad))}; drop or recompute these rows"
         )
 
 
@@ -180,10 +179,15 @@ def tiles(total: int, width: int, device: torch.device, entries: dict[str, int])
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Plain float32 products, whatever autocast or TF32 settings the caller has."""
+    # Tensors made in inference mode could not be written to by other threads.
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from proximetry.metrics.inputs import (
     Embeddings,
+    FloatArray,
     FloatSimilarity,
     IntArray,
     Labels,
@@ -28,8 +29,6 @@ Pooling = Literal["mean", "max"]
 
 # Values gathered or multiplied at once.
 _TILE = {"cpu": 2**21, "cuda": 2**26}
-# Frames of one template compared at once with those of another.
-_FRAMES = 512
 
 
 @dataclass(frozen=True)
@@ -110,28 +109,18 @@ def pair_similarities(
     pairs: Tensor | npt.ArrayLike,
     *,
     similarity: FloatSimilarity = "cosine",
-    flipped: Embeddings | None = None,
 ) -> Tensor:
     """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
 
-    ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. With ``flipped``, the
-    embeddings of the flipped images, each image is described by both vectors one after the
-    other, as RegularFace does (512 + 512 = 1024 dimensions). A cosine with a zero vector is 0.
+    ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine with a zero vector
+    is 0.
     """
     check_similarity(similarity, FloatSimilarity)
     vectors = as_embeddings(embeddings)
     index = _as_pairs(pairs, len(vectors)).to(vectors.device)
-    views = [vectors]
-    if flipped is not None:
-        views.append(as_embeddings(flipped, "flipped").to(vectors.device, vectors.dtype))
-        if len(views[1]) != len(vectors):
-            raise ValueError(f"{len(vectors)} embeddings but {len(views[1])} flipped ones")
-    width = sum(view.shape[1] for view in views)
     result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
-    for tile in tiles(len(index), width, vectors.device, _TILE):
-        left, right = (
-            torch.cat([view[side] for view in views], dim=1) for side in index[tile].unbind(1)
-        )
+    for tile in tiles(len(index), vectors.shape[1], vectors.device, _TILE):
+        left, right = (vectors[side] for side in index[tile].unbind(1))
         result[tile] = _similarity(left, right, similarity)
     return result
 
@@ -201,17 +190,16 @@ def templates(
     """
     vectors = as_embeddings(embeddings)
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
-    share = _weights(weights, codes, ids).to(vectors.device)
-    index = torch.from_numpy(codes).to(vectors.device)
-    return Templates(normalize(_pool(vectors, index, share, len(ids))), ids, np.bincount(codes))
+    pooled = normalize(_pool(vectors, codes, _shares(weights, codes, ids)))
+    return Templates(pooled, ids, np.bincount(codes))
 
 
-def _weights(
+def _shares(
     weights: Tensor | npt.ArrayLike | None, codes: IntArray, ids: npt.NDArray[Any]
-) -> Tensor:
+) -> FloatArray:
     """Each row's share in its template; the shares of a template sum to 1."""
     if weights is None:
-        return torch.from_numpy(1.0 / np.bincount(codes)[codes])
+        weights = np.ones(len(codes))
     array = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else weights
     values = np.asarray(array, dtype=np.float64)
     if values.shape != codes.shape:
@@ -222,11 +210,14 @@ def _weights(
     totals = np.bincount(codes, values)
     if (totals == 0).any():
         raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
-    return torch.from_numpy(values / totals[codes])
+    return values / totals[codes]
 
 
-def _pool(vectors: Tensor, index: Tensor, share: Tensor, count: int) -> Tensor:
-    sums = torch.zeros(count, vectors.shape[1], dtype=torch.float64, device=vectors.device)
+def _pool(vectors: Tensor, codes: IntArray, shares: FloatArray) -> Tensor:
+    """The weighted mean of the rows of each template."""
+    index, share = (torch.from_numpy(of).to(vectors.device) for of in (codes, shares))
+    size = int(codes.max()) + 1, vectors.shape[1]
+    sums = torch.zeros(size, dtype=torch.float64, device=vectors.device)
     for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):
         sums.index_add_(0, index[tile], vectors[tile].double() * share[tile, None])
     return sums.to(vectors.dtype)
@@ -250,41 +241,10 @@ def set_similarities(
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
     index = _rows_of(ids, _pair_array(pairs))
     if pooling == "mean":
-        share = _weights(None, codes, ids).to(vectors.device)
-        pooled = _pool(vectors, torch.from_numpy(codes).to(vectors.device), share, len(ids))
+        pooled = _pool(vectors, codes, _shares(None, codes, ids))
         return pair_similarities(pooled, index, similarity="dot")
+    by_template = torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)
+    frames = torch.split(vectors[by_template], np.bincount(codes).tolist())
     with full_precision(vectors.device):
-        return _largest(vectors, codes, index)
-
-
-def _largest(vectors: Tensor, codes: IntArray, pairs: IntArray) -> Tensor:
-    """Largest dot product between the frames of two templates, many template pairs at a time."""
-    counts = np.bincount(codes)
-    starts = np.cumsum(counts) - counts
-    vectors = vectors[torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)]
-    # Pairs of similar size go together, so that little of a batch is padding.
-    order = np.lexsort((counts[pairs[:, 1]], counts[pairs[:, 0]]))
-    result = torch.empty(len(pairs), dtype=vectors.dtype, device=vectors.device)
-    frames = min(_FRAMES, int(counts.max()))
-    for tile in tiles(len(pairs), frames * (frames + vectors.shape[1]), vectors.device, _TILE):
-        rows = order[tile]
-        left, right = (
-            torch.from_numpy(np.stack([starts[side], counts[side]], 1)).to(vectors.device)
-            for side in (pairs[rows, 0], pairs[rows, 1])
-        )
-        best = torch.full((len(rows),), -torch.inf, dtype=vectors.dtype, device=vectors.device)
-        for at in range(0, int(left[:, 1].max()), frames):
-            ours = _frames(vectors, left, at, frames)
-            for other in range(0, int(right[:, 1].max()), frames):
-                theirs = _frames(vectors, right, other, frames)
-                # Past its end a template repeats its last frame, which changes no maximum.
-                best = torch.maximum(best, (ours @ theirs.mT).amax((1, 2)))
-        result[torch.from_numpy(rows).to(vectors.device)] = best.clamp_(-1, 1)
-    return result
-
-
-def _frames(vectors: Tensor, spans: Tensor, at: int, most: int) -> Tensor:
-    """Frames at … at + most of several templates, [templates, frames, D]."""
-    width = min(most, int(spans[:, 1].max()) - at)
-    offsets = at + torch.arange(width, device=vectors.device)
-    return vectors[spans[:, :1] + torch.minimum(offsets, spans[:, 1:] - 1)]
+        largest = [(frames[a] @ frames[b].T).amax() for a, b in index.tolist()]
+    return torch.stack(largest).clamp_(-1, 1)

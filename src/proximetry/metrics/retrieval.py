@@ -134,13 +134,8 @@ class RetrievalResult:
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]
     ) -> RetrievalResult:
         """The result for some of the queries: a number, a slice, a list, a mask."""
-        if isinstance(queries, (int, np.integer)):
-            if not -len(self) <= queries < len(self):
-                raise IndexError(f"query {queries} of {len(self)}")
-            queries = [int(queries)]
-        chosen = np.arange(len(self))[
-            queries if isinstance(queries, slice) else np.asarray(queries)
-        ]
+        index = queries if isinstance(queries, slice) else np.asarray(queries)
+        chosen = np.atleast_1d(np.arange(len(self))[index])
         return replace(
             self,
             ids=self.ids[chosen],

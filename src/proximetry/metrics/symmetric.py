@@ -6,7 +6,7 @@ the diagonal then holds negatives only, and serves its rows and, transposed, its
 
 - neighbours: maxima of small groups show the few places that can still enter a list;
 - ranks: while the best positive is in its item's list, so is everything nearer; once it has been
-  pushed out, the nearer items of each further tile are counted, with byte-wide additions.
+  pushed out, the nearer items of each further tile are counted.
 
 Both come from the same products, so a list and a rank never contradict each other.
 """
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from threading import Lock
+from threading import Lock, local
 
 import torch
 from torch import Tensor
@@ -30,9 +30,8 @@ TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
 ROW_GROUP = 32
 COLUMN_GROUP = 8
-# A byte counts to 255; eight bytes to the word; so this many columns may share a sum.
-LANES = 8 * 255
-WORST_KEY = torch.iinfo(torch.int64).min
+# Before and after all keys; a best positive that is always in front never leaves the list.
+WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 # Candidates per item that are collected before they are merged into the lists together.
 MERGE_AFTER = 48
 # Threads that look through tiles at the same time; each holds one tile.
@@ -54,98 +53,87 @@ def applies(task: Task, depth: int) -> bool:
 
 @dataclass
 class _State:
-    """What is known so far of every item, in tile order; padding never takes part."""
+    """What is known so far of the item at each position."""
 
+    items: Tensor  # which item it is
     keys: Tensor  # the best keys so far, unordered
     floor: Tensor  # the similarity of the worst of them
-    best: Tensor  # the similarity of the best positive, +inf without one
-    place: Tensor  # and its index
+    best: Tensor  # the key of the best positive, NO_POSITIVE without one
     lost: Tensor  # whether the best positive is out of the list
-    nearer: Tensor  # how many negatives come before it, kept up once it is out
-    waiting: dict[int, list[tuple[Tensor, Tensor]]]  # by tile: rows and keys of candidates
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Items by class, cut into tiles at class boundaries, each tile padded to whole groups."""
-
-    items: Tensor  # the item at each position, −1 for padding
-    tiles: list[slice]
-
-    @classmethod
-    def of(cls, codes: Tensor) -> _Layout:
-        order = torch.argsort(codes, stable=True)
-        ends = torch.bincount(codes).cumsum(0)
-        count = round(len(codes) / TILE)
-        # The class boundary next to each even cut: no class is in two tiles.
-        even = torch.arange(1, count) * len(codes) // count
-        inner = set(ends[torch.searchsorted(ends, even)].tolist()) - {len(codes)}
-        cuts = [0, *sorted(inner), len(codes)]
-        parts: list[Tensor] = []
-        tiles: list[slice] = []
-        at = 0
-        for start, stop in pairwise(cuts):
-            padding = -(stop - start) % max(ROW_GROUP, COLUMN_GROUP)
-            parts += [order[start:stop], order.new_full((padding,), -1)]
-            tiles.append(slice(at, at + stop - start + padding))
-            at = tiles[-1].stop
-        return cls(torch.cat(parts), tiles)
+    nearer: Tensor  # how many items come before it, kept up once it is out
+    waiting: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
 
 
 def search_symmetric(
     task: Task, depth: int, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
     """The same answer as ``neighbors.search_blocks``, for all items at once."""
-    layout = _Layout.of(task.gallery_codes)
-    items = layout.items.clamp_min(0)
+    count = len(task.gallery)
+    items = torch.argsort(task.gallery_codes, stable=True)
+    tiles = _tiles(task.gallery_codes)
     vectors = task.gallery[items]
     left, right = project(vectors, vectors, task.similarity)
     del vectors
     state = _State(
-        keys=torch.empty((len(items), depth), dtype=torch.int64),
-        floor=torch.full((len(items),), torch.inf),
-        best=torch.full((len(items),), torch.inf),
-        place=torch.zeros(len(items), dtype=torch.int64),
-        lost=torch.zeros(len(items), dtype=torch.bool),
-        nearer=torch.zeros(len(items), dtype=torch.int64),
-        waiting={at.start: [] for at in layout.tiles},
+        items,
+        keys=torch.empty((count, depth), dtype=torch.int64),
+        floor=torch.empty(count),
+        best=torch.empty(count, dtype=torch.int64),
+        lost=torch.empty(count, dtype=torch.bool),
+        nearer=torch.empty(count, dtype=torch.int64),
+        waiting={tile.start: [] for tile in tiles},
     )
     codes = task.gallery_codes[items]
-    buffers = _BufferPool(max(at.stop - at.start for at in layout.tiles) ** 2)
-    locks = {at.start: Lock() for at in layout.tiles}
+    locks = {tile.start: Lock() for tile in tiles}
+    widest = max(tile.stop - tile.start for tile in tiles)
+    memory = local()  # one buffer per thread, used again and again: fresh pages cost time
+
+    def product(rows: slice, columns: slice) -> Tensor:
+        """Similarities, with −inf at the ends where whole groups need it."""
+        high, wide = rows.stop - rows.start, columns.stop - columns.start
+        shape = high + -high % COLUMN_GROUP, wide + -wide % ROW_GROUP
+        if not hasattr(memory, "buffer"):
+            memory.buffer = torch.empty((widest + COLUMN_GROUP) * (widest + ROW_GROUP))
+        tile: Tensor = memory.buffer[: shape[0] * shape[1]].view(shape)
+        tile[high:] = -torch.inf
+        tile[:, wide:] = -torch.inf
+        torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
+        return tile
 
     def start(at: slice) -> None:
-        with buffers.take() as buffer:
-            tile = _product(left[at], right[at], buffer)
-            _diagonal(tile, layout.items[at], codes[at], state, at)
+        size = at.stop - at.start
+        _diagonal(product(at, at)[:size, :size], codes[at], state, at)
 
     def visit(pair: tuple[slice, slice]) -> None:
         rows, columns = pair
-        with buffers.take() as buffer:
-            tile = _product(left[rows], right[columns], buffer)
-            _blank_padding(tile, layout.items[rows], layout.items[columns])
-            with locks[rows.start], locks[columns.start]:  # always in rising order
-                if with_ranks:
-                    _count_nearer(tile, layout.items[columns], state, rows, across=1)
-                    _count_nearer(tile, layout.items[rows], state, columns, across=0)
-                _gather_neighbours(tile, layout.items, state, rows, columns)
+        tile = product(rows, columns)
+        with locks[rows.start], locks[columns.start]:  # always in rising order
+            _serve(tile, state, rows, columns, with_ranks)
 
     # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
-    count = len(layout.tiles)
-    places = sorted(combinations(range(count), 2), key=lambda pair: sum(pair) % count)
-    pairs = [(layout.tiles[one], layout.tiles[two]) for one, two in places]
+    places = sorted(combinations(range(len(tiles)), 2), key=lambda pair: sum(pair) % len(tiles))
+    pairs = [(tiles[one], tiles[two]) for one, two in places]
 
     def steps(pool: ThreadPoolExecutor) -> Iterator[None]:
-        yield from pool.map(start, layout.tiles)  # all of them, before any pair
+        yield from pool.map(start, tiles)  # all of them, before any pair
         yield from pool.map(visit, pairs)
 
     with _thread_pool() as pool:
         for done, _ in enumerate(steps(pool), 1):
             if progress is not None:
-                progress(done, count + len(pairs))
-    for at in layout.tiles:
+                progress(done, len(tiles) + len(pairs))
+    for at in tiles:
         _merge(state, at)
-    return _finish(task, layout, state, depth, with_ranks)
+    return _finish(task, state, with_ranks)
+
+
+def _tiles(codes: Tensor) -> list[slice]:
+    """Items by class, cut evenly except that no class is in two tiles."""
+    ends = torch.bincount(codes).cumsum(0)
+    count = round(len(codes) / TILE)
+    even = torch.arange(1, count) * len(codes) // count
+    cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(codes)}
+    return [slice(*pair) for pair in pairwise(sorted(cuts))]
 
 
 @contextmanager
@@ -165,157 +153,72 @@ def _thread_pool() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-class _BufferPool:
-    """Memory for tiles, used again and again: fresh pages cost time."""
-
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
-        self._free: list[Tensor] = []
-
-    @contextmanager
-    def take(self) -> Iterator[Tensor]:
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = torch.empty(self._entries)
-        with torch.no_grad():  # a thread of the pool starts with gradients on
-            yield buffer
-        self._free.append(buffer)
-
-
-def _product(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
-    tile = buffer[: len(left) * len(right)].view(len(left), len(right))
-    return torch.mm(left, right.T, out=tile)
-
-
-def _finish(task: Task, layout: _Layout, state: _State, depth: int, with_ranks: bool) -> Block:
-    count = len(task.gallery)
-    ids = torch.empty((count, depth), dtype=torch.int64)
-    values = torch.empty((count, depth), dtype=torch.float32)
-    for tile in layout.tiles:
-        items = layout.items[tile]
-        real = items >= 0
-        found, neighbours = from_keys(state.keys[tile][real].sort(dim=1, descending=True).values)
-        values[items[real]] = reported(found, task.similarity)
-        ids[items[real]] = neighbours
+def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
+    """Lists in order and ranks, from positions back to items."""
+    ids = torch.empty_like(state.keys)
+    values = torch.empty(state.keys.shape)
+    for part in chunks(len(ids), TILE):
+        found, neighbours = from_keys(state.keys[part].sort(dim=1, descending=True).values)
+        values[state.items[part]] = reported(found, task.similarity)
+        ids[state.items[part]] = neighbours
     ranks = None
     if with_ranks:
-        real = layout.items >= 0
-        before = (state.keys > to_keys(state.best, state.place)[:, None]).sum(1)
-        ranks_in_order = 1 + torch.where(state.lost, state.nearer, before)
-        without_positive = state.best[real] == torch.inf
-        ranks = torch.zeros(count, dtype=torch.int64)
-        ranks[layout.items[real]] = ranks_in_order[real].masked_fill(without_positive, 0)
-    return Block(torch.arange(count), ids, values, ranks)
+        before = (state.keys > state.best[:, None]).sum(1)
+        found = 1 + torch.where(state.lost, state.nearer, before)
+        ranks = torch.empty_like(found)
+        ranks[state.items] = found.masked_fill(state.best == NO_POSITIVE, 0)
+    return Block(torch.arange(len(ids)), ids, values, ranks)
 
 
-def _diagonal(tile: Tensor, items: Tensor, codes: Tensor, state: _State, at: slice) -> None:
-    """Start the lists, find the best positives, and count the negatives of this tile."""
+def _diagonal(tile: Tensor, codes: Tensor, state: _State, at: slice) -> None:
+    """Start the lists, find the best positives, and count the items of this tile before them."""
     tile.fill_diagonal_(-torch.inf)
-    _blank_padding(tile, items, items)
-    real = items >= 0
-    depth = state.keys.shape[1]
     for rows in chunks(len(tile), TILE // 4):
-        chosen = to_keys(tile[rows], items).topk(depth, dim=1, sorted=False).values
-        state.keys[at][rows] = chosen
-        same = codes[rows, None] == codes
-        own = tile[rows].masked_fill(~same, -torch.inf)
-        best = own.amax(1, keepdim=True)
-        place = torch.where(own == best, items, len(state.place)).amin(1, keepdim=True)
-        before = (tile[rows] > best) | ((tile[rows] == best) & (items < place))
-        # A best positive at infinity never leaves the list: queries without one count nothing.
-        state.best[at][rows] = best[:, 0].masked_fill(best[:, 0] == -torch.inf, torch.inf)
-        state.place[at][rows] = place[:, 0]
-        state.nearer[at][rows] = (before & ~same).sum(1)
-    state.floor[at] = from_keys(state.keys[at].amin(1))[0]
-    best_keys = to_keys(state.best[at], state.place[at])
-    state.lost[at] = real & (best_keys < state.keys[at].amin(1))
-    # Nothing reaches an infinite floor: padding collects no neighbours.
-    state.floor[at][~real] = torch.inf
-
-
-def _blank_padding(tile: Tensor, row_items: Tensor, column_items: Tensor) -> None:
-    """Padding stands at the end of a tile and must never look near."""
-    tile[int((row_items >= 0).sum()) :] = -torch.inf
-    tile[:, int((column_items >= 0).sum()) :] = -torch.inf
-
-
-def _gather_neighbours(
-    tile: Tensor, items: Tensor, state: _State, rows: slice, columns: slice
-) -> None:
-    row, column, found = _candidates_by_row(tile, state.floor[rows])
-    _offer(state, rows, row, to_keys(found, items[columns][column]))
-    column, row, found = _candidates_by_column(tile, state.floor[columns])
-    _offer(state, columns, column, to_keys(found, items[rows][row]))
-
-
-def _count_nearer(tile: Tensor, items: Tensor, state: _State, at: slice, across: int) -> None:
-    """For rows (``across`` = 1) whose best positive is out of the list: the columns before it.
-
-    With ``across`` = 0 the same for columns, and the rows before their best positives.
-    """
-    lines = _to_count(state.lost[at])
-    if lines is None:
-        return
-    count, along = (_true_per_row, 0) if across else (_true_per_column, 1)
-    chosen = tile[lines] if across else tile[:, lines]
-    best, place = (of[at][lines].unsqueeze(across) for of in (state.best, state.place))
-    nearer = count(chosen > best)
-    tied = (count(chosen >= best) > nearer).nonzero()[:, 0]
-    if len(tied):
-        chosen, best, place = (of.index_select(along, tied) for of in (chosen, best, place))
-        before = (chosen == best) & (items.unsqueeze(along) < place)
-        nearer[tied] += before.sum(across)
-    state.nearer[at][lines] += nearer
-
-
-def _to_count(lost: Tensor) -> Tensor | slice | None:
-    """Which lines to count: those that need it, in whole words of eight, or simply all.
-
-    What is counted for a line that does not need it yet is thrown away when it does.
-    """
-    number = int(lost.sum())
-    if number == 0:
-        return None
-    if number > len(lost) // 4:
-        return slice(None)
-    order = torch.argsort(lost.to(torch.uint8), descending=True)
-    return order[: number + -number % 8]
+        keys = to_keys(tile[rows], state.items[at])
+        state.keys[at][rows] = keys.topk(state.keys.shape[1], dim=1, sorted=False).values
+        best = keys.masked_fill(codes[rows, None] != codes, WORST_KEY).amax(1)
+        state.nearer[at][rows] = _true_per_row(keys > best[:, None])
+        alone = from_keys(best)[0] == -torch.inf
+        state.best[at][rows] = best.masked_fill(alone, NO_POSITIVE)
+    worst = state.keys[at].amin(1)
+    state.floor[at] = from_keys(worst)[0]
+    state.lost[at] = state.best[at] < worst
 
 
 def _true_per_row(mask: Tensor) -> Tensor:
-    """Trues in each row, eight bytes at a time: many times faster than adding booleans."""
-    total = torch.zeros(len(mask), dtype=torch.int64)
-    for start in range(0, mask.shape[1], LANES):
-        words = mask.view(torch.int64)[:, start // 8 : (start + LANES) // 8].sum(1)
-        total += words.view(torch.uint8).view(-1, 8).sum(1)
-    return total
+    # Bytes add up ten times as fast as booleans.
+    return mask.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
-def _true_per_column(mask: Tensor) -> Tensor:
-    total = torch.zeros(mask.shape[1], dtype=torch.int64)
-    words = mask.view(torch.int64)
-    for start in range(0, len(mask), 255):
-        total += words[start : start + 255].sum(0).view(torch.uint8)
-    return total
+def _serve(tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks: bool) -> None:
+    """Let a tile of negatives enter the lists, and the ranks, of its rows and columns."""
+    row_items, column_items = state.items[rows], state.items[columns]
+    high, wide = len(row_items), len(column_items)
+    if with_ranks:
+        for at, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
+            lost = state.lost[at].nonzero()[:, 0]
+            values = tile[:high, :wide].index_select(across, lost).movedim(across, 0)
+            best, place = from_keys(state.best[at][lost, None])
+            before = (values > best) | ((values == best) & (others < place))
+            state.nearer[at][lost] += _true_per_row(before)
+    row, column, found = _candidates_by_row(tile[:high], state.floor[rows])
+    _offer(state, rows, row, to_keys(found, column_items[column]))
+    column, row, found = _candidates_by_column(tile[:, :wide], state.floor[columns])
+    _offer(state, columns, column, to_keys(found, row_items[row]))
 
 
 def _candidates_by_row(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entries that reach their row's floor: row, column and value, by row."""
-    height, width = tile.shape
-    groups = width // ROW_GROUP
-    maxima = tile.view(height, groups, ROW_GROUP).amax(2)
-    place = (maxima >= floor[:, None]).view(-1).nonzero()[:, 0]
-    row, group = place // groups, place % groups
-    values = tile.view(-1, ROW_GROUP)[place]
+    grouped = tile.view(len(tile), -1, ROW_GROUP)
+    row, group = (grouped.amax(2) >= floor[:, None]).nonzero(as_tuple=True)
+    values = grouped[row, group]
     hit, offset = (values >= floor[row, None]).nonzero(as_tuple=True)
     return row[hit], group[hit] * ROW_GROUP + offset, values[hit, offset]
 
 
 def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entries that reach their column's floor: column, row and value, by column."""
-    height, width = tile.shape
-    grouped = tile.view(height // COLUMN_GROUP, COLUMN_GROUP, width)
+    grouped = tile.view(-1, COLUMN_GROUP, tile.shape[1])
     column, group = (grouped.amax(1) >= floor).T.nonzero(as_tuple=True)
     values = grouped.transpose(1, 2)[group, column]
     hit, offset = (values >= floor[column, None]).nonzero(as_tuple=True)
@@ -323,7 +226,7 @@ def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _offer(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
-    """Collect candidates for the lists of a tile, given by rising row."""
+    """Collect candidates for the lists of a tile."""
     waiting = state.waiting[at.start]
     waiting.append((row, keys))
     if sum(len(rows) for rows, _ in waiting) >= MERGE_AFTER * (at.stop - at.start):
@@ -333,31 +236,20 @@ def _offer(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
 def _merge(state: _State, at: slice) -> None:
     """Merge the collected candidates into the lists of a tile."""
     waiting, state.waiting[at.start] = state.waiting[at.start], []
-    height, depth = at.stop - at.start, state.keys.shape[1]
-    filled = torch.zeros(height, dtype=torch.int64)
-    places = []
-    for row, _ in waiting:
-        counts = torch.bincount(row, minlength=height)
-        # Candidates of a row stand together: their places count up from what is filled.
-        starts = filled - (counts.cumsum(0) - counts)
-        places.append(torch.arange(len(row)) + starts[row])
-        filled += counts
-    widest = int(filled.max())
-    if widest == 0:
+    if not waiting:
         return
-    rivals = torch.full((height, depth + widest), WORST_KEY)
-    rivals[:, :depth] = state.keys[at]
-    for (row, keys), place in zip(waiting, places, strict=True):
-        rivals.view(-1)[row * rivals.shape[1] + depth + place] = keys
-    kept = rivals.topk(depth, dim=1, sorted=False).values
+    row, by_row = torch.cat([rows for rows, _ in waiting]).sort(stable=True)
+    keys = torch.cat([keys for _, keys in waiting])[by_row]
+    counts = torch.bincount(row, minlength=at.stop - at.start)
+    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
+    new[row, place] = keys
+    rivals = torch.cat([state.keys[at], new], dim=1)
+    kept = rivals.topk(state.keys.shape[1], dim=1, sorted=False).values
     worst = kept.amin(1)
     state.keys[at] = kept
-    # Padding has no list to enter and keeps its infinite floor.
-    floor = state.floor[at]
-    state.floor[at] = torch.where(floor == torch.inf, floor, from_keys(worst)[0])
+    state.floor[at] = from_keys(worst)[0]
     # Where a best positive has just been pushed out, all that came before it is among the rivals.
-    best_keys = to_keys(state.best[at], state.place[at])
-    pushed = ((best_keys < worst) & ~state.lost[at]).nonzero()[:, 0]
-    if len(pushed):
-        state.nearer[at][pushed] = (rivals[pushed] > best_keys[pushed, None]).sum(1)
-        state.lost[at][pushed] = True
+    pushed = ((state.best[at] < worst) & ~state.lost[at]).nonzero()[:, 0]
+    state.nearer[at][pushed] = (rivals[pushed] > state.best[at][pushed, None]).sum(1)
+    state.lost[at][pushed] = True

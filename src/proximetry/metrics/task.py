@@ -67,25 +67,16 @@ class Task:
 
     def positives(self) -> Tensor:
         """How many gallery items of its class each query may find."""
-        if not len(self.query_codes):
-            return self.query_codes
-        classes = 1 + int(torch.maximum(self.query_codes.amax(), self.gallery_codes.amax()))
-        found = torch.bincount(self.gallery_codes, minlength=classes)[self.query_codes]
-        if self.query_groups is not None and self.gallery_groups is not None:
-            groups = 1 + int(torch.maximum(self.query_groups.amax(), self.gallery_groups.amax()))
-            # A query's own entry shares its group, so it goes with them.
-            return found - _occurrences(
-                self.query_codes * groups + self.query_groups,
-                self.gallery_codes * groups + self.gallery_groups,
-            )
-        return found if self.own is None else found - 1
-
-
-def _occurrences(wanted: Tensor, values: Tensor) -> Tensor:
-    """How often each wanted number occurs among the values."""
-    ordered = values.sort().values
-    high = torch.searchsorted(ordered, wanted, right=True)
-    return high - torch.searchsorted(ordered, wanted)
+        found = torch.bincount(self.gallery_codes, minlength=len(self.classes))[self.query_codes]
+        if self.query_groups is None or self.gallery_groups is None:
+            return found if self.own is None else found - 1
+        # What shares class and group is left out, a query's own entry among it.
+        groups = 1 + int(torch.cat([self.query_groups, self.gallery_groups]).amax())
+        wanted = self.query_codes * groups + self.query_groups
+        held = (self.gallery_codes * groups + self.gallery_groups).sort().values
+        return found - (
+            torch.searchsorted(held, wanted, right=True) - torch.searchsorted(held, wanted)
+        )
 
 
 Given = tuple[Embeddings | None, Labels | None, Labels | None]

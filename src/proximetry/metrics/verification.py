@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from proximetry._common import some
 from proximetry.metrics.inputs import FloatArray, IntArray, Labels, as_labels, encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
@@ -147,8 +148,8 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
         raise ValueError("same must say True or False (1 or 0) for every pair")
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
-        listed = ", ".join(map(str, wrong[:5])) + (", …" if len(wrong) > 5 else "")
-        raise ValueError(f"similarities has NaN or infinite values in rows {listed}")
+        rows = some(map(str, wrong))
+        raise ValueError(f"similarities has NaN or infinite values in rows {rows}")
     truth = truth.astype(np.bool_)
     if truth.all() or not truth.any():
         raise ValueError(
