@@ -173,6 +173,6 @@ def _to_line(value, SUPPORT: tl.constexpr):
 
 @triton.jit
 def _to_byte(value):
-    # In float32 numbers from 2²³ on are whole: adding one rounds, halves to even.
+    # In float32, values from 2²³ on are integers: adding one rounds, halves to even.
     whole = (value + 8388608.0) - 8388608.0
     return tl.minimum(tl.maximum(whole, 0.0), 255.0).to(tl.uint8)
