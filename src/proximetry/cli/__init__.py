@@ -93,20 +93,18 @@ def _repeat_lists(app: "App", words: list[str]) -> list[str]:
         for name in argument.names
     }
     found: list[str] = []
-    current = None
+    current = ""
     for position, word in enumerate(words):
         if word == "--":
             return found + words[position:]
         if word.startswith("-") and not _is_number(word):
             current = word.replace("_", "-")
-            if current not in lists:
-                current = None
-                found.append(word)
-        elif current is not None and (lists[current] is str or _is_number(word)):
-            found += [current, word]
+        elif current in lists and (lists[current] is str or _is_number(word)):
+            if found[-1].replace("_", "-") != current:
+                found.append(current)
         else:
-            current = None
-            found.append(word)
+            current = ""
+        found.append(word)
     return found
 
 

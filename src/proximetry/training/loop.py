@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
@@ -38,7 +38,6 @@ class Run:
     clock: Stopwatch
     state: TrainState
     callbacks: Sequence[Callback] = ()
-    _bad_step: Tensor = field(default_factory=lambda: torch.tensor(-1))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -67,18 +66,9 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Add up a loss, and note the first step at which it was not finite."""
-        state = self.state
-        state.loss_sum += loss
-        first_bad = (self._bad_step < 0) & ~torch.isfinite(loss)
-        self._bad_step = torch.where(first_bad, state.step, self._bad_step.to(loss.device))
-        if loss.device.type == "cpu":  # a GPU would be waited for
-            self.check_finite()
-
     def check_finite(self) -> None:
         """Stop if a loss was not finite, naming the step and its images; waits for the device."""
-        step = int(self._bad_step)
+        step = int(self.state.bad_step)
         if step < 0:
             return
         per_epoch = len(self.data.sampler)
@@ -104,7 +94,7 @@ def fit(run: Run, stop_requested: Callable[[], bool]) -> dict[str, Any]:
             run.clock.enter("evaluation")
             evaluated = run.evaluator.evaluate(splits)
             line |= evaluated.scores
-            _select(run, evaluated)
+            _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
     return _finish(run, evaluated)
@@ -117,14 +107,15 @@ def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, flo
     run.updater.embedder.train()
     run.objective.train()
     frozen = state.epoch < run.recipe.schedule.warmup_epochs
-    new = run.updater.freeze_backbone(frozen)
-    run.clock.enter("startup" if new else "training")
+    changed = run.updater.freeze_backbone(frozen)
+    if run.clock.phase != "startup":
+        run.clock.enter("startup" if changed else "training")
     seen = 0
     for pixels, labels in run.data.batches(state.epoch, state.batch):
         loss = run.updater(pixels, labels, state.step)
-        run.note_loss(loss)
-        state.batch += 1
-        state.step += 1
+        state.advance(loss)
+        if run.world.device.type == "cpu":  # a GPU would be waited for
+            run.check_finite()
         if run.clock.phase == "startup":  # kernels are compiled, graphs recorded
             run.check_finite()
             run.clock.enter("training")
@@ -132,7 +123,6 @@ def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, flo
             seen += len(labels) * run.world.size
         run.notify("on_step_end", loss)
         if any_rank(stop_requested(), run.world):
-            run.check_finite()
             run.clock.enter("other")
             run.notify("on_stop")
             raise Stopped(
@@ -170,16 +160,13 @@ def _splits_to_watch(run: Run) -> list[str]:
     return [*splits, "test"] if watch else splits
 
 
-def _select(run: Run, evaluated: Evaluated) -> None:
-    """Keep this epoch if it is the best so far."""
+def _observe(run: Run, evaluated: Evaluated) -> None:
+    """Select this epoch if it is the best so far; the schedule may go by that too."""
     e = run.recipe.evaluation
-    if e.protocol == "last":
-        return
-    split = "test" if e.protocol == "paper" else "held_out"
-    value = evaluated.scores[split][e.select_by]
-    run.rates.observe(value, run.state.epoch - 1)
-    if run.state.observe(value):
-        run.notify("on_improvement")
+    if e.protocol != "last":
+        split = "test" if e.protocol == "paper" else "held_out"
+        improved = run.state.observe(evaluated.scores[split][e.select_by])
+        run.rates.observe(improved, run.state.epoch - 1)
 
 
 def _finish(run: Run, evaluated: Evaluated | None) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> A
 class Section(BaseModel):
     """Keys that belong together; unknown ones are errors, and values do not change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DataConfig(Section):
@@ -210,7 +210,7 @@ class ScheduleConfig(Section):
         "step", "how the learning rates decay"
     )
     every: Count = _key(10, "epochs between two drops (step)")
-    at: tuple[Whole, ...] = _key((), "epochs of the drops (milestones)")
+    at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "what a drop multiplies the learning rates by", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
     warmup_epochs: Whole = _key(0, "epochs at the start in which the backbone is frozen", ge=0)
@@ -357,7 +357,8 @@ class Recipe(Section):
         """Return the flat keys and values, less those whose role does not matter."""
         values = flatten(self.to_dict())
         for key, field in recipe_keys():
-            if role_of(field) in without:
+            extra: Any = field.json_schema_extra
+            if extra["role"] in without:
                 del values[key]
         return values
 
@@ -378,13 +379,6 @@ def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{key}", inner
         else:
             yield name, field
-
-
-def role_of(field: FieldInfo) -> Role | None:
-    """Return what a key is about, where it does not change what a run computes."""
-    extra: Any = field.json_schema_extra
-    role: Role | None = extra["role"]
-    return role
 
 
 # Keys that hold a value each, though the value is a dictionary.
@@ -493,6 +487,8 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is no valid YAML: {error}") from error
     if not isinstance(values, dict):

@@ -30,8 +30,11 @@ class Trackers(Callback):
     _board: Any = None
     _run: Any = None
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._wandb = need("wandb", None, "training.wandb") if recipe.training.wandb else None
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        """Refuse a tracker that is not installed."""
+        if recipe.training.wandb:
+            need("wandb", None, "training.wandb")
 
     def on_start(self, run: "Run") -> None:
         """Open them."""
@@ -41,8 +44,10 @@ class Trackers(Callback):
             self._board = SummaryWriter(str(run.folder.path / "tensorboard"))
         except ImportError:
             pass  # metrics.jsonl has everything
-        if self._wandb is not None:
-            self._run = self._wandb.init(
+        if run.recipe.training.wandb:
+            import wandb
+
+            self._run = wandb.init(
                 project=run.recipe.training.wandb,
                 config=run.recipe.to_dict(),
                 dir=str(run.folder.path),
@@ -155,12 +160,7 @@ class RichDisplay(PlainDisplay):
 
 def make_display() -> Display:
     """The right display for where the output goes."""
-    if sys.stdout.isatty():
-        try:
-            return RichDisplay()
-        except ImportError:
-            pass
-    return PlainDisplay()
+    return RichDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
 def describe_epoch(line: Mapping[str, Any]) -> str:
