@@ -75,9 +75,9 @@ def bare_steps(run: Run, pixels: torch.Tensor, steps: int) -> float:
     _wait(run.world.device)
     started = time.perf_counter()
     for _ in range(steps):
-        run.optimizer.zero_grad(set_to_none=True)
+        run.updater.optimizer.zero_grad(set_to_none=True)
         network(pixels).sum().backward()
-        run.optimizer.step()
+        run.updater.optimizer.step()
     _wait(run.world.device)
     return steps * len(pixels) / (time.perf_counter() - started)
 

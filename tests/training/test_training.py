@@ -558,7 +558,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
     class Poison(Callback):
         def on_step_end(self, run, loss):
             if run.state.step == 5:
-                run.objective.proxies.weight.data.fill_(torch.nan)
+                run.updater.objective.proxies.weight.data.fill_(torch.nan)
 
     with pytest.raises(RunError, match=r"not finite at step 5 \(epoch 2\).*class0\d.*last good"):
         train(recipe, tmp_path / "run", callbacks=[Poison()])

@@ -62,9 +62,7 @@ def train(
     more = read_yaml(config, "overrides") if config is not None else {}
     chosen = Recipe.load(recipe, merge(more, overrides))
     if print_config:
-        import yaml
-
-        print(yaml.safe_dump(chosen.to_dict(), sort_keys=False, allow_unicode=True), end="")
+        print(chosen.to_yaml(), end="")
         return
     from proximetry.training import train as run
     from proximetry.training.reporting import make_display, metrics_table
@@ -72,12 +70,12 @@ def train(
     results = run(chosen, out, device=device, resume=not fresh, display=make_display())
     if os.environ.get("RANK", "0") != "0":  # of several processes one prints
         return
-    rows = {}
-    for which in ("last", "selected"):
-        for part in ("held_out", "test"):
-            if part in results[which]:
-                label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
-                rows[label] = results[which][part]
+    rows = {
+        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
+        for which in ("last", "selected")
+        for part in ("held_out", "test")
+        if part in results[which]
+    }
     if rows:
         print(metrics_table(rows))
     print(f"protocol: {results['protocol']}; embedder and results in {out}")

@@ -214,10 +214,6 @@ class TrainingData:
             places = self._eval_rows[rows[start : start + batch_size]]
             yield self._view(self._eval_cache, places).to(self.world.device)
 
-    def file(self, index: int) -> str:
-        """The file of the index-th training image, for messages."""
-        return self.catalog.file(int(self.rows["train"][index]))
-
 
 def _in_a_thread(make: Callable[[int], T], numbers: range) -> Iterator[T]:
     """Give what is made of each number, the next one being made in a thread meanwhile."""

@@ -83,8 +83,6 @@ def gather(tensor: Tensor, world: World) -> Tensor:
     """
     if world.size == 1:
         return tensor
-    if not tensor.requires_grad:
-        return gather_rows(tensor)[0]
     gathered: Tensor = _Gather.apply(tensor, world)  # type: ignore[no-untyped-call]
     return gathered
 

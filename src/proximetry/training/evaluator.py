@@ -46,24 +46,17 @@ def score(
     labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
 
     def evaluate(vectors: Tensor) -> Scores:
-        options: Any = {
-            "metrics": wanted,
-            "similarity": similarity,
-            "group": group,
-            "progress": progress,
-        }
-        if catalog.queries is None or catalog.galleries is None:
-            return dict(metrics.evaluate(vectors, labels, **options))
-        queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
-        return dict(
-            metrics.evaluate(
-                vectors[torch.from_numpy(gallery)],
-                labels[gallery],
-                queries=vectors[torch.from_numpy(queries)],
-                query_labels=labels[queries],
-                **options,
-            )
-        )
+        compared: dict[str, Any] = {"embeddings": vectors, "labels": labels}
+        if catalog.queries is not None:
+            queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
+            compared = {
+                "embeddings": vectors[torch.from_numpy(gallery)],
+                "labels": labels[gallery],
+                "queries": vectors[torch.from_numpy(queries)],
+                "query_labels": labels[queries],
+            }
+        options: Any = {"similarity": similarity, "group": group, "progress": progress}
+        return dict(metrics.evaluate(**compared, metrics=wanted, **options))
 
     scores = evaluate(vectors)
     if eval_dims:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from proximetry.training.callbacks import Callback
@@ -15,7 +14,6 @@ from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
-from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
@@ -39,21 +37,11 @@ class Run:
     state: TrainState
     callbacks: Sequence[Callback] = ()
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser of embedder and loss."""
-        return self.updater.optimizer
-
-    @property
-    def objective(self) -> Objective:
-        """The loss and what is added to it."""
-        return self.updater.objective
-
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""
-        parts: dict[str, nn.Module] = {"embedder": self.updater.embedder, "loss": self.objective}
-        average = self.updater.average
-        return parts if average is None else {**parts, "average": average}
+        u = self.updater
+        parts: dict[str, nn.Module] = {"embedder": u.embedder, "loss": u.objective}
+        return parts if u.average is None else {**parts, "average": u.average}
 
     def is_over(self) -> bool:
         """Whether all epochs are done, or early stopping ends the run."""
@@ -73,7 +61,7 @@ class Run:
             return
         per_epoch = len(self.data.sampler)
         indices = self.data.sampler.batch(step // per_epoch, step % per_epoch)
-        files = [self.data.file(i) for i in indices[:5]]
+        files = [self.data.catalog.file(row) for row in self.data.rows["train"][indices[:5]]]
         raise RunError(
             f"the loss was not finite at step {step} (epoch {step // per_epoch + 1}); its "
             f"{len(indices)} images begin with {', '.join(files)}. The last good checkpoint is "
@@ -103,9 +91,9 @@ def fit(run: Run, stop_requested: Callable[[], bool]) -> dict[str, Any]:
 def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, float]:
     """Train the rest of an epoch; return the images whose steps were timed, and their seconds."""
     state = run.state
-    run.rates.apply(run.optimizer, state.epoch)
+    run.rates.apply(run.updater.optimizer, state.epoch)
     run.updater.embedder.train()
-    run.objective.train()
+    run.updater.objective.train()
     frozen = state.epoch < run.recipe.schedule.warmup_epochs
     changed = run.updater.freeze_backbone(frozen)
     if run.clock.phase != "startup":
@@ -144,7 +132,7 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
         "epoch": state.epoch,
         "step": state.step,
         "loss": mean,
-        "lr": run.optimizer.param_groups[0]["lr"],
+        "lr": run.updater.optimizer.param_groups[0]["lr"],
         "images_per_second": round(seen / seconds, 1) if seen else None,
         "seconds": round(run.clock.seconds["training"], 3),
     }

@@ -337,13 +337,14 @@ class Recipe(Section):
         Keys left out take the value of the recipe named as ``base``, else their default. Keys may
         be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
         """
-        where = "" if isinstance(source, Mapping) else f"{find_recipe(source)}: "
         values = merge(plain_values(source), overrides or {})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             sentence = validation_sentence(error, cls)
-            raise RecipeError(sentence if overrides else where + sentence) from None
+            if not overrides and not isinstance(source, Mapping):
+                sentence = f"{find_recipe(source)}: {sentence}"
+            raise RecipeError(sentence) from None
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with changes, by nested or dotted keys; everything is checked anew."""
@@ -362,12 +363,15 @@ class Recipe(Section):
                 del values[key]
         return values
 
-    def save(self, path: Path) -> None:
-        """Write YAML that `load` reads back to an equal recipe."""
+    def to_yaml(self) -> str:
+        """Return YAML that `load` reads back to an equal recipe."""
         import yaml
 
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        atomic_write(path, text.encode())
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+
+    def save(self, path: Path) -> None:
+        """Write the YAML file."""
+        atomic_write(path, self.to_yaml().encode())
 
 
 def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
@@ -409,8 +413,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lay changes over plain values; another loss leaves the settings of the old one behind."""
-    merged = _nested(values)
-    wanted = _nested(changes)
+    merged, wanted = _lay_over({}, values), _lay_over({}, changes)
     loss, new = merged.get("loss"), wanted.get("loss")
     if isinstance(loss, dict) and isinstance(new, dict) and "name" in new:
         default = LossConfig.model_fields["name"].default
@@ -419,25 +422,19 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return _lay_over(merged, wanted)
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
+def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Write changes, nested or dotted, into nested values, and return these."""
+    for key, value in changes.items():
         if not isinstance(key, str):
             raise RecipeError(f"keys must be text, got {key!r}")
-        inner = _nested(value) if isinstance(value, Mapping) else value
-        for part in reversed(key.split(".")[1:]):
-            inner = {part: inner}
-        result = _lay_over(result, {key.split(".")[0]: inner})
-    return result
-
-
-def _lay_over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    result = dict(values)
-    for key, value in changes.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = _lay_over(old, value) if both else value  # type: ignore[arg-type]
-    return result
+        first, _, rest = key.partition(".")
+        if rest or isinstance(value, Mapping):
+            old = values.get(first)
+            inner = {rest: value} if rest else value
+            values[first] = _lay_over(old if isinstance(old, dict) else {}, inner)
+        else:
+            values[first] = value
+    return values
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -473,7 +470,7 @@ def plain_values(
         values = {"name": place.stem} | read_yaml(place, "recipe")
     base = values.pop("base", None)
     if base is None:
-        return _nested(values)
+        return _lay_over({}, values)
     if not isinstance(base, str):
         raise RecipeError(f"base must name one recipe, got {base!r}")
     beside = place.parent / base if place is not None else Path(base)

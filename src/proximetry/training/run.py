@@ -55,12 +55,12 @@ def train(
     """
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
-    stage = partial(_train_stage, world=world, resume=resume, display=shown)
+    stage = partial(_train_stage, world, resume, shown, callbacks)
     try:
         with _torch_state_restored(world.device), shown:
             if recipe.training.two_stages:
-                return _two_stages(recipe, Path(out), callbacks, stage, shown)
-            return stage(recipe, Path(out), callbacks)
+                return _two_stages(recipe, Path(out), stage, shown)
+            return stage(recipe, RunFolder(Path(out)))
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"not enough memory on {world.device} for the run in {out}; a smaller "
@@ -73,19 +73,21 @@ def train(
 
 
 def _train_stage(
-    recipe: Recipe,
-    out: Path,
-    callbacks: Sequence[Callback],
-    *,
     world: World,
     resume: bool,
     display: Display,
+    callbacks: Sequence[Callback],
+    recipe: Recipe,
+    folder: RunFolder,
+    outdates: RunFolder | None = None,
 ) -> dict[str, Any]:
-    """Train one recipe in one folder, from the start or from its last checkpoint."""
-    folder = RunFolder(out)
+    """Train one recipe in one folder, from the start or from its last checkpoint.
+
+    A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
+    """
     world.first(lambda: folder.check(recipe, resume))
     if resume and world.first(folder.results.exists):
-        display.message(f"{out} is complete already")
+        display.message(f"{folder.path} is complete already")
         return folder.read_results()
     world.first(lambda: Trackers.check(recipe))
     run = prepare(recipe, folder, world, display)
@@ -97,6 +99,8 @@ def _train_stage(
             restore_state(folder.last, run)
             world.first(lambda: folder.forget_after(run.state.epoch))
             display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
+        elif outdates is not None:
+            world.first(outdates.remove)
         with stop_requests() as stop_requested:
             return fit(run, stop_requested)
     finally:
@@ -169,23 +173,8 @@ def make_optimizer(
     return kind(groups, eps=o.eps, **shared)
 
 
-class _Remove(Callback):
-    """Removes the run in a folder when another one begins anew."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-
-    def on_start(self, run: Run) -> None:
-        if run.state.step == 0:
-            run.world.first(self.folder.remove)
-
-
 def _two_stages(
-    recipe: Recipe,
-    out: Path,
-    callbacks: Sequence[Callback],
-    stage: Callable[[Recipe, Path, Sequence[Callback]], dict[str, Any]],
-    display: Display,
+    recipe: Recipe, out: Path, stage: Callable[..., dict[str, Any]], display: Display
 ) -> dict[str, Any]:
     """Find the epochs and the learning-rate drops, then use every class (Teh et al. 2020).
 
@@ -201,8 +190,8 @@ def _two_stages(
             "evaluation": {"protocol": "held_out", "held_out": 0.5},
         }
     )
-    outdated = _Remove(RunFolder(out / SECOND_STAGE))
-    found = stage(first, out / "first-stage", [*callbacks, outdated])
+    folders = RunFolder(out / "first-stage"), RunFolder(out / SECOND_STAGE)
+    found = stage(first, *folders)
     epochs = found["selected"]["epoch"]
     drops = [drop for drop in found["drops"] if drop < epochs]
     second = recipe.override(
@@ -214,7 +203,7 @@ def _two_stages(
         }
     )
     display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
-    results = stage(second, out / SECOND_STAGE, callbacks)
+    results = stage(second, folders[1])
     return {**results, "protocol": "held_out", "first_stage": found["selected"]}
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,7 @@ class RunFolder:
 
 def describe_environment(seed: int) -> dict[str, Any]:
     """Versions, seed, command and state of the code: what a figure needs to be believed."""
+    installed = {found.name.lower(): found.version for found in distributions()}
     packages = ("torch", "torchvision", "timm", "numpy", "pillow")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -173,35 +174,20 @@ def describe_environment(seed: int) -> dict[str, Any]:
         "seed": seed,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {"proximetry": __version__} | {name: _version(name) for name in packages},
+        "packages": {"proximetry": __version__} | {name: installed.get(name) for name in packages},
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "git": _git_state(),
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _git_state() -> dict[str, Any] | None:
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(Path(__file__).parent), *words],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = ask("rev-parse", "HEAD")
-    if commit is None:
+    """The commit of this package's sources, and whether they were changed since."""
+    here = str(Path(__file__).parent)
+    words = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+    described = done.stdout.strip()
+    return {"commit": described.removesuffix("-dirty"), "changed": described.endswith("-dirty")}

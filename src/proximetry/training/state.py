@@ -73,12 +73,12 @@ def save_state(path: Path, run: "Run") -> None:
         "seconds": run.clock.seconds,
         "scaler": run.updater.scaler.state_dict(),
     }
-    save_checkpoint(path, run.modules(), run.optimizer, plain)
+    save_checkpoint(path, run.modules(), run.updater.optimizer, plain)
 
 
 def restore_state(path: Path, run: "Run") -> None:
     """Continue from a checkpoint."""
-    plain = load_checkpoint(path, run.modules(), run.optimizer)
+    plain = load_checkpoint(path, run.modules(), run.updater.optimizer)
     for name, value in plain["state"].items():
         now = getattr(run.state, name)
         if isinstance(now, Tensor):

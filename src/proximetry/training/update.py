@@ -16,14 +16,13 @@ from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 
-_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """The precision of a recipe, for the network alone."""
-    dtype = _PRECISIONS.get(precision)
+    enabled = precision != "float32"
+    dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 class TrainingNetwork(nn.Module):
