@@ -72,13 +72,12 @@ def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recip
 def bare_steps(run: Run, pixels: torch.Tensor, steps: int) -> float:
     """Images per second of forward, backward and step alone."""
     network = run.updater.network
-    assert network is not None
     _wait(run.world.device)
     started = time.perf_counter()
     for _ in range(steps):
-        run.optimizer.zero_grad(set_to_none=True)
+        run.updater.optimizer.zero_grad(set_to_none=True)
         network(pixels).sum().backward()
-        run.optimizer.step()
+        run.updater.optimizer.step()
     _wait(run.world.device)
     return steps * len(pixels) / (time.perf_counter() - started)
 
@@ -89,8 +88,7 @@ def trainer_epoch(run: Run, epoch: int) -> float:
     _wait(run.world.device)
     started = time.perf_counter()
     for pixels, labels in run.data.batches(epoch, 0):
-        run.note_loss(run.updater(pixels, labels, run.state.step))
-        run.state.step += 1
+        run.state.advance(run.updater(pixels, labels, run.state.step))
         seen += len(labels)
     _wait(run.world.device)
     return seen / (time.perf_counter() - started)
@@ -138,7 +136,6 @@ def main() -> None:
         started = time.perf_counter()
         run = prepare(recipe, folder, join_processes(), Display())
         first = time.perf_counter() - started
-        run.updater.freeze_backbone(False)
         pixels, _ = next(iter(run.data.batches(0, 0)))
         steps = len(run.data.sampler)
         started = time.perf_counter()

@@ -26,7 +26,6 @@ from proximetry.training import (
 from proximetry.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
-    read_state,
     save_checkpoint,
 )
 from proximetry.training.clock import Stopwatch
@@ -36,6 +35,10 @@ from tests.training.tiny import make_recipe, with_
 
 def tensors(folder, name="last"):
     return load_file(folder / "checkpoints" / f"{name}.safetensors")
+
+
+def state_of(checkpoint):
+    return load_checkpoint(checkpoint, {})
 
 
 def assert_same_run(one, two):
@@ -134,7 +137,7 @@ def test_a_stopwatch_gives_every_moment_to_one_phase(monkeypatch):
 def test_a_checkpoint_says_how_far_the_run_has_come(recipe, tmp_path):
     recipe = with_(recipe, "training", checkpoint_steps=1)
     killed_at(6, recipe, tmp_path / "run")
-    state = read_state(RunFolder(tmp_path / "run").last)
+    state = state_of(RunFolder(tmp_path / "run").last)
     assert {key: state["state"][key] for key in ("epoch", "batch", "step")} == {
         "epoch": 1,
         "batch": 2,
@@ -151,7 +154,7 @@ def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
     class Watch(Callback):
         def on_epoch_end(self, run, line):
             exists = run.folder.last.exists()
-            saved.append(read_state(run.folder.last)["state"]["epoch"] if exists else None)
+            saved.append(state_of(run.folder.last)["state"]["epoch"] if exists else None)
 
     train(recipe, tmp_path / "run", callbacks=[Watch()])
     assert saved == [None, 2, 2, 4, 5]
@@ -309,7 +312,7 @@ def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path):
     process.kill()
     process.wait()
     assert torch.get_num_threads() == 1
-    assert read_state(RunFolder(tmp_path / "run").last)["state"]["step"] == 6
+    assert state_of(RunFolder(tmp_path / "run").last)["state"]["step"] == 6
     train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -324,7 +327,7 @@ def test_a_signal_saves_and_leaves(recipe, tmp_path, number):
     (tmp_path / "hold").unlink()
     _, errors = process.communicate()
     assert "Stopped: stopped after step" in errors
-    state = read_state(RunFolder(tmp_path / "run").last)["state"]
+    state = state_of(RunFolder(tmp_path / "run").last)["state"]
     assert f"stopped after step {state['step']}" in errors
     with pytest.raises(RunError, match=r"training\.epochs 200 → 1"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
@@ -358,7 +361,7 @@ def test_a_run_can_follow_its_parent(recipe, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     folder.acquire()  # which waits for the run to leave
     folder.release()
-    assert read_state(folder.last)["state"]["step"] in (5, 6)
+    assert state_of(folder.last)["state"]["step"] in (5, 6)
 
 
 def interrupt():
@@ -555,11 +558,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
     class Poison(Callback):
         def on_step_end(self, run, loss):
             if run.state.step == 5:
-                run.objective.proxies.weight.data.fill_(torch.nan)
+                run.updater.objective.proxies.weight.data.fill_(torch.nan)
 
     with pytest.raises(RunError, match=r"not finite at step 5 \(epoch 2\).*class0\d.*last good"):
         train(recipe, tmp_path / "run", callbacks=[Poison()])
-    state = read_state(RunFolder(tmp_path / "run").last)
+    state = state_of(RunFolder(tmp_path / "run").last)
     assert state["state"]["epoch"] == 1
     for tensor in tensors(tmp_path / "run").values():
         assert torch.isfinite(tensor.double()).all()

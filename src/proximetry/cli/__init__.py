@@ -1,11 +1,15 @@
 """The command line: a table of plain functions, read from their signatures by cyclopts."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args, get_origin
 
 if TYPE_CHECKING:
     from cyclopts import App
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def make_app() -> "App":
@@ -37,17 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 if it is done, 1 failed, 2 asked wrongly, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(words)
-    except BrokenPipeError:  # `proximetry recipes | head`
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-
-
-def _run(words: list[str]) -> int:
-    try:
         from cyclopts import CycloptsError
     except ImportError:
         print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
@@ -67,15 +60,18 @@ def _run(words: list[str]) -> int:
         return _complain(error, 2)
     except Stopped as error:
         return _complain(error, 130)
-    except BrokenPipeError:
-        raise
+    except KeyboardInterrupt:
+        return _complain("stopped", 130)
+    except BrokenPipeError:  # `proximetry recipes | head`
+        sys.stderr.close()
+        return 0
     except (ValueError, ImportError, OSError) as error:
         # A mistake of the user's is a sentence; anything else is ours and keeps its traceback.
         return _complain(error, 1)
     return 0
 
 
-def _complain(error: Exception, code: int) -> int:
+def _complain(error: Exception | str, code: int) -> int:
     print(f"proximetry: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
@@ -93,29 +89,20 @@ def _repeat_lists(app: "App", words: list[str]) -> list[str]:
         for name in argument.names
     }
     found: list[str] = []
-    current = None
+    current = ""
     for position, word in enumerate(words):
         if word == "--":
             return found + words[position:]
-        if word.startswith("-") and not _is_number(word):
+        number = _NUMBER.fullmatch(word)
+        if word.startswith("-") and not number:
             current = word.replace("_", "-")
-            if current not in lists:
-                current = None
-                found.append(word)
-        elif current is not None and (lists[current] is str or _is_number(word)):
-            found += [current, word]
+        elif current in lists and (lists[current] is str or number):
+            if found[-1].replace("_", "-") != current:
+                found.append(current)
         else:
-            current = None
-            found.append(word)
+            current = ""
+        found.append(word)
     return found
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def entry() -> None:

@@ -1,6 +1,7 @@
 """One plain function per command; heavy imports happen inside, so that help is quick."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,21 +62,22 @@ def train(
     more = read_yaml(config, "overrides") if config is not None else {}
     chosen = Recipe.load(recipe, merge(more, overrides))
     if print_config:
-        import yaml
-
-        print(yaml.safe_dump(chosen.to_dict(), sort_keys=False, allow_unicode=True), end="")
+        print(chosen.to_yaml(), end="")
         return
     from proximetry.training import train as run
     from proximetry.training.reporting import make_display, metrics_table
 
     results = run(chosen, out, device=device, resume=not fresh, display=make_display())
-    rows = {}
-    for which in ("last", "selected"):
-        for part in ("held_out", "test"):
-            if part in results[which]:
-                label = f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}"
-                rows[label] = results[which][part]
-    print(metrics_table(rows))
+    if os.environ.get("RANK", "0") != "0":  # of several processes one prints
+        return
+    rows = {
+        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
+        for which in ("last", "selected")
+        for part in ("held_out", "test")
+        if part in results[which]
+    }
+    if rows:
+        print(metrics_table(rows))
     print(f"protocol: {results['protocol']}; embedder and results in {out}")
 
 
@@ -103,19 +105,16 @@ def evaluate(
         device: cpu or cuda; default: cuda where there is a GPU.
         out: also write the metrics to this JSON file.
     """
-    from proximetry.training.data import open_catalog
-    from proximetry.training.evaluator import evaluate_embedder
-    from proximetry.training.recipe import DataConfig
+    from proximetry.data import open_dataset
+    from proximetry.training import evaluate_embedder
     from proximetry.training.reporting import metrics_table
 
     model = _load(embedder, device)
-    config = {"dataset": dataset, "root": None if root is None else str(root)}
-    catalog = open_catalog(DataConfig.model_validate(config))
+    catalog = open_dataset(dataset, root)
     if split != "all":
-        chosen = catalog.filter(split=split)
-        if len(chosen) == 0:
-            raise ValueError(f"{dataset} has no rows of split {split!r}; try --split all")
-        catalog = chosen
+        catalog = catalog.filter(split=split)
+    if len(catalog) == 0:
+        raise ValueError(f"{dataset} has no rows of split {split!r}; try --split all")
     with _progress("evaluating") as report:
         scores = evaluate_embedder(
             model,
@@ -256,14 +255,8 @@ def reproduce(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "train": train,
-    "evaluate": evaluate,
-    "embed": embed,
-    "export": export,
-    "recipes": recipes,
-    "datasets": datasets,
-    "reproduce": reproduce,
+    command.__name__: command
+    for command in (demo, train, evaluate, embed, export, recipes, datasets, reproduce)
 }
 
 
@@ -271,9 +264,11 @@ def _load(folder: Path, device: str | None) -> "Embedder":
     """Read an embedder, given its folder or that of the run that saved it."""
     from proximetry._common import resolve_device
     from proximetry.models import Embedder
+    from proximetry.training.run_folder import SECOND_STAGE
 
-    inside = folder / "embedder"
-    return Embedder.load(inside if inside.is_dir() else folder, device=resolve_device(device))
+    places = (folder / "embedder", folder / SECOND_STAGE / "embedder")
+    found = next((place for place in places if place.is_dir()), folder)
+    return Embedder.load(found, device=resolve_device(device))
 
 
 @contextmanager

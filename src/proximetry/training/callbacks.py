@@ -1,4 +1,4 @@
-"""The seams of the training loop: what is called while a run goes on."""
+"""What is called while a run goes on."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,6 @@ class Callback:
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
         """After an update; reading ``loss`` from a GPU waits for it."""
-
-    def on_improvement(self, run: "Run") -> None:
-        """After an evaluation that selected this epoch as the best so far."""
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """After an epoch and its evaluation; ``line`` is what metrics.jsonl gets."""

@@ -47,16 +47,10 @@ def save_checkpoint(
     atomic_write(path, save(tensors, {"proximetry": json.dumps(header)}))
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Read the plain state alone."""
-    state: dict[str, Any] = _open(path)[0]["state"]
-    return state
-
-
 def load_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """Read modules and, if given, the optimiser back, and return the plain state."""
+    """Read modules and, if given, the optimiser back; return the plain state."""
     header, tensors = _open(path)
     for part, module in modules.items():
         prefix = f"{part}."

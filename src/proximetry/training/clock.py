@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Phase = Literal["startup", "training", "evaluation", "other"]
 
@@ -15,9 +15,7 @@ class Stopwatch:
     compiled and CUDA graphs recorded.
     """
 
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"startup": 0.0, "training": 0.0, "evaluation": 0.0, "other": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Phase), 0.0))
     phase: Phase = "startup"
 
     def __post_init__(self) -> None:

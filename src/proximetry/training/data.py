@@ -1,8 +1,10 @@
 """What a run trains on and is evaluated on: rows of the catalogue, and batches of pixels."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +26,11 @@ from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.training.distributed import World
-from proximetry.training.recipe import DataConfig, Recipe, RecipeError
+from proximetry.training.recipe import Recipe, RecipeError
 from proximetry.training.run_folder import RunError
 
 Rows = npt.NDArray[np.int64]
-
-
-def open_catalog(data: DataConfig) -> Catalog:
-    """The catalogue of a recipe's data."""
-    if data.root is None and not list_datasets()[data.dataset].built_in:
-        raise RecipeError(f"data.root is missing: where do the images of {data.dataset!r} lie?")
-    return open_dataset(data.dataset, data.root)
+T = TypeVar("T")
 
 
 class _Order(NamedTuple):
@@ -77,19 +73,19 @@ class TrainingData:
         report: Callable[[str], None],
     ) -> None:
         d = recipe.data
-        self.world = world
-        self._bad_images = d.bad_images
-        self._place, self._folder = d.cache, d.cache_dir
+        if d.root is None and not list_datasets()[d.dataset].built_in:
+            raise RecipeError(f"data.root is missing: where do the images of {d.dataset!r} lie?")
+        self.world, self._recipe = world, recipe
         self._filter = preprocessing.interpolation
-        cache = self._build(open_catalog(d), d.short_side or preprocessing.resize)
+        catalog = open_dataset(d.dataset, d.root)
+        cache = self._build(catalog, d.short_side or preprocessing.resize)
         self.catalog = cache.catalog
         self.notes = [*self.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
         for note in self.notes:
             report(note)
         self.rows = divide(self.catalog, recipe)
         self._cache = self._put(cache)
-        self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize, recipe)
-        self._seed = recipe.training.seed
+        self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize)
         train = self.catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
         self._codes = train.codes
@@ -105,43 +101,42 @@ class TrainingData:
         self._stream: torch.cuda.Stream | None = None
 
     def _build(self, catalog: Catalog, short_side: int) -> PixelCache:
-        def build() -> PixelCache:
-            return PixelCache.build(
-                catalog,
-                short_side,
-                self._folder,
-                interpolation=self._filter,
-                policy=self._bad_images,
-            )
-
+        d = self._recipe.data
+        build = partial(
+            PixelCache.build,
+            catalog,
+            short_side,
+            d.cache_dir,
+            interpolation=self._filter,
+            policy=d.bad_images,
+        )
         if self.world.size > 1:  # rank 0 decodes, the others then find it done
             self.world.first(lambda: len(build()))
         return build()
 
     def _put(self, cache: PixelCache) -> PixelCache:
         """Bring the pixels where the recipe wants them."""
-        if self._place == "memory":
+        place = self._recipe.data.cache
+        if place == "memory":
             return PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
-        if self._place == "disk":
+        if place == "disk":
             return cache
         try:
             return cache.to(self.world.device)
         except ValueError as error:
             raise RunError(f"data.cache gpu: {error}") from error
 
-    def _evaluation_cache(self, resize: int, recipe: Recipe) -> tuple[Rows, PixelCache]:
+    def _evaluation_cache(self, resize: int) -> tuple[Rows, PixelCache]:
         """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
 
         Evaluation sees what the saved embedder will see of the image files: their short side
         scaled to `resize`, once. Where the training cache has another size, there is a second one.
         """
         every = np.arange(len(self.catalog))
-        if (recipe.data.short_side or resize) == resize:
-            return every, self._cache
         wanted = self.rows["test"]
-        if recipe.model.pca_dim or len(self.rows["held_out"]):
+        if self._recipe.model.pca_dim or len(self.rows["held_out"]):
             wanted = every  # the whole of it, so that runs with other held-out classes share it
-        if len(wanted) == 0:
+        if (self._recipe.data.short_side or resize) == resize or len(wanted) == 0:
             return every, self._cache
         places = np.full(len(self.catalog), -1)
         places[wanted] = np.arange(len(wanted))
@@ -154,32 +149,17 @@ class TrainingData:
         GPU, there, beside the network. What a batch holds depends on the seed, the epoch and its
         number alone.
         """
-        prepared = self._prepared(epoch, start)
+        numbers = range(start, len(self.sampler))
         if self._cache.flat.device.type == "cpu":
-            for order, pixels in prepared:
-                assert pixels is not None
-                yield pixels.to(self.world.device), self._send(order.labels)
+            made = _in_a_thread(lambda number: self._make(self._order(epoch, number)), numbers)
+            for pixels, labels in made:
+                yield pixels.to(self.world.device), self._send(labels)
             return
-        coming: _Cut | None = None
-        for order, _ in prepared:
-            ready, coming = coming, self._cut(order)
-            if ready is not None:
-                yield ready.take()
-        if coming is not None:
-            yield coming.take()
-
-    def _prepared(self, epoch: int, start: int) -> Iterator[tuple[_Order, Tensor | None]]:
-        """What a thread prepares, one batch ahead."""
-        threads = torch.get_num_threads()
-        # One thread is enough for crops; more would take turns with those of the network.
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            coming = pool.submit(self._prepare, epoch, start)
-            for number in range(start, len(self.sampler)):
-                found = coming.result()
-                torch.set_num_threads(threads)
-                if number + 1 < len(self.sampler):
-                    coming = pool.submit(self._prepare, epoch, number + 1)
-                yield found
+        # The thread leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph,
+        # which no other thread may disturb, be it by asking for pinned memory.
+        orders = _in_a_thread(lambda number: self._order(epoch, number), numbers)
+        for cut in _one_ahead(map(self._cut, orders)):
+            yield cut.take()
 
     def _cut(self, order: _Order) -> _Cut:
         """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own.
@@ -192,29 +172,21 @@ class TrainingData:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            pixels = self._make(order)
+            pixels, labels = self._make(order)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return _Cut(pixels, self._send(order.labels), done)
+        return _Cut(pixels, self._send(labels), done)
 
-    def _prepare(self, epoch: int, number: int) -> tuple[_Order, Tensor | None]:
-        """What the thread does: the order, and its pixels unless a GPU is to cut them.
-
-        It leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph, which no
-        other thread may disturb, be it by asking for pinned memory.
-        """
-        order = self._order(epoch, number)
-        if self._cache.flat.device.type != "cpu":
-            return order, None
-        return order, self._make(order)
-
-    def _make(self, order: _Order) -> Tensor:
+    def _make(self, order: _Order) -> tuple[Tensor, Tensor]:
         pixels = self._augment.apply(self._cache, order.rows, order.windows)
-        return pixels if order.colors is None else recolor(pixels, order.colors)
+        if order.colors is not None:
+            pixels = recolor(pixels, order.colors)
+        return pixels, order.labels
 
     def _order(self, epoch: int, number: int) -> _Order:
         chosen = self.sampler.batch(epoch, number)
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, number))
+        seed = derive_seed(self._recipe.training.seed, epoch, number)
+        generator = torch.Generator().manual_seed(seed)
         rank, size = self.world.rank, self.world.size
         mine = slice(len(chosen) * rank // size, len(chosen) * (rank + 1) // size)
         rows = self.rows["train"][chosen]
@@ -242,9 +214,26 @@ class TrainingData:
             places = self._eval_rows[rows[start : start + batch_size]]
             yield self._view(self._eval_cache, places).to(self.world.device)
 
-    def file(self, index: int) -> str:
-        """The file of the index-th image to fit, for messages."""
-        return self.catalog.file(int(self.rows["train"][index]))
+
+def _in_a_thread(make: Callable[[int], T], numbers: range) -> Iterator[T]:
+    """Give what is made of each number, the next one being made in a thread meanwhile."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        # One thread is enough for crops; more would take turns with those of the network.
+        pool.submit(torch.set_num_threads, 1).result()
+        torch.set_num_threads(threads)  # new threads of torch take what was set last
+        for future in _one_ahead(pool.submit(make, number) for number in numbers):
+            yield future.result()
+
+
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Give each item when the next one has been begun."""
+    begun: deque[T] = deque()
+    for item in items:
+        begun.append(item)
+        if len(begun) == 2:
+            yield begun.popleft()
+    yield from begun
 
 
 def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:

@@ -1,5 +1,6 @@
 """The demo: train on half of the built-in characters, find the other half again."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ COLUMNS = ("recall@1", "recall@2", "recall@4", "recall@8", "map@r", "ndcg@4", "n
 def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[str, Any]]:
     """Train, evaluate, and say what was learned; return the rows of the table."""
     started = time.monotonic()
-    folder = _free_folder(Path("runs")) if out is None else out
+    numbered = (Path("runs") / f"demo-{number}" for number in itertools.count(1))
+    folder = out or next(path for path in numbered if not path.exists())
     recipe = Recipe.load("glyphs", {"training.seed": seed})
     catalog = glyphs()
     test, seen = catalog.filter(split="test"), catalog.filter(split="train")
@@ -53,10 +55,3 @@ def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[st
         f"  proximetry embed {folder} IMAGES --out vectors.npz"
     )
     return rows
-
-
-def _free_folder(home: Path) -> Path:
-    number = 1
-    while (home / f"demo-{number}").exists():
-        number += 1
-    return home / f"demo-{number}"

@@ -22,11 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them."""
+    """This process among all of them; ``owns_group`` if `join_processes` made their group."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    owns_group: bool = False
 
     @property
     def leads(self) -> bool:
@@ -59,20 +60,19 @@ def join_processes(device: str | None = None) -> World:
     """Join the processes that torchrun started, or stand alone."""
     alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
     place = resolve_device(device)
-    if place.type == "cuda":
-        if place.index is None:
-            place = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(place)  # Triton launches on the current device
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     if alone:
         return World(device=place)
-    if not dist.is_initialized():
+    ours = not dist.is_initialized()
+    if ours:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    return World(dist.get_rank(), dist.get_world_size(), place)
+    return World(dist.get_rank(), dist.get_world_size(), place, ours)
 
 
 def leave_processes(world: World) -> None:
-    """Leave the process group."""
-    if world.size > 1 and dist.is_initialized():
+    """Leave the process group, unless it is the caller's."""
+    if world.owns_group:
         dist.destroy_process_group()
 
 
@@ -83,8 +83,6 @@ def gather(tensor: Tensor, world: World) -> Tensor:
     """
     if world.size == 1:
         return tensor
-    if not tensor.requires_grad:
-        return gather_rows(tensor)[0]
     gathered: Tensor = _Gather.apply(tensor, world)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -112,20 +110,6 @@ def any_rank(flag: bool, world: World) -> bool:
     found = torch.tensor(int(flag), device=world.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
-
-
-def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
-    """Sum a tensor over all ranks, in place."""
-    if world.size > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def from_first_rank(tensor: Tensor, world: World) -> Tensor:
-    """Give every rank the tensor of the first one, in place."""
-    if world.size > 1:
-        dist.broadcast(tensor, 0)
-    return tensor
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from proximetry import metrics
 from proximetry._common import Progress
@@ -21,7 +21,7 @@ from proximetry.models import Embedder, evaluating
 from proximetry.models.names import Similarity
 from proximetry.models.pca import principal_axes, second_moments, with_pca
 from proximetry.training.data import Rows, TrainingData
-from proximetry.training.distributed import World, from_first_rank, sum_over_ranks
+from proximetry.training.distributed import World
 from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
 
@@ -44,31 +44,34 @@ def score(
     All images against all, or the catalogue's queries against its gallery.
     """
     labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
-    asked: dict[str, Any] = {}
-    answers = np.ones(len(labels), bool)
-    if catalog.queries is not None and catalog.galleries is not None:
-        queries, answers = np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
-        asked = {"query_labels": labels[queries]}
 
     def evaluate(vectors: Tensor) -> Scores:
-        if asked:
-            asked["queries"] = vectors[torch.from_numpy(queries)]
-        return dict(
-            metrics.evaluate(
-                vectors[torch.from_numpy(answers)],
-                labels[answers],
-                **asked,
-                metrics=wanted,
-                similarity=similarity,
-                group=group,
-                progress=progress,
-            )
-        )
+        compared: dict[str, Any] = {"embeddings": vectors, "labels": labels}
+        if catalog.queries is not None:
+            queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
+            compared = {
+                "embeddings": vectors[torch.from_numpy(gallery)],
+                "labels": labels[gallery],
+                "queries": vectors[torch.from_numpy(queries)],
+                "query_labels": labels[queries],
+            }
+        options: Any = {"similarity": similarity, "group": group, "progress": progress}
+        return dict(metrics.evaluate(**compared, metrics=wanted, **options))
 
     scores = evaluate(vectors)
     if eval_dims:
         scores["dims"] = {str(dim): evaluate(vectors[:, :dim]) for dim in eval_dims}
     return scores
+
+
+def without_idle_roles(catalog: Catalog) -> Catalog:
+    """Let images none of which is a query or in the gallery be compared all against all.
+
+    The training classes of a dataset that prescribes roles for its test set are such images.
+    """
+    if catalog.queries is None or any(catalog.queries) or any(catalog.galleries or ()):
+        return catalog
+    return replace(catalog, queries=None, galleries=None)
 
 
 def evaluate_embedder(
@@ -98,8 +101,14 @@ def evaluate_embedder(
         batch_size or trained,
         progress=None if progress is None else lambda done: progress(done, len(files)),
     )
-    similarity = embedder.architecture.similarity
-    return score(vectors, catalog, similarity, wanted or Metrics(), eval_dims, progress=progress)
+    return score(
+        vectors,
+        without_idle_roles(catalog),
+        embedder.architecture.similarity,
+        wanted or Metrics(),
+        eval_dims,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,8 @@ class Evaluator:
         self, recipe: Recipe, embedder: Embedder, data: TrainingData, world: World, graph: bool
     ) -> None:
         self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
-        features = _Features(embedder, recipe.training.precision, world.device)
+        self._own = slice(world.rank, None, world.size)  # what this process embeds
+        features = embedder.pixel_features
         self._features = GraphedInference(features) if graph else features
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
@@ -134,7 +144,7 @@ class Evaluator:
         With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
         """
         with torch.no_grad(), evaluating(self.embedder):
-            embedder = self._reduced(full_precision)
+            embedder = self._with_pca(full_precision)
             scores = {split: self._score(embedder, split, full_precision) for split in splits}
         return Evaluated(scores, embedder)
 
@@ -144,54 +154,43 @@ class Evaluator:
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
 
     def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
-        e, rows = self.recipe.evaluation, self._own_rows(split)
+        e, rows = self.recipe.evaluation, self.data.rows[split]
+        catalog = without_idle_roles(self.data.catalog.subset(rows))
         return score(
-            torch.cat([*self._embed(embedder, rows, full_precision)]),
-            self.data.catalog.subset(rows),
+            torch.cat([*self._embed(embedder, rows[self._own], full_precision)]),
+            catalog.subset(range(len(rows))[self._own]),
             e.similarity,
             e.metrics,
             e.eval_dims,
             group=dist.group.WORLD if self.world.size > 1 else None,
         )
 
-    def _reduced(self, full_precision: bool) -> Embedder:
+    def _with_pca(self, full_precision: bool) -> Embedder:
         """Return the embedder with PCA fitted on the training images, where the recipe has it."""
         dim = self.recipe.model.pca_dim
         if dim is None:
             return self.embedder
-        parts = self._embed(self.embedder, self._own_rows("train"), full_precision)
+        parts = self._embed(self.embedder, self.data.rows["train"][self._own], full_precision)
         moments = reduce(torch.add, map(second_moments, parts))
         # About the mean only for plain distances: those between unit vectors are angles too.
         centered = (
             self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
         )
-        axes = principal_axes(sum_over_ranks(moments, self.world), dim, centered)
-        return with_pca(self.embedder, from_first_rank(axes, self.world))
-
-    def _own_rows(self, split: str) -> Rows:
-        """The rows of a split that this process embeds."""
-        return self.data.rows[split][self.world.rank :: self.world.size]
+        if self.world.size > 1:
+            dist.all_reduce(moments)
+        axes = self.world.first(lambda: principal_axes(moments, dim, centered).cpu())
+        return with_pca(self.embedder, axes.to(self.world.device))
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
+        """Embed rows with the features of the run's embedder and the head of the one given."""
         yield torch.empty(0, embedder.dim, device=self.world.device)  # there may be no rows
         left = len(rows)
-        precision = "float32" if full_precision else self.recipe.training.precision
-        features = self._features if precision == self.recipe.training.precision else None
+        usual = self.recipe.training.precision
+        precision = "float32" if full_precision else usual
+        # A graph is recorded in the usual precision, at its first call.
+        features = self._features if precision == usual else self.embedder.pixel_features
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
             with autocast(precision, self.world.device):
-                found = (features or embedder.pixel_features)(pixels)
-                vectors = embedder.project(found)[:left]  # the last batch may be filled up
+                vectors = embedder.project(features(pixels))[:left]  # a batch may be filled up
             left -= len(vectors)
             yield vectors
-
-
-class _Features(nn.Module):
-    """Pixels 0…255 to pooled features, in the precision of the recipe."""
-
-    def __init__(self, embedder: Embedder, precision: str, device: torch.device) -> None:
-        super().__init__()
-        self.embedder, self.precision, self.device = embedder, precision, device
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        with autocast(self.precision, self.device):
-            return self.embedder.pixel_features(pixels)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
@@ -15,7 +14,6 @@ from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
-from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
@@ -38,23 +36,12 @@ class Run:
     clock: Stopwatch
     state: TrainState
     callbacks: Sequence[Callback] = ()
-    _bad_step: Tensor = field(default_factory=lambda: torch.tensor(-1))
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser of embedder and loss."""
-        return self.updater.optimizer
-
-    @property
-    def objective(self) -> Objective:
-        """The loss and what is added to it."""
-        return self.updater.objective
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""
-        parts: dict[str, nn.Module] = {"embedder": self.updater.embedder, "loss": self.objective}
-        average = self.updater.average
-        return parts if average is None else {**parts, "average": average}
+        u = self.updater
+        parts: dict[str, nn.Module] = {"embedder": u.embedder, "loss": u.objective}
+        return parts if u.average is None else {**parts, "average": u.average}
 
     def is_over(self) -> bool:
         """Whether all epochs are done, or early stopping ends the run."""
@@ -67,23 +54,14 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Add up a loss, and note the first step at which it was not finite."""
-        state = self.state
-        state.loss_sum += loss
-        first_bad = (self._bad_step < 0) & ~torch.isfinite(loss)
-        self._bad_step = torch.where(first_bad, state.step, self._bad_step.to(loss.device))
-        if loss.device.type == "cpu":  # a GPU would be waited for
-            self.check_finite()
-
     def check_finite(self) -> None:
         """Stop if a loss was not finite, naming the step and its images; waits for the device."""
-        step = int(self._bad_step)
+        step = int(self.state.bad_step)
         if step < 0:
             return
         per_epoch = len(self.data.sampler)
         indices = self.data.sampler.batch(step // per_epoch, step % per_epoch)
-        files = [self.data.file(i) for i in indices[:5]]
+        files = [self.data.catalog.file(row) for row in self.data.rows["train"][indices[:5]]]
         raise RunError(
             f"the loss was not finite at step {step} (epoch {step // per_epoch + 1}); its "
             f"{len(indices)} images begin with {', '.join(files)}. The last good checkpoint is "
@@ -104,7 +82,7 @@ def fit(run: Run, stop_requested: Callable[[], bool]) -> dict[str, Any]:
             run.clock.enter("evaluation")
             evaluated = run.evaluator.evaluate(splits)
             line |= evaluated.scores
-            _select(run, evaluated)
+            _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
     return _finish(run, evaluated)
@@ -113,18 +91,19 @@ def fit(run: Run, stop_requested: Callable[[], bool]) -> dict[str, Any]:
 def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, float]:
     """Train the rest of an epoch; return the images whose steps were timed, and their seconds."""
     state = run.state
-    run.rates.apply(run.optimizer, state.epoch)
+    run.rates.apply(run.updater.optimizer, state.epoch)
     run.updater.embedder.train()
-    run.objective.train()
+    run.updater.objective.train()
     frozen = state.epoch < run.recipe.schedule.warmup_epochs
-    new = run.updater.freeze_backbone(frozen)
-    run.clock.enter("startup" if new else "training")
+    changed = run.updater.freeze_backbone(frozen)
+    if run.clock.phase != "startup":
+        run.clock.enter("startup" if changed else "training")
     seen = 0
     for pixels, labels in run.data.batches(state.epoch, state.batch):
         loss = run.updater(pixels, labels, state.step)
-        run.note_loss(loss)
-        state.batch += 1
-        state.step += 1
+        state.advance(loss)
+        if run.world.device.type == "cpu":  # a GPU would be waited for
+            run.check_finite()
         if run.clock.phase == "startup":  # kernels are compiled, graphs recorded
             run.check_finite()
             run.clock.enter("training")
@@ -132,7 +111,6 @@ def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, flo
             seen += len(labels) * run.world.size
         run.notify("on_step_end", loss)
         if any_rank(stop_requested(), run.world):
-            run.check_finite()
             run.clock.enter("other")
             run.notify("on_stop")
             raise Stopped(
@@ -154,7 +132,7 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
         "epoch": state.epoch,
         "step": state.step,
         "loss": mean,
-        "lr": run.optimizer.param_groups[0]["lr"],
+        "lr": run.updater.optimizer.param_groups[0]["lr"],
         "images_per_second": round(seen / seconds, 1) if seen else None,
         "seconds": round(run.clock.seconds["training"], 3),
     }
@@ -170,16 +148,13 @@ def _splits_to_watch(run: Run) -> list[str]:
     return [*splits, "test"] if watch else splits
 
 
-def _select(run: Run, evaluated: Evaluated) -> None:
-    """Keep this epoch if it is the best so far."""
+def _observe(run: Run, evaluated: Evaluated) -> None:
+    """Select this epoch if it is the best so far; the schedule may go by that too."""
     e = run.recipe.evaluation
-    if e.protocol == "last":
-        return
-    split = "test" if e.protocol == "paper" else "held_out"
-    value = evaluated.scores[split][e.select_by]
-    run.rates.observe(value, run.state.epoch - 1)
-    if run.state.observe(value):
-        run.notify("on_improvement")
+    if e.protocol != "last":
+        split = "test" if e.protocol == "paper" else "held_out"
+        improved = run.state.observe(evaluated.scores[split][e.select_by])
+        run.rates.observe(improved, run.state.epoch - 1)
 
 
 def _finish(run: Run, evaluated: Evaluated | None) -> dict[str, Any]:

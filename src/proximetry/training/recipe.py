@@ -64,7 +64,7 @@ def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> A
 class Section(BaseModel):
     """Keys that belong together; unknown ones are errors, and values do not change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DataConfig(Section):
@@ -210,7 +210,7 @@ class ScheduleConfig(Section):
         "step", "how the learning rates decay"
     )
     every: Count = _key(10, "epochs between two drops (step)")
-    at: tuple[Whole, ...] = _key((), "epochs of the drops (milestones)")
+    at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "what a drop multiplies the learning rates by", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
     warmup_epochs: Whole = _key(0, "epochs at the start in which the backbone is frozen", ge=0)
@@ -337,13 +337,14 @@ class Recipe(Section):
         Keys left out take the value of the recipe named as ``base``, else their default. Keys may
         be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
         """
-        where = "" if isinstance(source, Mapping) else f"{find_recipe(source)}: "
         values = merge(plain_values(source), overrides or {})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             sentence = validation_sentence(error, cls)
-            raise RecipeError(sentence if overrides else where + sentence) from None
+            if not overrides and not isinstance(source, Mapping):
+                sentence = f"{find_recipe(source)}: {sentence}"
+            raise RecipeError(sentence) from None
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with changes, by nested or dotted keys; everything is checked anew."""
@@ -357,16 +358,20 @@ class Recipe(Section):
         """Return the flat keys and values, less those whose role does not matter."""
         values = flatten(self.to_dict())
         for key, field in recipe_keys():
-            if role_of(field) in without:
+            extra: Any = field.json_schema_extra
+            if extra["role"] in without:
                 del values[key]
         return values
 
-    def save(self, path: Path) -> None:
-        """Write YAML that `load` reads back to an equal recipe."""
+    def to_yaml(self) -> str:
+        """Return YAML that `load` reads back to an equal recipe."""
         import yaml
 
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        atomic_write(path, text.encode())
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+
+    def save(self, path: Path) -> None:
+        """Write the YAML file."""
+        atomic_write(path, self.to_yaml().encode())
 
 
 def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
@@ -378,13 +383,6 @@ def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{key}", inner
         else:
             yield name, field
-
-
-def role_of(field: FieldInfo) -> Role | None:
-    """Return what a key is about, where it does not change what a run computes."""
-    extra: Any = field.json_schema_extra
-    role: Role | None = extra["role"]
-    return role
 
 
 # Keys that hold a value each, though the value is a dictionary.
@@ -415,8 +413,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lay changes over plain values; another loss leaves the settings of the old one behind."""
-    merged = _nested(values)
-    wanted = _nested(changes)
+    merged, wanted = _lay_over({}, values), _lay_over({}, changes)
     loss, new = merged.get("loss"), wanted.get("loss")
     if isinstance(loss, dict) and isinstance(new, dict) and "name" in new:
         default = LossConfig.model_fields["name"].default
@@ -425,25 +422,19 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return _lay_over(merged, wanted)
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
+def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Write changes, nested or dotted, into nested values, and return these."""
+    for key, value in changes.items():
         if not isinstance(key, str):
             raise RecipeError(f"keys must be text, got {key!r}")
-        inner = _nested(value) if isinstance(value, Mapping) else value
-        for part in reversed(key.split(".")[1:]):
-            inner = {part: inner}
-        result = _lay_over(result, {key.split(".")[0]: inner})
-    return result
-
-
-def _lay_over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    result = dict(values)
-    for key, value in changes.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = _lay_over(old, value) if both else value  # type: ignore[arg-type]
-    return result
+        first, _, rest = key.partition(".")
+        if rest or isinstance(value, Mapping):
+            old = values.get(first)
+            inner = {rest: value} if rest else value
+            values[first] = _lay_over(old if isinstance(old, dict) else {}, inner)
+        else:
+            values[first] = value
+    return values
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -482,7 +473,7 @@ def plain_values(
         values = {"name": place.stem} | read_yaml(place, "recipe")
     base = values.pop("base", None)
     if base is None:
-        return _nested(values)
+        return _lay_over({}, values)
     if not isinstance(base, str):
         raise RecipeError(f"base must name one recipe, got {base!r}")
     beside = place.parent / base if place is not None else Path(base)
@@ -496,6 +487,8 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is no valid YAML: {error}") from error
     if not isinstance(values, dict):

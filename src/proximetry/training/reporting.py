@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -30,8 +30,11 @@ class Trackers(Callback):
     _board: Any = None
     _run: Any = None
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._wandb = need("wandb", None, "training.wandb") if recipe.training.wandb else None
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        """Refuse a tracker that is not installed."""
+        if recipe.training.wandb:
+            need("wandb", None, "training.wandb")
 
     def on_start(self, run: "Run") -> None:
         """Open them."""
@@ -41,8 +44,10 @@ class Trackers(Callback):
             self._board = SummaryWriter(str(run.folder.path / "tensorboard"))
         except ImportError:
             pass  # metrics.jsonl has everything
-        if self._wandb is not None:
-            self._run = self._wandb.init(
+        if run.recipe.training.wandb:
+            import wandb
+
+            self._run = wandb.init(
                 project=run.recipe.training.wandb,
                 config=run.recipe.to_dict(),
                 dir=str(run.folder.path),
@@ -155,12 +160,7 @@ class RichDisplay(PlainDisplay):
 
 def make_display() -> Display:
     """The right display for where the output goes."""
-    if sys.stdout.isatty():
-        try:
-            return RichDisplay()
-        except ImportError:
-            pass
-    return PlainDisplay()
+    return RichDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
 def describe_epoch(line: Mapping[str, Any]) -> str:
@@ -180,16 +180,16 @@ def _recall(scores: Mapping[str, Any]) -> str:
     return f"{name.replace('recall@', 'R@')} {100 * scores[name]:5.1f}"
 
 
-_NOT_SHOWN = (*COUNTS, "dims")
-
-
 def metrics_table(
     rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | None = None
 ) -> str:
     """Metrics in percent, one line per row: the columns asked for, or all there are."""
     first = next(iter(rows.values()))
-    keys = columns or [key for key in first if key not in _NOT_SHOWN]
-    shown = [line for name, scores in rows.items() for line in _with_dims(name, scores)]
+    keys = columns or [key for key in first if key not in (*COUNTS, "dims")]
+    shown = []
+    for name, scores in rows.items():
+        fewer = scores.get("dims", {}).items()
+        shown += [(name, scores), *((f"  first {dim} dimensions", part) for dim, part in fewer)]
     width = max(len(name) for name, _ in shown) + 2
     lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
     for name, scores in shown:
@@ -198,10 +198,3 @@ def metrics_table(
     if left_out:
         lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
     return "\n".join(lines)
-
-
-def _with_dims(name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A row, and one for each of its evaluations with fewer dimensions."""
-    yield name, scores
-    for dim, fewer in scores.get("dims", {}).items():
-        yield f"  first {dim} dimensions", fewer

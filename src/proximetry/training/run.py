@@ -23,7 +23,7 @@ from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.reporting import Display, MetricsLog, Trackers
-from proximetry.training.run_folder import RunError, RunFolder
+from proximetry.training.run_folder import SECOND_STAGE, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, restore_state
 from proximetry.training.stopping import stop_requests
@@ -53,24 +53,23 @@ def train(
         display: shows progress.
         callbacks: called while the run goes on.
     """
-    with _torch_state_restored():
-        world = join_processes(device)
-        shown = display if display is not None and world.leads else Display()
-        stage = partial(_train_stage, world, resume, shown, callbacks)
-        try:
-            with shown:
-                if recipe.training.two_stages:
-                    return _two_stages(recipe, Path(out), stage, shown)
-                return stage(recipe, Path(out))
-        except torch.OutOfMemoryError as error:
-            raise RunError(
-                f"not enough memory on {world.device} for the run in {out}; a smaller "
-                "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
-                "training.precision bfloat16 or data.cache memory needs less, or wait until others "
-                f"have left the device ({str(error).split('. ')[0]})"
-            ) from error
-        finally:
-            leave_processes(world)
+    world = join_processes(device)
+    shown = display if display is not None and world.leads else Display()
+    stage = partial(_train_stage, world, resume, shown, callbacks)
+    try:
+        with _torch_state_restored(world.device), shown:
+            if recipe.training.two_stages:
+                return _two_stages(recipe, Path(out), stage, shown)
+            return stage(recipe, RunFolder(Path(out)))
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"not enough memory on {world.device} for the run in {out}; a smaller "
+            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
+            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
+            f"have left the device ({str(error).split('. ')[0]})"
+        ) from error
+    finally:
+        leave_processes(world)
 
 
 def _train_stage(
@@ -79,16 +78,20 @@ def _train_stage(
     display: Display,
     callbacks: Sequence[Callback],
     recipe: Recipe,
-    out: Path,
+    folder: RunFolder,
+    outdates: RunFolder | None = None,
 ) -> dict[str, Any]:
-    """Train one recipe in one folder, from the start or from its last checkpoint."""
-    folder = RunFolder(out)
+    """Train one recipe in one folder, from the start or from its last checkpoint.
+
+    A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
+    """
     world.first(lambda: folder.check(recipe, resume))
     if resume and world.first(folder.results.exists):
-        display.message(f"{out} is complete already")
+        display.message(f"{folder.path} is complete already")
         return folder.read_results()
+    world.first(lambda: Trackers.check(recipe))
     run = prepare(recipe, folder, world, display)
-    ours = [MetricsLog(), Trackers(recipe)] if world.leads else []
+    ours = [MetricsLog(), Trackers()] if world.leads else []
     run.callbacks = [*ours, Checkpoints(), display, *callbacks]
     world.first(folder.acquire)
     try:
@@ -96,6 +99,8 @@ def _train_stage(
             restore_state(folder.last, run)
             world.first(lambda: folder.forget_after(run.state.epoch))
             display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
+        elif outdates is not None:
+            world.first(outdates.remove)
         with stop_requests() as stop_requested:
             return fit(run, stop_requested)
     finally:
@@ -138,18 +143,8 @@ def prepare(recipe: Recipe, folder: RunFolder, world: World, display: Display) -
 
 def make_embedder(m: ModelConfig, similarity: Similarity = "cosine") -> Embedder:
     """The network, with the statistics of batch normalisation frozen or not."""
-    embedder = Embedder.create(
-        m.backbone,
-        m.dim,
-        pooling=m.pooling,
-        layer_norm=m.layer_norm,
-        normalize=m.normalize,
-        flip_tta=m.flip_tta,
-        similarity=similarity,
-        weights=m.weights,
-        image_size=m.image_size,
-        resize=m.resize,
-    )
+    of_training = {"pca_dim", "dropout", "freeze_batchnorm"}
+    embedder = Embedder.create(**m.model_dump(exclude=of_training), similarity=similarity)
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
     return embedder
@@ -171,19 +166,15 @@ def make_optimizer(
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
     # One launch for all parameters; on the CPU the plain form is kept.
     fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
-    match o.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
-        case "adam":
-            return torch.optim.Adam(groups, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
-        case "sgd":
-            return torch.optim.SGD(
-                groups, momentum=o.momentum, weight_decay=o.weight_decay, fused=fused
-            )
+    shared: Any = {"weight_decay": o.weight_decay, "fused": fused}
+    if o.name == "sgd":
+        return torch.optim.SGD(groups, momentum=o.momentum, **shared)
+    kind = torch.optim.AdamW if o.name == "adamw" else torch.optim.Adam
+    return kind(groups, eps=o.eps, **shared)
 
 
 def _two_stages(
-    recipe: Recipe, out: Path, stage: Callable[[Recipe, Path], dict[str, Any]], display: Display
+    recipe: Recipe, out: Path, stage: Callable[..., dict[str, Any]], display: Display
 ) -> dict[str, Any]:
     """Find the epochs and the learning-rate drops, then use every class (Teh et al. 2020).
 
@@ -199,7 +190,8 @@ def _two_stages(
             "evaluation": {"protocol": "held_out", "held_out": 0.5},
         }
     )
-    found = stage(first, out / "first-stage")
+    folders = RunFolder(out / "first-stage"), RunFolder(out / SECOND_STAGE)
+    found = stage(first, *folders)
     epochs = found["selected"]["epoch"]
     drops = [drop for drop in found["drops"] if drop < epochs]
     second = recipe.override(
@@ -211,23 +203,21 @@ def _two_stages(
         }
     )
     display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
-    results = stage(second, out / "second-stage")
+    results = stage(second, folders[1])
     return {**results, "protocol": "held_out", "first_stage": found["selected"]}
 
 
 @contextmanager
-def _torch_state_restored() -> Iterator[None]:
-    """Leave random state, cuDNN's flags and the number of threads as they were."""
+def _torch_state_restored(device: torch.device) -> Iterator[None]:
+    """Leave random state, cuDNN's flags, threads and the current GPU as they were."""
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
     threads = torch.get_num_threads()
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    current = torch.cuda.current_device() if started else None
+    every_gpu = range(torch.cuda.device_count())  # a seed is set on all of them
+    current = device if device.type == "cuda" else -1  # Triton launches on it; -1 is no change
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(every_gpu), torch.cuda.device(current):
             yield
     finally:
         cudnn.deterministic, cudnn.benchmark = flags
         torch.set_num_threads(threads)
-        if current is not None:
-            torch.cuda.set_device(current)

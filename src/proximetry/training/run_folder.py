@@ -1,13 +1,14 @@
 """The folder of a run: recipe, environment, metrics, checkpoints, the embedder."""
 
 import json
+import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from proximetry.training.recipe import Recipe, differences
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
 """How long a run waits for another one to leave its folder."""
+SECOND_STAGE = "second-stage"
+"""Where the final run of ``training.two_stages`` lies in its folder."""
 
-# What a run writes; a folder with nothing else is ours to begin anew.
-_OURS = frozenset(
-    {"recipe.yaml", "environment.json", "metrics.jsonl", "results.json", "checkpoints"}
-    | {"embedder", "tensorboard", "wandb", LOCK}
-)
+# What a run has written by the time its recipe is there.
+_BEFORE_RECIPE = ("checkpoints", "environment.json", LOCK)
 
 
 class RunError(ValueError):
@@ -54,7 +54,7 @@ class RunFolder:
         self.embedder = path / "embedder"
         self.last = path / "checkpoints" / "last.safetensors"
         self.best = path / "checkpoints" / "best.safetensors"
-        self._lock: FileLock | None = None
+        self._lock = FileLock(path / LOCK)
 
     def of_epoch(self, epoch: int) -> Path:
         """The kept checkpoint of an epoch."""
@@ -67,42 +67,42 @@ class RunFolder:
         a run that is there is removed first.
         """
         self.check(recipe, resume)
-        if not resume:
-            self._remove_run()
-        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(f"**/.*{PART_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-        continues = self.last.exists()
-        if not (continues or self.results.exists()):
-            environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
-            atomic_write(self.environment, environment.encode())
-            recipe.save(self.recipe)
-        return continues
+        if resume and self.last.exists():
+            return True
+        self.remove()
+        (self.path / "checkpoints").mkdir(parents=True)
+        environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
+        atomic_write(self.environment, environment.encode())
+        recipe.save(self.recipe)
+        return False
 
     def check(self, recipe: Recipe, resume: bool = True) -> None:
         """Refuse a folder that holds something else, or a run that was started differently."""
-        if not self.path.exists():
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise RunError(f"{there} is a file; choose another folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise RunError(f"{there} cannot be written to; choose another folder")
+        if there != self.path:
             return
-        if not self.path.is_dir():
-            raise RunError(f"{self.path} is a file; choose another folder")
-        if self.recipe.exists():
-            if resume and (self.last.exists() or self.results.exists()):
-                changed = differences(Recipe.load(self.recipe).portable(), recipe.portable())
-                if changed:
-                    raise RunError(
-                        f"the run in {self.path} was started with another recipe: "
-                        f"{', '.join(changed)}; continue it with the same recipe, choose another "
-                        "folder, or start over with --fresh"
-                    )
-        elif any(
-            path.name not in _OURS and path.suffix != PART_SUFFIX for path in self.path.iterdir()
-        ):
-            raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+        if not self.recipe.exists():
+            names = {path.name for path in self.path.iterdir() if path.suffix != PART_SUFFIX}
+            if self.last.exists() or names.difference(_BEFORE_RECIPE):
+                raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+        elif resume and (self.last.exists() or self.results.exists()):
+            changed = differences(Recipe.load(self.recipe).portable(), recipe.portable())
+            if changed:
+                raise RunError(
+                    f"the run in {self.path} was started with another recipe: "
+                    f"{', '.join(changed)}; continue it with the same recipe, choose another "
+                    "folder, or start over with --fresh"
+                )
 
     def acquire(self) -> None:
         """Be the only one who writes here, after waiting a little for another run to end."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path / LOCK)
         try:
             self._lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
@@ -112,16 +112,24 @@ class RunFolder:
 
     def release(self) -> None:
         """Let others write here."""
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
 
-    def _remove_run(self) -> None:
-        for name in _OURS - {LOCK}:
+    def remove(self) -> None:
+        """Remove the run that is here, if any, but nothing else.
+
+        Whenever that is cut off, what is left can be continued, or counts as no run: the results
+        and the last checkpoint go first, the recipe goes last.
+        """
+        self.results.unlink(missing_ok=True)
+        self.last.unlink(missing_ok=True)
+        for name in ("checkpoints", "embedder", "tensorboard", "wandb"):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for file in (self.metrics, self.environment, self.recipe):
+            file.unlink(missing_ok=True)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line of metrics."""
@@ -158,6 +166,7 @@ class RunFolder:
 
 def describe_environment(seed: int) -> dict[str, Any]:
     """Versions, seed, command and state of the code: what a figure needs to be believed."""
+    installed = {found.name.lower(): found.version for found in distributions()}
     packages = ("torch", "torchvision", "timm", "numpy", "pillow")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -165,35 +174,20 @@ def describe_environment(seed: int) -> dict[str, Any]:
         "seed": seed,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {"proximetry": __version__} | {name: _version(name) for name in packages},
+        "packages": {"proximetry": __version__} | {name: installed.get(name) for name in packages},
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "git": _git_state(),
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _git_state() -> dict[str, Any] | None:
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(Path(__file__).parent), *words],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = ask("rev-parse", "HEAD")
-    if commit is None:
+    """The commit of this package's sources, and whether they were changed since."""
+    here = str(Path(__file__).parent)
+    words = ["git", "-C", here, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "changed": bool(ask("status", "--porcelain"))}
+    described = done.stdout.strip()
+    return {"commit": described.removesuffix("-dirty"), "changed": described.endswith("-dirty")}

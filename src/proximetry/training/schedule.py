@@ -28,7 +28,6 @@ class LearningRates:
     schedule: ScheduleConfig
     epochs: int
     base: list[float]
-    best: float = -math.inf
     stale: int = 0
     drops: list[int] = field(default_factory=list)
 
@@ -53,22 +52,17 @@ class LearningRates:
         for group, rate in zip(optimizer.param_groups, self.base, strict=True):
             group["lr"] = rate * self.factor(epoch)
 
-    def observe(self, value: float, epoch: int) -> None:
-        """Take the selection metric after an epoch; larger is better."""
-        if value > self.best:
-            self.best, self.stale = value, 0
-            return
-        self.stale += 1
+    def observe(self, improved: bool, epoch: int) -> None:
+        """Take whether an epoch (counted from 0) was the best so far."""
+        self.stale = 0 if improved else self.stale + 1
         if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
             self.drops.append(epoch + 1)
             self.stale = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What the formula does not know."""
-        best = None if math.isinf(self.best) else self.best
-        return {"best": best, "stale": self.stale, "drops": self.drops}
+        return {"stale": self.stale, "drops": self.drops}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self.best = -math.inf if state["best"] is None else state["best"]
         self.stale, self.drops = state["stale"], list(state["drops"])

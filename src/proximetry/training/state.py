@@ -1,16 +1,16 @@
 """How far a run has come: what a checkpoint holds besides weights and optimiser."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proximetry.training.loop import Run
 
 
@@ -19,22 +19,35 @@ class TrainState:
     """Counters of the loop and what was selected so far.
 
     Attributes:
+        loss_sum: losses of the present epoch, on the device.
+        bad_step: the first step whose loss was not finite, on the device; -1 for none.
         epoch: complete epochs.
         batch: steps of the present epoch.
         step: steps of the run.
-        loss_sum: losses of the present epoch, on the device.
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
         stale: evaluations since then.
     """
 
     loss_sum: Tensor
+    bad_step: Tensor = field(init=False)
     epoch: int = 0
     batch: int = 0
     step: int = 0
     best_epoch: int | None = None
     best_value: float | None = None
     stale: int = 0
+
+    def __post_init__(self) -> None:
+        self.bad_step = torch.full_like(self.loss_sum, -1, dtype=torch.long)
+
+    def advance(self, loss: Tensor) -> None:
+        """Count a step and its loss, without waiting for the device."""
+        self.loss_sum += loss
+        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
+        self.bad_step = torch.where(first_bad, self.step, self.bad_step)
+        self.batch += 1
+        self.step += 1
 
     def observe(self, value: float) -> bool:
         """Take the selection metric after an epoch; return whether it is the best so far."""
@@ -45,28 +58,33 @@ class TrainState:
         return True
 
 
-def save_state(path: "Path", run: "Run") -> None:
+def save_state(path: Path, run: "Run") -> None:
     """Write a checkpoint; only of a run whose losses were finite."""
     run.check_finite()
     if not run.world.leads:
         return
-    state = {name: value for name, value in vars(run.state).items() if name != "loss_sum"}
+    state = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in vars(run.state).items()
+    }
     plain = {
-        "state": state | {"loss_sum": run.state.loss_sum.item()},
+        "state": state,
         "rates": run.rates.state_dict(),
         "seconds": run.clock.seconds,
         "scaler": run.updater.scaler.state_dict(),
     }
-    save_checkpoint(path, run.modules(), run.optimizer, plain)
+    save_checkpoint(path, run.modules(), run.updater.optimizer, plain)
 
 
-def restore_state(path: "Path", run: "Run") -> None:
+def restore_state(path: Path, run: "Run") -> None:
     """Continue from a checkpoint."""
-    plain = load_checkpoint(path, run.modules(), run.optimizer)
-    values: dict[str, Any] = plain["state"]
-    run.state.loss_sum.fill_(values.pop("loss_sum"))
-    for name, value in values.items():
-        setattr(run.state, name, value)
+    plain = load_checkpoint(path, run.modules(), run.updater.optimizer)
+    for name, value in plain["state"].items():
+        now = getattr(run.state, name)
+        if isinstance(now, Tensor):
+            now.fill_(value)
+        else:
+            setattr(run.state, name, value)
     run.rates.load_state_dict(plain["rates"])
     for phase, seconds in plain["seconds"].items():
         run.clock.seconds[phase] += seconds
@@ -83,14 +101,14 @@ class Checkpoints(Callback):
         if every and run.state.step % every == 0 and run.state.batch < len(run.data.sampler):
             save_state(run.folder.last, run)
 
-    def on_improvement(self, run: "Run") -> None:
-        """Save the selected epoch."""
-        save_state(run.folder.best, run)
-
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Save at the end of an epoch."""
         t, epoch = run.recipe.training, run.state.epoch
-        if epoch % t.checkpoint_epochs == 0 or run.is_over():
+        improved = run.state.best_epoch == epoch
+        if improved:
+            save_state(run.folder.best, run)
+        # With the best, so that a run never continues from before the best it has on disk.
+        if improved or epoch % t.checkpoint_epochs == 0 or run.is_over():
             save_state(run.folder.last, run)
         if t.keep_checkpoint_every and epoch % t.keep_checkpoint_every == 0:
             save_state(run.folder.of_epoch(epoch), run)

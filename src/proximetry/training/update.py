@@ -16,14 +16,13 @@ from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 
-_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """The precision of a recipe, for the network alone."""
-    dtype = _PRECISIONS.get(precision)
+    enabled = precision != "float32"
+    dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 class TrainingNetwork(nn.Module):
@@ -47,8 +46,7 @@ class Updater:
     """Updates embedder, loss and moving average, step by step.
 
     Attributes:
-        network: pixels to embeddings, wrapped for the GPU or for several processes; None before
-            `freeze_backbone` was called.
+        network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
         scaler: of the gradients in float16.
     """
@@ -70,24 +68,23 @@ class Updater:
         )
         self._plain = TrainingNetwork(embedder, recipe, world.device)
         self._graph = graph
-        self.network: nn.Module | None = None
-        self._frozen: bool | None = None
+        self._frozen = recipe.schedule.warmup_epochs > 0  # as the first epoch wants it
+        self.network = self._wrap()
 
     def freeze_backbone(self, frozen: bool) -> bool:
-        """Train the backbone or not; return whether that is new, and the next step thus slow.
+        """Train the backbone or not; return whether that is new, and the next step thus slow."""
+        changed = frozen != self._frozen
+        if changed:
+            self._frozen = frozen
+            self.network = self._wrap()
+        return changed
 
-        CUDA graphs and DistributedDataParallel note which parameters are trained, so both are
-        made anew.
-        """
-        if self.network is not None and frozen == self._frozen:
-            return False
-        self._frozen = frozen
+    def _wrap(self) -> nn.Module:
+        # CUDA graphs and DistributedDataParallel note which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
-            parameter.requires_grad_(not frozen)
-        self.network = GraphedNetwork(self._plain) if self._graph else self._plain
-        if self.world.size > 1:
-            self.network = DistributedDataParallel(self.network)
-        return True
+            parameter.requires_grad_(not self._frozen)
+        network = GraphedNetwork(self._plain) if self._graph else self._plain
+        return DistributedDataParallel(network) if self.world.size > 1 else network
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Make one update and return the loss of the whole batch over all processes."""
@@ -112,7 +109,6 @@ class Updater:
         gradient back (gradient caching). The result is that of the whole batch, in the memory of
         a chunk.
         """
-        assert self.network is not None
         count = self.recipe.training.accumulate
         everyone = gather(labels, self.world)
         if count == 1:
@@ -136,7 +132,6 @@ class Updater:
     def _embed_chunk(self, pixels: Tensor, step: int, number: int) -> Tensor:
         # Both passes over a chunk must drop the same units.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
-        assert self.network is not None
         embeddings: Tensor = self.network(pixels)
         return embeddings
 
