@@ -50,6 +50,20 @@ def test_a_real_process_knows_its_version_and_answers_a_mistake():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("cyclopts", "from proximetry.cli import main; sys.exit(main(['--version']))"),
+        ("pydantic", "import proximetry.training"),
+    ],
+)
+def test_without_the_extra_it_says_what_to_install(missing, words):
+    code = f"import sys; sys.modules[{missing!r}] = None; {words}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'proximetry[train]'" in done.stderr
+
+
 def test_help_of_every_command_needs_no_torch():
     code = """
 import sys
@@ -165,7 +179,13 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
             "data.root is missing",
         ),
         (["train", "glyphs", "OUT", "--device", "gpu"], 1, "did you mean 'cuda'"),
+        (["train", "glyphs", "OUT", "--schedule.at", "-3"], 2, "must be greater than or equal to"),
+        (["train", "glyphs", "OUT", "--schedule.at"], 2, "--schedule.at requires an argument"),
+        (["train", "glyphs", "OUT", "--config", "missing.yaml"], 2, "missing.yaml cannot be read"),
         (["evaluate", "nowhere", "glyphs"], 1, "nowhere"),
+        (["evaluate", "nowhere", "glyphs", "--recall-at"], 2, "--recall-at requires an argument"),
+        (["evaluate", "EMBEDDER", "cubs"], 1, "unknown dataset 'cubs', did you mean 'cub'"),
+        (["evaluate", "EMBEDDER", "folder"], 1, "needs its folder"),
         (["recipes", "--show", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
         (["datasets", "--describe", "cubs", "--root", "."], 1, "cub"),
         (["embed", "EMBEDDER", "missing.jpg"], 1, "no image or folder missing.jpg"),
@@ -201,6 +221,29 @@ def test_evaluate(capsys, run, images):
     code, _, err = call(capsys, "evaluate", run / "out" / "embedder", "folder", "--root", images)
     assert code == 1
     assert "no rows of split 'test'" in err
+
+
+def test_a_folder_without_test_images_and_held_out_classes(capsys, run):
+    words = ["train", run / "tiny.yaml", run / "last", "--evaluation.protocol", "last"]
+    code, out, err = call(capsys, *words)
+    assert code == 0, err
+    assert "protocol: last" in out
+
+
+def test_of_several_processes_one_prints(capsys, run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    code, out, _ = call(capsys, "train", run / "tiny.yaml", run / "out")
+    assert code == 0
+    assert "protocol" not in out
+
+
+def test_the_folder_of_a_run_in_two_stages_can_be_evaluated(capsys, run, images):
+    words = ["train", run / "tiny.yaml", run / "two", "--training.two-stages"]
+    assert call(capsys, *words)[0] == 0
+    words = ["evaluate", run / "two", "folder", "--root", images, "--split", "all"]
+    code, out, err = call(capsys, *words)
+    assert code == 0, err
+    assert "folder (all)" in out
 
 
 def test_embed(capsys, run, images):

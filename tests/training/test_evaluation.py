@@ -191,6 +191,56 @@ def test_train_and_evaluate_print_the_same_figures(
     assert evaluate_embedder(embedder, catalog, wanted=wanted) == results["last"]["test"]
 
 
+@pytest.fixture
+def difficult(tmp_path):
+    """A table with queries and a gallery; images lie on their side, one test image is broken."""
+    draw = np.random.default_rng(0)
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    rows = ["path,label,split,query,gallery"]
+    for number in range(8):
+        test = number >= 5
+        for i in range(4):
+            name = f"{number}-{i}.jpg"
+            noise = draw.normal(draw.integers(60, 190, 3), 40, (30, 47, 3)).clip(0, 255)
+            Image.fromarray(noise.astype(np.uint8)).save(tmp_path / name, exif=sideways)
+            roles = (str(test and i % 2 == odd).lower() for odd in (0, 1))
+            rows.append(",".join([name, f"class{number}", "test" if test else "train", *roles]))
+    (tmp_path / "7-3.jpg").write_bytes(b"broken")
+    (tmp_path / "table.csv").write_text("\n".join(rows))
+    return tmp_path / "table.csv"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.precision": "bfloat16", "training.ema": 0.9},
+        {"data.short_side": 40, "data.cache": "memory", "evaluation.batch_size": 5},
+        {"model.flip_tta": True, "model.pca_dim": 3, "evaluation.held_out": 0.4},
+        {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
+    ],
+    ids=str,
+)
+def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, changes):
+    data = {"dataset": "csv", "root": str(difficult), "bad_images": "skip"}
+    recipe = make_recipe(difficult, cache, data=data).override(changes)
+    results = train(recipe, tmp_path / "run", device="cpu")
+    embedder = Embedder.load(tmp_path / "run" / "embedder")
+    catalog = open_dataset("csv", difficult)
+    with pytest.raises(ValueError, match=r"7-3\.jpg"):
+        evaluate_embedder(embedder, catalog.filter(split="test"))
+    test = [i for i, path in enumerate(catalog.paths) if path[0] in "567" and path != "7-3.jpg"]
+    found = evaluate_embedder(embedder, catalog.subset(test))
+    assert found == results["selected"]["test"]
+    assert found["queries"] == 6
+    # No image of the held-out classes has a role: they are compared all against all.
+    unseen = set(catalog.filter(split="train").class_names) - set(embedder.class_names)
+    rows = [i for i, label in enumerate(catalog.labels) if label in unseen]
+    found = evaluate_embedder(embedder, catalog.subset(rows))
+    assert found == results["selected"]["held_out"]
+    assert found["queries"] == len(rows) == 4 * len(unseen) > 0
+
+
 def test_the_embedder_knows_how_it_is_compared(reduced, tmp_path):
     """Unit vectors compared by distance, plain ones by angle: not what `normalize` suggests."""
     for normalize, similarity in ((True, "euclidean"), (False, "cosine")):

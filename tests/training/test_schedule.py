@@ -51,16 +51,3 @@ def test_plateau_equals_torchs_scheduler():
         mine.observe(value > max(values[:epoch], default=-1), epoch)
         assert mine.factor(epoch + 1) == pytest.approx(reference.param_groups[0]["lr"])
     assert len(mine.drops) == round(-math.log10(reference.param_groups[0]["lr"]))
-
-
-def test_plateau_remembers_over_a_restart():
-    first = rates(name="plateau", patience=1)
-    for epoch in range(3):
-        first.observe(epoch == 0, epoch)
-    second = rates(name="plateau", patience=1)
-    second.load_state_dict(first.state_dict())
-    for r in (first, second):
-        r.observe(False, 3)
-        r.observe(False, 4)
-    assert first == second
-    assert first.drops == [3, 5]

@@ -1,5 +1,6 @@
 """Training: it learns, continues bit for bit, stops when told, and says what went wrong."""
 
+import itertools
 import json
 import os
 import shutil
@@ -7,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from proximetry.losses import LOSSES
@@ -158,6 +161,11 @@ def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
 
     train(recipe, tmp_path / "run", callbacks=[Watch()])
     assert saved == [None, 2, 2, 4, 5]
+    saved.clear()
+    recipe = recipe.override({"evaluation.protocol": "held_out"})
+    train(recipe, tmp_path / "selected", callbacks=[Watch()])
+    best = state_of(RunFolder(tmp_path / "selected").best)["state"]["epoch"]
+    assert saved[best - 1] == best, "a run never continues from before its best checkpoint"
 
 
 def test_cuda_graph_changes_nothing_without_a_gpu(recipe, tmp_path):
@@ -260,12 +268,90 @@ def killed_at(step, recipe, folder):
         train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 9, 11])
+@pytest.mark.parametrize("stop_at", [1, 5, 11])
 def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, stop_at):
     """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
     recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
     train(recipe, tmp_path / "whole")
     killed_at(stop_at, recipe, tmp_path / "cut")
+    train(recipe, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@contextmanager
+def killed_at_call(number, monkeypatch, *names):
+    """Fail at the n-th call of functions of `os`; the list it gives says whether it did."""
+    calls, failed = itertools.count(1), []
+
+    def failing(function):
+        def call(*args, **options):
+            if next(calls) == number:
+                failed.append(number)
+                raise SystemError("killed")
+            return function(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(os, name, failing(getattr(os, name)))
+        try:
+            yield failed
+        except SystemError:
+            assert failed
+
+
+def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monkeypatch):
+    """Also between a line of metrics.jsonl, the best checkpoint, the last one and the results."""
+    recipe = recipe.override({"training": {"epochs": 2, "checkpoint_epochs": 2}})
+    train(recipe, tmp_path / "whole")
+    for number in itertools.count(1):
+        with killed_at_call(number, monkeypatch, "replace") as killed:
+            train(recipe, tmp_path / f"cut{number}")
+        if not killed:
+            break
+        train(recipe, tmp_path / f"cut{number}")
+        assert_same_run(tmp_path / "whole", tmp_path / f"cut{number}")
+    assert number > 7, "recipe, environment, checkpoints, embedder, results"
+
+
+def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypatch):
+    recipe = with_(recipe, "training", epochs=1)
+    changed = with_(recipe, "optimizer", lr=0.5)
+    train(changed, tmp_path / "whole")
+    train(recipe, tmp_path / "old")
+    for number in itertools.count(1):
+        out = tmp_path / f"cut{number}"
+        shutil.copytree(tmp_path / "old", out)
+        with killed_at_call(number, monkeypatch, "unlink", "rmdir") as killed:
+            train(changed, out, resume=False)
+        assert killed
+        folder = RunFolder(out)
+        if folder.recipe.exists() and Recipe.load(folder.recipe) == changed:
+            break  # begun anew
+        if folder.last.exists():  # what is left of the old one can be continued
+            with pytest.raises(RunError, match="started with another recipe"):
+                train(changed, out)
+            train(recipe, out)
+            assert_same_run(tmp_path / "old", out)
+        else:
+            train(changed, out)
+            assert_same_run(tmp_path / "whole", out)
+    assert number > 6
+
+
+def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path):
+    # One held-out class cannot be confused with another: no epoch is better than the first.
+    recipe = recipe.override(
+        {
+            "schedule": {"name": "plateau", "patience": 1},
+            "training.epochs": 6,
+            "evaluation.held_out": 0.1,
+        }
+    )
+    results = train(recipe, tmp_path / "whole")
+    assert results["drops"] == [3, 5]
+    killed_at(5 * 4, recipe, tmp_path / "cut")
     train(recipe, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
@@ -406,6 +492,17 @@ def test_a_notebook_finds_torch_as_it_left_it(recipe, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_process_group_of_the_callers_stays(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        train(with_(recipe, "training", epochs=1), tmp_path / "run")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains(images, cache, tmp_path, name):
     recipe = make_recipe(images, cache, loss={"name": name}, training={"epochs": 1})
@@ -527,6 +624,12 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
     ]
     assert [len(names) for names in stages] == [4, 8]
     assert results["first_stage"] == first["selected"]
+    # A first stage that begins anew makes the second one worthless.
+    stop = OnStep(1, lambda: fail(SystemError("killed")))
+    with pytest.raises(SystemError):
+        train(recipe, tmp_path / "run", resume=False, callbacks=[stop])
+    assert not (tmp_path / "run" / "second-stage" / "results.json").exists()
+    assert train(recipe, tmp_path / "run")["last"] == results["last"]
 
 
 def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, tmp_path):
@@ -568,14 +671,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
         assert torch.isfinite(tensor.double()).all()
 
 
-def test_folders_that_cannot_be_used(recipe, tmp_path):
+def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(RunError, match="not empty and holds no run"):
         train(recipe, tmp_path / "mine")
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="is a file"):
-        train(recipe, tmp_path / "file")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunError, match=r"file is a file; choose"):
+            train(recipe, out)
+    with pytest.raises(RunError, match=r"file is a file; choose"):
+        train(with_(recipe, "training", two_stages=True), tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(RunError, match="cannot be written to"):
+            train(recipe, tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
     changed = with_(with_(recipe, "training", epochs=1), "optimizer", lr=0.5)
     with pytest.raises(RunError, match=r"optimizer.lr 0.001 → 0.5.*--fresh"):
@@ -585,6 +696,10 @@ def test_folders_that_cannot_be_used(recipe, tmp_path):
     assert Recipe.load(tmp_path / "run" / "recipe.yaml") == changed
     assert len(RunFolder(tmp_path / "run").history()) == 1
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    # Checkpoints and results whose recipe is gone are not known to be of this one.
+    (tmp_path / "run" / "recipe.yaml").unlink()
+    with pytest.raises(RunError, match="not empty and holds no run"):
+        train(changed, tmp_path / "run")
 
 
 def test_two_runs_do_not_share_a_folder(recipe, tmp_path, monkeypatch):

@@ -213,15 +213,13 @@ def datasets(*, describe: str | None = None, root: Path | None = None) -> None:
         describe: the dataset to check and describe.
         root: where its images lie.
     """
-    from proximetry.data import list_datasets
+    from proximetry.data import list_datasets, open_dataset
 
-    if describe is None:
-        for name, info in list_datasets().items():
-            print(f"{name:12} {info.title} ({info.layout})")
+    if describe is not None:
+        print(open_dataset(describe, root).describe())
         return
-    from proximetry.data import open_dataset
-
-    print(open_dataset(describe, root).describe())
+    for name, info in list_datasets().items():
+        print(f"{name:12} {info.title} ({info.layout})")
 
 
 def reproduce(

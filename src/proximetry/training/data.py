@@ -42,19 +42,6 @@ class _Order(NamedTuple):
     labels: Tensor
 
 
-class _Cut(NamedTuple):
-    """A batch that a GPU is making, and when it is made."""
-
-    pixels: Tensor
-    labels: Tensor
-    done: torch.cuda.Event
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The batch, for the present stream, which waits where it must; the processor does not."""
-        torch.cuda.current_stream(self.pixels.device).wait_event(self.done)
-        return self.pixels, self.labels
-
-
 class TrainingData:
     """The images of a run.
 
@@ -158,12 +145,13 @@ class TrainingData:
         # The thread leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph,
         # which no other thread may disturb, be it by asking for pinned memory.
         orders = _in_a_thread(lambda number: self._order(epoch, number), numbers)
-        for cut in _one_ahead(map(self._cut, orders)):
-            yield cut.take()
+        for take in _one_ahead(map(self._cut, orders)):
+            yield take()
 
-    def _cut(self, order: _Order) -> _Cut:
-        """Begin to cut the pixels of a batch out of those on the GPU, on a stream of their own.
+    def _cut(self, order: _Order) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begin to cut a batch out of the pixels on the GPU, on a stream of its own.
 
+        Returns what gives the batch: the stream that asks waits for it, the processor does not.
         What has been asked of the GPU so far comes first, so memory that has become free is not
         written to before its last reader is done. The coming step is not among it.
         """
@@ -175,7 +163,13 @@ class TrainingData:
             pixels, labels = self._make(order)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return _Cut(pixels, self._send(labels), done)
+        sent = self._send(labels)
+
+        def take() -> tuple[Tensor, Tensor]:
+            torch.cuda.current_stream(device).wait_event(done)
+            return pixels, sent
+
+        return take
 
     def _make(self, order: _Order) -> tuple[Tensor, Tensor]:
         pixels = self._augment.apply(self._cache, order.rows, order.windows)

@@ -114,9 +114,7 @@ def any_rank(flag: bool, world: World) -> bool:
 
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     """Average gradients that DDP does not look after: those of the losses."""
-    if world.size == 1:
-        return
     for parameter in parameters:
-        if parameter.grad is not None:
+        if world.size > 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= world.size

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,14 +111,8 @@ def evaluate_embedder(
     )
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """What came of an evaluation.
-
-    Attributes:
-        scores: by split, ``held_out`` or ``test``.
-        embedder: the one that was evaluated, with its PCA folded into the head.
-    """
+class Evaluated(NamedTuple):
+    """Scores by split, and the embedder that has them, with its PCA folded into the head."""
 
     scores: dict[str, Scores]
     embedder: Embedder

@@ -1,4 +1,4 @@
-"""What a run tells: progress for people, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""What a run tells: progress for people, TensorBoard, Weights & Biases."""
 
 import sys
 import time
@@ -14,14 +14,6 @@ from proximetry.training.recipe import Recipe, flatten
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
-
-
-class MetricsLog(Callback):
-    """Writes a line of metrics.jsonl per epoch."""
-
-    def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Append the line."""
-        run.folder.log(line)
 
 
 class Trackers(Callback):

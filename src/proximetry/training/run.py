@@ -22,7 +22,7 @@ from proximetry.training.evaluator import Evaluator
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.reporting import Display, MetricsLog, Trackers
+from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import SECOND_STAGE, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, restore_state
@@ -91,8 +91,8 @@ def _train_stage(
         return folder.read_results()
     world.first(lambda: Trackers.check(recipe))
     run = prepare(recipe, folder, world, display)
-    ours = [MetricsLog(), Trackers()] if world.leads else []
-    run.callbacks = [*ours, Checkpoints(), display, *callbacks]
+    trackers = [Trackers()] if world.leads else []
+    run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
     world.first(folder.acquire)
     try:
         if world.first(lambda: folder.begin(recipe, resume)):

@@ -7,8 +7,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,17 @@ class RunFolder:
 
 def describe_environment(seed: int) -> dict[str, Any]:
     """Versions, seed, command and state of the code: what a figure needs to be believed."""
-    installed = {found.name.lower(): found.version for found in distributions()}
-    packages = ("torch", "torchvision", "timm", "numpy", "pillow")
+    packages = {"proximetry": __version__}
+    for name in ("torch", "torchvision", "timm", "numpy", "pillow"):
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "seed": seed,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {"proximetry": __version__} | {name: installed.get(name) for name in packages},
+        "packages": packages,
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "git": _git_state(),

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from proximetry.training.recipe import ScheduleConfig
 
@@ -21,8 +21,8 @@ def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
 class LearningRates:
     """Sets the learning rates of an optimiser at the start of each epoch.
 
-    ``base`` are the initial rates of the groups. ``drops`` lists the epochs after which a plateau
-    dropped the rates.
+    ``base`` are the initial rates of the groups. ``stale`` and ``drops`` are the memory of a
+    plateau: evaluations since an improvement or a drop, and the epochs after which rates dropped.
     """
 
     schedule: ScheduleConfig
@@ -58,11 +58,3 @@ class LearningRates:
         if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
             self.drops.append(epoch + 1)
             self.stale = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the formula does not know."""
-        return {"stale": self.stale, "drops": self.drops}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.stale, self.drops = state["stale"], list(state["drops"])

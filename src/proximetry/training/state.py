@@ -69,7 +69,7 @@ def save_state(path: Path, run: "Run") -> None:
     }
     plain = {
         "state": state,
-        "rates": run.rates.state_dict(),
+        "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
         "seconds": run.clock.seconds,
         "scaler": run.updater.scaler.state_dict(),
     }
@@ -85,7 +85,7 @@ def restore_state(path: Path, run: "Run") -> None:
             now.fill_(value)
         else:
             setattr(run.state, name, value)
-    run.rates.load_state_dict(plain["rates"])
+    vars(run.rates).update(plain["rates"])
     for phase, seconds in plain["seconds"].items():
         run.clock.seconds[phase] += seconds
     if plain["scaler"]:
@@ -93,7 +93,7 @@ def restore_state(path: Path, run: "Run") -> None:
 
 
 class Checkpoints(Callback):
-    """Saves the last and the best state where the recipe says so."""
+    """Writes metrics.jsonl, and the last and the best state where the recipe says so."""
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
         """Save within an epoch."""
@@ -102,7 +102,9 @@ class Checkpoints(Callback):
             save_state(run.folder.last, run)
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Save at the end of an epoch."""
+        """Save at the end of an epoch; its line comes first, since a continued run drops it."""
+        if run.world.leads:
+            run.folder.log(line)
         t, epoch = run.recipe.training, run.state.epoch
         improved = run.state.best_epoch == epoch
         if improved:

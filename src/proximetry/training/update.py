@@ -132,8 +132,7 @@ class Updater:
     def _embed_chunk(self, pixels: Tensor, step: int, number: int) -> Tensor:
         # Both passes over a chunk must drop the same units.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
-        embeddings: Tensor = self.network(pixels)
-        return embeddings
+        return self.network(pixels)  # type: ignore[no-any-return]
 
     def _clip(self) -> None:
         o = self.recipe.optimizer
