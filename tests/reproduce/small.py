@@ -11,6 +11,7 @@ from PIL import Image
 
 from proximetry.reproduce import ReproduceOptions, Table, reproduce
 from proximetry.training import Recipe, Stopped, train
+from tests.training.tiny import tiny_values
 
 
 def make_data(root, side=24):
@@ -28,26 +29,9 @@ def make_data(root, side=24):
 
 def table_values(cache, **changes):
     """Two rows that train in a second each; ``changes`` replace keys of the table."""
-    base = {
-        "data": {
-            "dataset": "folder",
-            "short_side": 24,
-            "batch_size": 12,
-            "crop_scale": [0.6, 1.0],
-            "cache_dir": str(cache),
-        },
-        "model": {
-            "backbone": "small_convnet",
-            "dim": 8,
-            "pooling": "avg+max",
-            "weights": "none",
-            "image_size": 24,
-        },
-        "optimizer": {"lr": 1e-3, "proxy_multiplier": 10.0},
-        "schedule": {"name": "step", "every": 2},
-        "training": {"epochs": 2},
-        "evaluation": {"every": 1},
-    }
+    base = tiny_values(cache, data={"batch_size": 12}, training={"epochs": 2})
+    base["evaluation"] = {"every": 1}
+    del base["name"]
     values = {
         "name": "small",
         "title": "Two losses on coloured squares",
