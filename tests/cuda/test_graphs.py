@@ -1,6 +1,8 @@
 """CUDA graphs give what the network gives, and leave no trace of their recording."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -73,3 +75,35 @@ def test_recording_draws_no_random_numbers(monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     for found, value in zip(network.buffers(), plain.buffers(), strict=True):
         assert torch.equal(found, value)
+
+
+def test_no_garbage_is_collected_while_recording(monkeypatch):
+    """An older graph that waits to be collected must be gone by then: freed during the recording
+    of another one, it would invalidate that."""
+
+    class OldGraph:
+        def __init__(self):
+            self.me = self
+
+    waiting = weakref.ref(OldGraph())
+    found = []
+
+    def record(module, arguments, allow_unused_input):
+        found.append((waiting() is None, gc.isenabled()))
+        return module
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    GraphedNetwork(make_network("cpu"))(make_batch(device="cpu"))
+    assert found == [(True, False)]
+    assert gc.isenabled()
+
+
+@on_gpu
+def test_the_gpu_records_again_beside_graphs_that_are_garbage():
+    network = make_network()
+    for _ in range(20):
+        graphed = GraphedNetwork(network)
+        graphed(make_batch()).sum().backward()
+        graphed.me = graphed  # garbage from the next turn on

@@ -5,7 +5,9 @@ one tensor; batches of another shape than the first one go the usual way.
 """
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class GraphedInference:
                 self._network(self._input)
         torch.cuda.current_stream(batch.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with _garbage_kept(), torch.cuda.graph(self._graph):
             self._output = self._network(self._input)
 
 
@@ -73,8 +75,27 @@ class GraphedNetwork(nn.Module):
         graphs: Any = torch.autograd.graph
         if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns
             graphs.set_warn_on_accumulate_grad_stream_mismatch(False)
-        graph = torch.cuda.make_graphed_callables(once, (batch.clone(),), allow_unused_input=True)
+        with _garbage_kept():
+            graph = torch.cuda.make_graphed_callables(
+                once, (batch.clone(),), allow_unused_input=True
+            )
         for buffer, value in zip(self.network.buffers(), buffers, strict=True):
             buffer.copy_(value)
         torch.cuda.set_rng_state(random, batch.device)
         return graph
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collect garbage before a graph is recorded, and none meanwhile.
+
+    An older graph that is freed while another one is recorded invalidates the recording.
+    """
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
