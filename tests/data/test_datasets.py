@@ -231,6 +231,35 @@ def test_cars_devkit(tmp_path):
 # Stanford Online Products, In-Shop
 
 
+# Oxford Flowers 102
+
+
+def test_flowers_official(tmp_path):
+    place(tmp_path, *(f"jpg/image_{number:05d}.jpg" for number in (1, 2, 4)))
+    savemat(tmp_path / "imagelabels.mat", {"labels": np.array([[51, 52, 1, 102]], np.uint8)})
+    catalog = open_dataset("flowers", tmp_path)
+    assert catalog.labels == ("51", "52", "102")
+    assert catalog.splits == ("train", "test", "test")
+    assert any("image_00003.jpg" in note for note in catalog.notes)
+
+
+def test_flowers_in_folders_are_divided_by_the_number_of_the_class(tmp_path):
+    place(tmp_path, "train/9/a.jpg", "valid/51/b.jpg", "test/9/c.jpg", "test/100/d.jpg")
+    catalog = open_dataset("flowers", tmp_path)
+    assert {Path(path).name: split for path, split in splits(catalog).items()} == {
+        "a.jpg": "train",
+        "b.jpg": "train",
+        "c.jpg": "train",
+        "d.jpg": "test",
+    }
+
+
+def test_flowers_need_numbers(tmp_path):
+    place(tmp_path, "rose/a.jpg", "tulip/b.jpg")
+    with pytest.raises(ValueError, match="or <number of the class>"):
+        open_dataset("flowers", tmp_path)
+
+
 def test_sop(tmp_path):
     home = tmp_path / "Stanford_Online_Products"
     place(home, "bicycle_final/1_0.JPG", "chair_final/2_0.JPG", "chair_final/2_1.JPG")
@@ -388,7 +417,7 @@ def test_none_of_the_listed_images(tmp_path):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = "cub cars faces sop inshop glyphs folder csv parquet shards"
+    names = "cub cars flowers faces sop inshop glyphs folder csv parquet shards"
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())

@@ -93,19 +93,28 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
     """The table itself, what its lines mean, and what is missing."""
     table, columns = results.table, _columns(results)
     lines: list[list[object]] = []
+
+    def add(name: str, what: str, cells: Sequence[object], seconds: str | None = None) -> None:
+        lines.append([name, what, *cells, *([seconds] if table.seconds else [])])
+
     for row in table.rows:
-        runs = results.runs_of[row.name]
+        runs, name = results.runs_of[row.name], row.name
+        untrained = [sample(runs, metric, 0, **of) for metric, of in columns.values()]
+        if any(untrained):
+            add(name, "untrained", untrained)
+            name = ""
+        took = f"{fmean(run.seconds or 0.0 for run in runs):.0f}" if runs else None
         ours = [sample(runs, metric, **of) for metric, of in columns.values()]
-        lines.append([row.name, f"ours, {_seeds(runs)}", *ours])
+        add(name, f"ours, {_seeds(runs)}", ours, took)
         found = results.selection.get(row.name)
         if found is not None:
             epoch = found.selected_epoch
             cells = [sample(runs, metric, epoch, **of) for metric, of in columns.values()]
-            lines.append(["", f"ours, epoch {epoch}, selected on held-out classes", *cells])
+            add("", f"ours, epoch {epoch}, selected on held-out classes", cells)
         if row.published:
             theirs = [row.published.get(name) for name in columns]
             shown = [None if value is None else f"{value:.1f}" for value in theirs]
-            lines.append(["", f"published, {table.published.backbone}", *shown])
+            add("", f"published, {table.published.backbone}", shown)
     caption = "Percent; ours: mean ± sample standard deviation over the seeds."
     for record in list(results.selection.values())[:1]:
         evaluation = record.recipe["evaluation"]
@@ -115,7 +124,12 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
             "figures are of the runs on all training classes at that epoch. The test set is not "
             "used for selection."
         )
-    parts = [grid(["", "", *columns], lines), caption]
+    if table.seconds:
+        caption += " Seconds are of training alone, without start and evaluation."
+        reason = why_no_seconds(results)
+        caption += f" They cannot be compared: {reason}." if reason else ""
+    heads = ["", "", *columns, *(["seconds"] if table.seconds else [])]
+    parts = [grid(heads, lines), caption]
     missing = results.missing(seeds, table.selection if selection is None else selection)
     if missing:
         parts.append(f"**Not complete.** Still missing: {', '.join(missing)}.")
@@ -248,12 +262,14 @@ def _setting(results: Results, selection: bool | None) -> list[str]:
 
 def _data(results: Results) -> str:
     """Which images, how many of them, and what the runs note about them."""
-    title = list_datasets()[results.table.dataset].title
-    counts = _values(map(_images, results.everything))
+    sets = dict.fromkeys(
+        f"{list_datasets()[record.recipe['data']['dataset']].title}: {_images(record)}"
+        for record in results.everything
+    )
     notes = list(dict.fromkeys(n.rstrip(".") for r in results.everything for n in r.notes))
     more = len(notes) - _NOTES_SHOWN
     rest = [f"and {more} more notes in the JSON files"] if more > 0 else []
-    return "; ".join([f"{title}: {counts}", *notes[:_NOTES_SHOWN], *rest])
+    return "; ".join([*sets, *notes[:_NOTES_SHOWN], *rest])
 
 
 def _images(record: Record) -> str:

@@ -48,10 +48,12 @@ def command_for(
     table: Table, row: str, seeds: Sequence[int], recipe: Mapping[str, Any], selection: bool
 ) -> str:
     """The command that makes runs of a recipe again; what is as in the table is left out."""
-    model, own = recipe["model"], table.shared.get("model", {})
+    model, own = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
     epochs = recipe["training"]["epochs"]
+    datasets = {table.dataset(row) for row in table.rows}
+    data = datasets.pop().upper() if len(datasets) == 1 else "DATA"
     name = table.name if table.name in shipped_tables() else f"{table.name}.yaml"
-    words = ["proximetry", "reproduce", name, "--data", table.dataset.upper()]
+    words = ["proximetry", "reproduce", name, "--data", data]
     words += ["--seeds", *map(str, seeds)]
     if model["backbone"] != own.get("backbone"):
         words += ["--backbone", model["backbone"]]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,7 +160,8 @@ def reproduce(
     runs = plan(chosen, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
-    root, catalog = _find_data(chosen, data)
+    names = list(dict.fromkeys(run.recipe.data.dataset for run in runs))
+    found = {name: _find_data(chosen, name, data, len(names) == 1) for name in names}
     with _alone(home, report), _terminate_like_interrupt():
         there = _check_existing(chosen, home, options, on_gpu)
         if not options.keep_runs:
@@ -169,6 +170,7 @@ def reproduce(
         at_once = min(options.parallel, len(left))
         jobs = []
         for run in left:
+            root, _ = found[run.recipe.data.dataset]
             placed = replace(run, recipe=run.recipe.override({"data.root": root}))
             jobs.append(Job(placed, home / "work", str(device), at_once))
             _check_begun(jobs[-1])
@@ -178,7 +180,7 @@ def reproduce(
                 "runs that share a device slow each other down: with --parallel above 1 seconds "
                 "are neither drawn nor compared"
             )
-        finish = partial(_finish, chosen, home, options, catalog)
+        finish = partial(_finish, chosen, home, options, found)
         try:
             try:
                 failures = _perform(jobs, at_once, start, finish, report)
@@ -236,11 +238,17 @@ def _perform(
 
 
 def _finish(
-    table: Table, home: Path, options: ReproduceOptions, catalog: Catalog, job: Job, code: int
+    table: Table,
+    home: Path,
+    options: ReproduceOptions,
+    data: Mapping[str, tuple[str | None, Catalog]],
+    job: Job,
+    code: int,
 ) -> str:
     """Write the file of a run that has ended, remove what it leaves, and say what came out."""
     if code:
         raise ReproduceError(_why(job, code))
+    _, catalog = data[job.run.recipe.data.dataset]
     record = make_record(
         table,
         job.run,
@@ -299,17 +307,23 @@ def _why(job: Job, code: int) -> str:
     return last.removeprefix("proximetry: ") + whole
 
 
-def _find_data(table: Table, data: str | Path | None) -> tuple[str | None, Catalog]:
-    """The folder of the table's dataset, and its catalogue; a wrong folder says what to pass."""
-    name, info = table.dataset, list_datasets()[table.dataset]
+def _find_data(
+    table: Table, name: str, data: str | Path | None, alone: bool
+) -> tuple[str | None, Catalog]:
+    """The folder of a dataset of the table, and its catalogue; a wrong one says what to pass.
+
+    The folder of a dataset that is ``alone`` in its table may be given itself.
+    """
+    info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
-    what = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
+    itself = f"the folder of {info}, or " if alone else ""
+    what = f"Pass as --data {itself}a folder that holds {'it' if alone else info} as {name}/"
     if data is None:
         raise ReproduceError(f"--data is missing. {what}")
     given = Path(data).expanduser()
     inner = given / name
-    root = (inner if inner.is_dir() else given).absolute()
+    root = (inner if inner.is_dir() or not alone else given).absolute()
     try:
         catalog = open_dataset(name, root)
         splits = {"train": info.train, "test": info.test}

@@ -5,7 +5,6 @@ One YAML file each in the folder ``tables`` beside this file; unknown keys are e
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -53,12 +52,14 @@ class Row(Section):
     """One row.
 
     Attributes:
+        recipe: another shipped recipe than the table's to lay its base over.
         changes: to the recipe that the rows share, by dotted or nested keys.
         published: metric → published percentage.
         x: place on the horizontal axis of a sweep.
     """
 
     name: str
+    recipe: str | None = None
     changes: dict[str, Any] = Field({})
     published: dict[str, Percentage] = Field({})
     x: float | None = None
@@ -102,6 +103,7 @@ class Table(Section):
         recipe: a shipped recipe that the base is laid over, if any.
         base: changes to it, or a whole recipe: what the rows share.
         metrics: the columns.
+        seconds: whether the seconds of training are a column.
         dims: further columns: the first metric for the first d dimensions of the embedding.
         views: with held_out, further columns: the first metric for other sizes of the evaluated
             images (pairs of a crop and the short side before it), and with flip TTA.
@@ -119,6 +121,7 @@ class Table(Section):
     base: dict[str, Any] = Field({})
     rows: tuple[Row, ...]
     metrics: tuple[str, ...] = ("recall@1",)
+    seconds: Flag = False
     dims: tuple[Count, ...] = ()
     views: tuple[tuple[Count, Count], ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -153,7 +156,7 @@ class Table(Section):
             raise ValueError("a table with protocol held_out has no selection, claims or figure")
         if self.protocol == "last" and self.views:
             raise ValueError("views are for tables with protocol held_out")
-        _ = self.shared  # there is no table without the recipe it names
+        _ = [self.recipe_values(row) for row in self.rows]  # there are the recipes it names
         return self
 
     @classmethod
@@ -174,19 +177,16 @@ class Table(Section):
             sentence = str(error)
         raise ReproduceError(sentence)
 
-    @cached_property
-    def shared(self) -> dict[str, Any]:
-        """The plain recipe that the rows share."""
-        return merge(plain_values(self.recipe) if self.recipe else {}, self.base)
-
     def recipe_values(self, row: Row) -> dict[str, Any]:
         """The plain recipe of a row."""
-        return merge(self.shared, row.changes)
+        return merge(self._shared(row.recipe or self.recipe), row.changes)
 
-    @property
-    def dataset(self) -> str:
-        """The dataset that the rows share."""
-        return str(self.shared.get("data", {}).get("dataset", "folder"))
+    def _shared(self, recipe: str | None) -> dict[str, Any]:
+        return merge(plain_values(recipe) if recipe else {}, self.base)
+
+    def dataset(self, row: Row) -> str:
+        """The dataset of a row."""
+        return str(self.recipe_values(row).get("data", {}).get("dataset", "folder"))
 
     def row(self, name: str) -> Row:
         """The row of this name."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from proximetry._common import closest
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets import cub_cars, faces, products  # noqa: F401  (they register)
+from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
 
 __all__ = ["DatasetInfo", "Size", "datasets_table", "list_datasets", "open_dataset"]

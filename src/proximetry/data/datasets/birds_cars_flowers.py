@@ -1,4 +1,5 @@
-"""CUB-200-2011 and Cars196: trained on the first half of the classes, tested on the second.
+"""CUB-200-2011, Cars196, Oxford Flowers 102: trained on the first half of the classes, tested on
+the second.
 
 The datasets' own division into train and test images is another one (every class is in both) and
 is not used: for metric learning the classes decide. So a copy that comes as train/ and test/
@@ -22,7 +23,7 @@ from proximetry.data.datasets._reading import (
     wrong_folder,
 )
 
-_CUB, _CARS = "CUB-200-2011", "Cars196"
+_CUB, _CARS, _FLOWERS = "CUB-200-2011", "Cars196", "Oxford Flowers 102"
 _CARS_TRAIN, _CARS_TEST = Size(8054, 98), Size(8131, 98)
 
 
@@ -165,6 +166,38 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
         f"numbers {some(missing, 20)}"
     )
     return first, [note] if missing else []
+
+
+@dataset(
+    "flowers",
+    title=_FLOWERS,
+    about="flowers",
+    layout="imagelabels.mat with jpg/, or <number of the class>/<image>.jpg, or tar shards",
+    train=Size(3493, 51),
+    test=Size(4696, 51),
+)
+def flowers(root: Path) -> Catalog:
+    """Read Oxford Flowers 102: classes 1 to 51 for training, 52 to 102 for test.
+
+    `root` is the official folder (imagelabels.mat, jpg/), or holds <number of the class>/<image> in
+    folders, below train/, valid/ and test/ or not, or in tar shards.
+    """
+    home = find_home(root, ["flowers-102", "flowers102"], ["imagelabels.mat"])
+    if home is not None:
+        numbers = [str(number) for number in _load_mat(home / "imagelabels.mat")["labels"].ravel()]
+        catalog = Catalog(
+            paths=tuple(f"jpg/image_{i:05d}.jpg" for i in range(1, len(numbers) + 1)),
+            labels=tuple(numbers),
+            splits=("all",) * len(numbers),
+            root=home,
+        )
+        catalog = drop_missing(_FLOWERS, catalog)
+    else:
+        expected = "imagelabels.mat, or <number of the class>/<image>.jpg"
+        catalog = _merged(_FLOWERS, root, expected)
+        if not all(name.isdecimal() for name in catalog.class_names):
+            raise wrong_folder(_FLOWERS, root, f"{expected}, or tar shards")
+    return split_by_class(catalog, {name for name in catalog.class_names if int(name) <= 51})
 
 
 def _merged(title: str, home: Path, expected: str) -> Catalog:
