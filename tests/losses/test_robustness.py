@@ -196,7 +196,7 @@ def test_labels_of_any_integer_type(name, engine):
         (lambda x, y: (x, y.bool()), "torch.bool"),
         (lambda x, y: (x, y + 5), r"label 11 \(position 0 of the batch\) is outside 0\.\.6"),
         (lambda x, y: (x, y - 10), "label -10"),
-        (lambda x, y: (x[:, :4], y), "4 dimensions, the proxies 5"),
+        (lambda x, y: (x[:, :4], y), "4 dimensions, the loss was made for 5"),
         (lambda x, y: (x, y[:5]), r"9 embeddings .* got \[5\]"),
         (lambda x, y: (x, y.unsqueeze(1)), r"got \[9, 1\]"),
         (lambda x, y: (x[:0], y[:0]), "empty"),

@@ -100,7 +100,9 @@ def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
     if embeddings.shape[0] == 0:
         raise ValueError(f"the batch is empty: embeddings have shape {list(embeddings.shape)}")
     if dim is not None and embeddings.shape[1] != dim:
-        raise ValueError(f"embeddings have {embeddings.shape[1]} dimensions, the proxies {dim}")
+        raise ValueError(
+            f"embeddings have {embeddings.shape[1]} dimensions, the loss was made for {dim}"
+        )
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
     if labels.dtype not in _INTEGERS:
