@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from proximetry import losses
+from proximetry.losses.pair_losses import PairLoss
 from tests.losses.cases import MULTI, NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]
@@ -118,6 +120,28 @@ def test_proxies_stay_in_full_precision_through_a_half_precision_step(name):
     assert weight.dtype == weight.grad.dtype == torch.float32
     assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
     assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "make_it",
+    [
+        lambda: losses.ProxyNCAPlusPlus(7, 5, learn_temperature=True),
+        lambda: PairLoss("margin", num_classes=7, memory=32, dim=5),
+        lambda: losses.CenterLoss(7, 5),
+        lambda: nn.Sequential(losses.CenterLoss(7, 5)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_everything_a_loss_learns_or_counts_stays_in_full_precision(make_it, dtype):
+    loss = make_it()
+    for tensor in loss.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(-3, -1)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    for key, value in loss.to(dtype).state_dict().items():
+        assert torch.equal(value, before[key])
+    widened = loss.double().state_dict().values()
+    assert {value.dtype for value in widened} <= {torch.float64, torch.int64, torch.uint8}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,10 +12,9 @@ from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
 from typing import Any, ClassVar, dataclass_transform
 
-from torch import nn
-
 from proximetry._common import closest
 from proximetry.losses.checks import Check
+from proximetry.losses.precision import FullPrecision
 
 REQUIRED: Any = Parameter.empty
 
@@ -59,7 +58,7 @@ def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))
-class Declared(nn.Module):
+class Declared(FullPrecision):
     """A module whose constructor is made from the settings that its class declares.
 
     A subclass inherits the settings of its parent; one that it declares again keeps its place.

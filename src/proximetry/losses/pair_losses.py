@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from proximetry._common import closest, need
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
+from proximetry.losses.precision import FullPrecision
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
@@ -109,7 +110,7 @@ def _multi_similarity(peer: Any, alpha: float, beta: float, base: float, epsilon
     return loss, peer.miners.MultiSimilarityMiner(epsilon=epsilon)
 
 
-class PairLoss(nn.Module):
+class PairLoss(FullPrecision):
     """A pair-based loss by name, optionally with a memory of past batches.
 
     ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
