@@ -90,6 +90,28 @@ def test_zero_proxies_are_harmless(name, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
+def test_long_embeddings_keep_their_direction(name, engine):
+    """Beyond 1.8e19 the square of a float32 is infinite."""
+    x, y = batch(dtype=torch.float32)
+    wide = make(name, k=3, engine=engine).double()
+    expected = value_and_gradients(wide, x.double() * 1e25, y)
+    got = value_and_gradients(make(name, k=3, engine=engine), x * 1e25, y)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b.double()).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_proxies_of_infinite_length_make_the_loss_nan_not_harmless(name, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=3, engine=engine)
+    with torch.no_grad():
+        loss.proxies.weight[2] *= 1e25
+    assert loss(x, y).isnan()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast_changes_nothing(name, engine):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=2, engine=engine).eval()

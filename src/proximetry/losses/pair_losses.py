@@ -15,6 +15,7 @@ from proximetry._common import closest, need
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.precision import FullPrecision
+from proximetry.losses.similarity import shorten
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
@@ -149,7 +150,7 @@ class PairLoss(FullPrecision):
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
         checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            x = embeddings.float()
+            x, _ = shorten(embeddings.float())  # the peer normalises, with squares that overflow
             if self.memory is not None:
                 value = self._with_memory(x, labels, self.memory)
             else:
