@@ -236,6 +236,24 @@ def test_labels_of_any_integer_type(name, engine):
 
 
 @pytest.mark.parametrize(
+    "make_it",
+    [
+        lambda: make("proxy_anchor"),
+        lambda: make("sphereface").eval(),
+        lambda: PairLoss("contrastive"),
+        lambda: losses.CenterLoss(7, 5),
+    ],
+)
+def test_labels_may_be_an_array_or_a_list(make_it):
+    x, y = batch(dtype=torch.float32)
+    expected = make_it()(x, y).item()
+    assert expected != 0
+    y = y.numpy()
+    for labels in (y, y.astype("uint16"), y.astype(">i4"), y.tolist(), tuple(y), list(y)):
+        assert make_it()(x, labels).item() == expected
+
+
+@pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda x, y: (x, y.float()), "torch.float32"),
@@ -248,6 +266,14 @@ def test_labels_of_any_integer_type(name, engine):
         (lambda x, y: (x[:0], y[:0]), "empty"),
         (lambda x, y: (x[0], y[:1]), r"got shape \[5\]"),
         (lambda x, y: (x.long(), y), "torch.int64"),
+        (lambda x, y: (x.numpy(), y), "embeddings must be a tensor, got ndarray"),
+        (lambda x, y: (x.tolist(), y), "embeddings must be a tensor, got list"),
+        (lambda x, y: (x, y.numpy() * 1.0), "labels must be integers .* got ndarray of float64"),
+        (lambda x, y: (x, y.numpy() > 1), "labels must be integers .* got ndarray of bool"),
+        (lambda x, y: (x, list("abcdefghi")), "labels must be integers .* got list of str"),
+        (lambda x, y: (x, None), "labels must be integers .* got NoneType"),
+        (lambda x, y: (x, y.tolist()[:5]), r"9 embeddings .* got \[5\]"),
+        (lambda x, y: (x, [*y.tolist()[:8], 7]), r"label 7 \(position 8 of the batch\)"),
     ],
 )
 def test_bad_batches_are_refused(break_it, message):

@@ -146,9 +146,9 @@ class PairLoss(FullPrecision):
             self.miner = None
             self.register_buffer("remembered", torch.zeros((), dtype=torch.long))
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
-        checks.batch(embeddings, labels, self.dim)
+        labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = shorten(embeddings.float())  # the peer normalises, with squares that overflow
             if self.memory is not None:

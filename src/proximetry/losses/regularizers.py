@@ -160,12 +160,11 @@ class CenterLoss(FullPrecision):
         shape = (checks.count("num_classes", num_classes), checks.count("dim", dim))
         self.register_buffer("centers", torch.zeros(shape))
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centres."""
-        checks.batch(embeddings, labels, self.centers.shape[1])
+        labels = checks.batch(embeddings, labels, self.centers.shape[1])
         if not torch.compiler.is_compiling():
             checks.label_range(labels, self.centers.shape[0])
-        labels = labels.long()
         with torch.autocast(embeddings.device.type, enabled=False):
             away = embeddings.to(self.centers.dtype) - self.centers[labels]
             loss = self.weight * 0.5 * away.square().sum(1).mean()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry.losses.checks import boolean, check, count, finite, non_negative, positive
+from proximetry.losses.checks import Labels, boolean, check, count, finite, non_negative, positive
 from proximetry.losses.declaration import setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.proxy_loss import ProxyLoss
@@ -194,7 +194,7 @@ class SphereFace(ProxyLoss, name="sphereface"):
         growth = (1.0 + self.lambda_rate * (self.step.double() + 1.0)) ** -self.lambda_power
         return (self.lambda_base * growth).clamp(min=self.lambda_min)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the loss; in training mode the step of the annealing advances by one."""
         loss = super().forward(embeddings, labels)
         if self.training:
