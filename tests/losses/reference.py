@@ -135,7 +135,7 @@ def psi(theta, m):
     return (-1) ** k * np.cos(m * theta) - 2 * k
 
 
-def sphereface(x, w, y, margin=4, lam=1000.0):
+def sphereface(x, w, y, margin=4, lam=1000.0 / 1.12):
     z = cosine(x, w).max(-1)
     for i in range(len(x)):
         theta = np.arccos(z[i, y[i]])

@@ -135,6 +135,31 @@ def test_settings_are_checked_on_assignment_too(name):
         assert getattr(loss, key) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("alhpa", 3, "alpha"),
+        ("marign", 0.2, "margin"),
+        ("engin", "dense", "engine"),
+        ("negative_class", "all", "negative_classes"),
+    ],
+)
+def test_a_misspelt_setting_is_refused_on_assignment(name, value, meant):
+    loss = make("mpa")
+    message = f"MPA has no setting '{name}', did you mean '{meant}'"
+    with pytest.raises(AttributeError, match=message):
+        setattr(loss, name, value)
+    assert not hasattr(loss, name)
+
+
+def test_a_loss_may_carry_attributes_of_other_names():
+    loss = make("mpa")
+    loss.note, loss.sigma, loss._alpha, loss.check_labels = "first", 2.0, 1.0, False
+    loss.margins = torch.nn.Linear(2, 2)
+    assert (loss.note, loss.sigma, loss._alpha, loss.check_labels) == ("first", 2.0, 1.0, False)
+    assert loss.margins in list(loss.children())
+
+
 def test_a_loss_of_ones_own_is_declared_registered_and_refined(monkeypatch):
     known = losses.LOSSES.copy()
     monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", known)

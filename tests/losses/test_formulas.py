@@ -241,6 +241,29 @@ def test_arcface_gradient_goes_through_the_angle():
     torch.testing.assert_close(s.grad, 64.0 * torch.sin(theta + 0.5) / torch.sin(theta))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arcface_is_right_to_float32s_last_digits_beside_its_proxy(engine):
+    """For cosines of 1 and the next ones below; a rival half a radian away keeps it a contest."""
+    loss = losses.ArcFace(2, 2, engine=engine)
+    with torch.no_grad():
+        loss.proxies.weight[:] = torch.tensor([[[1.0, 0.0]], [[0.875, 0.484375]]])
+    x = torch.stack([torch.ones(40), torch.linspace(0, 0.004, 40)], 1)
+    y = torch.zeros(40, dtype=torch.long)
+    own, other = loss.similarities(x).detach().double().numpy().T
+    assert {0, 2, 4} <= set((1 - own) * 2**24)
+    expected = np.log1p(np.exp(64.0 * (other - np.cos(np.arccos(own) + 0.5))))
+    got = [loss(x[i : i + 1], y[i : i + 1]).item() for i in range(40)]
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+def test_arcface_gradient_is_right_beside_its_proxy():
+    loss = losses.ArcFace(3, 3)
+    s = (1.0 - torch.arange(1, 200) * 2.0**-24).requires_grad_()
+    loss.positive_logit(s, torch.ones_like(s)).sum().backward()
+    theta = np.arccos(s.detach().double().numpy())
+    np.testing.assert_allclose(s.grad, 64.0 * np.sin(theta + 0.5) / np.sin(theta), rtol=1e-6)
+
+
 def test_sphereface_psi_is_monotone_and_lambda_is_annealed():
     loss = losses.SphereFace(3, 3)
     theta = torch.linspace(0, torch.pi, 10001, dtype=torch.float64)
@@ -249,7 +272,7 @@ def test_sphereface_psi_is_monotone_and_lambda_is_annealed():
     expected = [reference.psi(t, 4) for t in theta.numpy()]
     np.testing.assert_allclose(psi.numpy(), expected, atol=1e-9)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    for step in range(3):
+    for step in (1, 2, 3):  # the authors' layer counts before it uses λ
         assert loss.annealed_lambda().item() == pytest.approx(1000 / (1 + 0.12 * step))
         loss(x, y)
     loss.eval()

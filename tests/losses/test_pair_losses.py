@@ -35,6 +35,16 @@ def test_a_batch_without_pairs_is_zero_and_half_precision_is_widened(name):
         assert loss(x, y).dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_long_embeddings_keep_their_direction(name):
+    """Beyond 1.8e19 the square of a float32 is infinite."""
+    x, y = batch(size=12, dtype=torch.float32)
+    torch.manual_seed(0)
+    expected = PairLoss(name)(x, y).item()
+    torch.manual_seed(0)
+    assert PairLoss(name)(x * 1e25, y).item() == pytest.approx(expected)
+
+
 def test_settings_reach_the_loss():
     x, y = batch(size=12, dtype=torch.float32)
     expected = peer.NPairsLoss()(x, y)
@@ -51,6 +61,56 @@ def test_memory_remembers_past_batches():
     assert loss.state_dict()["loss.embedding_memory"].shape == (24, 5)
 
 
+def batches(count, size=12):
+    return [batch(size, seed=seed, dtype=torch.float32) for seed in range(count)]
+
+
+@pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_memory_restored_from_its_state_goes_on_bit_for_bit(name, steps):
+    """Before the memory of 32 is full and after; the fourth batch of 12 wraps around."""
+    first = PairLoss(name, memory=32, dim=5)
+    for x, y in batches(steps):
+        first(x, y)
+    second = PairLoss(name, memory=32, dim=5)
+    second.load_state_dict(first.state_dict())
+    for x, y in batches(6)[steps:]:
+        assert torch.equal(first(x, y), second(x, y))
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key])
+
+
+def test_a_state_without_the_count_keeps_what_it_remembers():
+    first = PairLoss("contrastive", memory=32, dim=5)
+    for x, y in batches(2):
+        first(x, y)
+    state = first.state_dict()
+    del state["remembered"]
+    second = PairLoss("contrastive", memory=32, dim=5)
+    second.load_state_dict(state)
+    x, y = batches(3)[2]
+    assert torch.equal(first(x, y), second(x, y))
+
+
+@pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
+def test_a_batch_larger_than_the_memory_is_compared_with_itself(name):
+    x, y = batch(size=12, dtype=torch.float32)
+    loss = PairLoss(name, memory=7, dim=5)
+    for _ in range(2):  # whatever was remembered
+        assert loss(x, y).item() == pytest.approx(PairLoss(name)(x, y).item())
+
+
+def test_the_memory_keeps_the_newest_of_a_larger_batch():
+    """What follows a large batch is what follows its last part in a fresh memory."""
+    (x, y), small = batch(size=12, dtype=torch.float32), batch(size=4, seed=2, dtype=torch.float32)
+    loss, expected = (PairLoss("contrastive", memory=7, dim=5) for _ in range(2))
+    for part in (slice(0, 3), slice(3, 12)):
+        loss(x[part], y[part])
+    expected(x[5:], y[5:])
+    for _ in range(3):
+        assert loss(*small).item() == pytest.approx(expected(*small).item())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -60,6 +120,10 @@ def test_memory_remembers_past_batches():
         (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair. takes no settings"),
         (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* got 0"),
         (lambda: PairLoss("triplet")(torch.zeros(2, 3), torch.zeros(3).long()), "2 embeddings"),
+        (
+            lambda: PairLoss("triplet", memory=4, dim=5)(torch.zeros(2, 3), torch.zeros(2).long()),
+            "embeddings have 3 dimensions, the loss was made for 5",
+        ),
     ],
 )
 def test_bad_use(call, message):

@@ -145,6 +145,16 @@ def test_center_loss_by_hand():
     assert torch.equal(term.centers, before)
 
 
+def test_center_loss_widened_computes_in_float64():
+    term = CenterLoss(3, 4, weight=1.0).double()
+    x, y = draw(9, 4) + 1000.0, torch.arange(9) % 3
+    values = x.numpy()
+    assert term(x, y).item() == pytest.approx((values**2).sum() / 18, rel=1e-14)
+    for c in range(3):
+        expected = 0.5 * values[c::3].sum(0) / 4
+        np.testing.assert_allclose(term.centers[c].numpy(), expected, rtol=1e-14)
+
+
 def test_center_loss_finds_the_class_means():
     term = CenterLoss(2, 3)
     x = draw(20, 3).float()

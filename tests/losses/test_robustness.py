@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from proximetry import losses
+from proximetry.losses.pair_losses import PairLoss
 from tests.losses.cases import MULTI, NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]
@@ -88,6 +90,28 @@ def test_zero_proxies_are_harmless(name, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
+def test_long_embeddings_keep_their_direction(name, engine):
+    """Beyond 1.8e19 the square of a float32 is infinite."""
+    x, y = batch(dtype=torch.float32)
+    wide = make(name, k=3, engine=engine).double()
+    expected = value_and_gradients(wide, x.double() * 1e25, y)
+    got = value_and_gradients(make(name, k=3, engine=engine), x * 1e25, y)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b.double()).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_proxies_of_infinite_length_make_the_loss_nan_not_harmless(name, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=3, engine=engine)
+    with torch.no_grad():
+        loss.proxies.weight[2] *= 1e25
+    assert loss(x, y).isnan()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast_changes_nothing(name, engine):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=2, engine=engine).eval()
@@ -118,6 +142,28 @@ def test_proxies_stay_in_full_precision_through_a_half_precision_step(name):
     assert weight.dtype == weight.grad.dtype == torch.float32
     assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
     assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "make_it",
+    [
+        lambda: losses.ProxyNCAPlusPlus(7, 5, learn_temperature=True),
+        lambda: PairLoss("margin", num_classes=7, memory=32, dim=5),
+        lambda: losses.CenterLoss(7, 5),
+        lambda: nn.Sequential(losses.CenterLoss(7, 5)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_everything_a_loss_learns_or_counts_stays_in_full_precision(make_it, dtype):
+    loss = make_it()
+    for tensor in loss.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(-3, -1)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    for key, value in loss.to(dtype).state_dict().items():
+        assert torch.equal(value, before[key])
+    widened = loss.double().state_dict().values()
+    assert {value.dtype for value in widened} <= {torch.float64, torch.int64, torch.uint8}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,18 +236,44 @@ def test_labels_of_any_integer_type(name, engine):
 
 
 @pytest.mark.parametrize(
+    "make_it",
+    [
+        lambda: make("proxy_anchor"),
+        lambda: make("sphereface").eval(),
+        lambda: PairLoss("contrastive"),
+        lambda: losses.CenterLoss(7, 5),
+    ],
+)
+def test_labels_may_be_an_array_or_a_list(make_it):
+    x, y = batch(dtype=torch.float32)
+    expected = make_it()(x, y).item()
+    assert expected != 0
+    y = y.numpy()
+    for labels in (y, y.astype("uint16"), y.astype(">i4"), y.tolist(), tuple(y), list(y)):
+        assert make_it()(x, labels).item() == expected
+
+
+@pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda x, y: (x, y.float()), "torch.float32"),
         (lambda x, y: (x, y.bool()), "torch.bool"),
         (lambda x, y: (x, y + 5), r"label 11 \(position 0 of the batch\) is outside 0\.\.6"),
         (lambda x, y: (x, y - 10), "label -10"),
-        (lambda x, y: (x[:, :4], y), "4 dimensions, the proxies 5"),
+        (lambda x, y: (x[:, :4], y), "4 dimensions, the loss was made for 5"),
         (lambda x, y: (x, y[:5]), r"9 embeddings .* got \[5\]"),
         (lambda x, y: (x, y.unsqueeze(1)), r"got \[9, 1\]"),
         (lambda x, y: (x[:0], y[:0]), "empty"),
         (lambda x, y: (x[0], y[:1]), r"got shape \[5\]"),
         (lambda x, y: (x.long(), y), "torch.int64"),
+        (lambda x, y: (x.numpy(), y), "embeddings must be a tensor, got ndarray"),
+        (lambda x, y: (x.tolist(), y), "embeddings must be a tensor, got list"),
+        (lambda x, y: (x, y.numpy() * 1.0), "labels must be integers .* got ndarray of float64"),
+        (lambda x, y: (x, y.numpy() > 1), "labels must be integers .* got ndarray of bool"),
+        (lambda x, y: (x, list("abcdefghi")), "labels must be integers .* got list of str"),
+        (lambda x, y: (x, None), "labels must be integers .* got NoneType"),
+        (lambda x, y: (x, y.tolist()[:5]), r"9 embeddings .* got \[5\]"),
+        (lambda x, y: (x, [*y.tolist()[:8], 7]), r"label 7 \(position 8 of the batch\)"),
     ],
 )
 def test_bad_batches_are_refused(break_it, message):

@@ -514,6 +514,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
     "changes",
     [
         {"loss": {"name": "pairs/multi_similarity"}},
+        {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
         {"loss": {"exclusive": 1.0, "center": 0.003, "project": True}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
         {"data": {"cache": "memory"}},

@@ -1,13 +1,18 @@
 """Checks of settings and batches: what is refused, with a sentence that names the value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
+"""What the losses take for labels: class indices [B]."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -93,16 +98,26 @@ def optional(inner: Check[T]) -> Check[T | None]:
     )
 
 
-def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
-    """Refuse a batch whose shapes or types do not fit together."""
+def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
+    """Return the labels as int64; refuse a batch whose shapes or types do not fit together."""
+    if not isinstance(embeddings, Tensor):
+        raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     if embeddings.ndim != 2:
         raise ValueError(f"embeddings must be [batch, dim], got shape {list(embeddings.shape)}")
     if embeddings.shape[0] == 0:
         raise ValueError(f"the batch is empty: embeddings have shape {list(embeddings.shape)}")
     if dim is not None and embeddings.shape[1] != dim:
-        raise ValueError(f"embeddings have {embeddings.shape[1]} dimensions, the proxies {dim}")
+        raise ValueError(
+            f"embeddings have {embeddings.shape[1]} dimensions, the loss was made for {dim}"
+        )
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
+    if not isinstance(labels, Tensor):
+        array = np.asarray(labels)
+        if array.dtype.kind not in "iu":
+            kind = f"{type(labels).__name__} of {array.dtype.type.__name__}"
+            raise ValueError(f"labels must be integers (class indices), got {kind}")
+        labels = torch.from_numpy(array.astype(np.int64)).to(embeddings.device)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
@@ -110,6 +125,7 @@ def batch(embeddings: Tensor, labels: Tensor, dim: int | None = None) -> None:
             f"{embeddings.shape[0]} embeddings need labels of shape [{embeddings.shape[0]}], "
             f"got {list(labels.shape)}"
         )
+    return labels.long()
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:

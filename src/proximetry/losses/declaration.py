@@ -9,13 +9,13 @@ and the tables of the documentation all come from these lines.
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, replace
+from difflib import get_close_matches
 from inspect import Parameter, Signature, get_annotations
 from typing import Any, ClassVar, dataclass_transform
 
-from torch import nn
-
 from proximetry._common import closest
 from proximetry.losses.checks import Check
+from proximetry.losses.precision import FullPrecision
 
 REQUIRED: Any = Parameter.empty
 
@@ -59,7 +59,7 @@ def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))
-class Declared(nn.Module):
+class Declared(FullPrecision):
     """A module whose constructor is made from the settings that its class declares.
 
     A subclass inherits the settings of its parent; one that it declares again keeps its place.
@@ -125,4 +125,12 @@ class Declared(nn.Module):
             if declared.fixed:
                 raise AttributeError(f"{name} cannot be changed after the loss is made")
             value = declared.check(name, value)
+        elif isinstance(value, int | float | str) and self._is_misspelt(name):
+            raise AttributeError(_unknown(type(self).__name__, name, self._arguments))
         super().__setattr__(name, value)
+
+    def _is_misspelt(self, name: str) -> bool:
+        """Whether a name nearly is that of a setting: to assign it would change nothing."""
+        if name.startswith("_") or hasattr(self, name):
+            return False
+        return bool(get_close_matches(name, self._arguments, 1, cutoff=0.8))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from proximetry._common import closest, need
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
+from proximetry.losses.precision import FullPrecision
+from proximetry.losses.similarity import shorten
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
@@ -109,12 +111,15 @@ def _multi_similarity(peer: Any, alpha: float, beta: float, base: float, epsilon
     return loss, peer.miners.MultiSimilarityMiner(epsilon=epsilon)
 
 
-class PairLoss(nn.Module):
+class PairLoss(FullPrecision):
     """A pair-based loss by name, optionally with a memory of past batches.
 
     ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
     ``dim``. Further settings are those of the loss, and unknown ones are errors.
     """
+
+    remembered: Tensor
+    """How many embeddings have entered the memory so far: its state, with what it holds."""
 
     def __init__(
         self, name: str, *, memory: int | None = None, dim: int | None = None, **settings: Any
@@ -134,16 +139,45 @@ class PairLoss(nn.Module):
             need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
         peer = need("pytorch_metric_learning", "pairs", "a pair loss")
         self.loss, self.miner = form.make(peer, **values)
+        self.memory, self.dim = memory, None
         if memory is not None:
-            size = checks.count("dim", dim)
-            self.loss = peer.losses.CrossBatchMemory(self.loss, size, memory, self.miner)
+            self.dim = checks.count("dim", dim)
+            self.loss = peer.losses.CrossBatchMemory(self.loss, self.dim, memory, self.miner)
             self.miner = None
+            self.register_buffer("remembered", torch.zeros((), dtype=torch.long))
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
-        checks.batch(embeddings, labels)
+        labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            x = embeddings.float()
-            pairs = self.miner(x, labels) if self.miner is not None else None
-            value: Tensor = self.loss(x, labels, pairs)
+            x, _ = shorten(embeddings.float())  # the peer normalises, with squares that overflow
+            if self.memory is not None:
+                value = self._with_memory(x, labels, self.memory)
+            else:
+                value = _evaluate(self.loss, self.miner, x, labels)
             return value.float().reshape(())
+
+    def _with_memory(self, x: Tensor, labels: Tensor, size: int) -> Tensor:
+        # The queue of the peer keeps its place in plain attributes, which no state dictionary
+        # holds. Here a buffer has it.
+        queue: Any = self.loss
+        before = int(self.remembered)
+        queue.queue_idx, queue.has_been_filled = before % size, before >= size
+        self.remembered += len(x)
+        if len(x) <= size:
+            return queue(x, labels)  # type: ignore[no-any-return]
+        # A larger batch is compared with all of itself, and pushes everything else out.
+        queue.queue_idx = int(self.remembered) % size
+        queue.add_to_memory(x[-size:], labels[-size:], size)
+        return _evaluate(queue.loss, queue.miner, x, labels)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        held = state_dict.get(f"{prefix}loss.embedding_memory")
+        if held is not None:  # states without the count: the rows in use are its best guess
+            state_dict.setdefault(f"{prefix}remembered", held.any(1).sum())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _evaluate(loss: nn.Module, miner: nn.Module | None, x: Tensor, labels: Tensor) -> Tensor:
+    pairs = miner(x, labels) if miner is not None else None
+    return loss(x, labels, pairs)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proximetry.losses import checks
+from proximetry.losses.precision import FullPrecision
 from proximetry.losses.similarity import add_rows_, unit
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
@@ -39,7 +40,7 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     return noise.normal_(0.0, deviation[init], generator=generator)
 
 
-class Proxies(nn.Module):
+class Proxies(FullPrecision):
     """K learned vectors for each of C classes: ``weight`` of shape [C, K, D].
 
     The weight never becomes narrower than float32: ``half()``, ``bfloat16()`` and autocast leave
@@ -158,16 +159,6 @@ class Proxies(nn.Module):
             fresh = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
         length = unit(self.weight.float())[1].mean()
         return unit(fresh.float())[0].to(self.weight.device) * length
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Proxies":
-        def without_narrowing(tensor: Tensor) -> Tensor:
-            changed = fn(tensor)
-            if changed.is_floating_point() and changed.dtype.itemsize < 4:
-                return tensor.to(changed.device)
-            return changed
-
-        super()._apply(without_narrowing, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(prefix + "names_utf8")

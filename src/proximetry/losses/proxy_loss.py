@@ -76,12 +76,11 @@ class ProxyLoss(Declared):
         """Return the weight of each class's negative term in a class-wise loss: 1 / C."""
         return 1.0 / self.proxies.num_classes
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B] as one number in float32."""
-        checks.batch(embeddings, labels, self.proxies.dim)
+        labels = checks.batch(embeddings, labels, self.proxies.dim)
         if self.check_labels and not torch.compiler.is_compiling():
             checks.label_range(labels, self.proxies.num_classes)
-        labels = labels.long()
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
             x, length = unit(embeddings.to(proxies.dtype))

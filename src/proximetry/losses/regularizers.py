@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from proximetry._common import chunks, nearest_rivals
 from proximetry.losses import checks
+from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import add_rows_, inverse_length, unit
 
@@ -139,7 +140,7 @@ class _PairCosines(torch.autograd.Function):
         return gradient.mul_(grad), None
 
 
-class CenterLoss(nn.Module):
+class CenterLoss(FullPrecision):
     """Centre loss (Wen et al. 2016): draws embeddings to the running centre of their class.
 
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The centres are not trained by the optimiser: in
@@ -159,20 +160,18 @@ class CenterLoss(nn.Module):
         shape = (checks.count("num_classes", num_classes), checks.count("dim", dim))
         self.register_buffer("centers", torch.zeros(shape))
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centres."""
-        checks.batch(embeddings, labels, self.centers.shape[1])
+        labels = checks.batch(embeddings, labels, self.centers.shape[1])
         if not torch.compiler.is_compiling():
             checks.label_range(labels, self.centers.shape[0])
-        labels = labels.long()
         with torch.autocast(embeddings.device.type, enabled=False):
-            away = embeddings.float() - self.centers[labels].float()
+            away = embeddings.to(self.centers.dtype) - self.centers[labels]
             loss = self.weight * 0.5 * away.square().sum(1).mean()
             if self.training:
-                sums = torch.zeros_like(self.centers, dtype=away.dtype)
-                add_rows_(sums, labels, away.detach())
+                sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
                 members = torch.bincount(labels, minlength=len(sums)).unsqueeze(1)
-                self.centers.add_((self.rate * sums / (1 + members)).to(self.centers.dtype))
+                self.centers.add_(self.rate * sums / (1 + members))
             return loss
 
 

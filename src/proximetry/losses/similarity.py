@@ -10,13 +10,28 @@ Similarity = Literal["single", "soft", "max", "mean"]
 #: Vectors shorter than this have no direction: they count as zero and receive no gradient.
 SHORTEST = 1e-12
 
+#: What `shorten` multiplies vectors with entries beyond LONG by: squares of numbers from 2⁶⁴ on are
+#: infinite in float32. Powers of two leave all digits as they are.
+LONG, SHORTENED = 2.0**50, 2.0**-80
+
 
 def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself."""
+    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
+
+    Where ‖v‖ overflows the inverse is NaN: 0 would pass the vector off as a zero vector.
+    """
     length = torch.linalg.vector_norm(vectors, dim=-1)
     some = length > SHORTEST
     safe = torch.where(some, length, torch.ones_like(length))
-    return torch.where(some, safe.reciprocal(), torch.zeros_like(length)), length
+    inverse = torch.where(some, safe.reciprocal(), torch.zeros_like(length))
+    return inverse.masked_fill(torch.isinf(length), torch.nan), length
+
+
+def shorten(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vectors, short enough to be measured, and what they were multiplied by [...]."""
+    largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
+    factor = torch.where(largest > LONG, SHORTENED, 1.0).to(vectors.dtype)
+    return vectors * factor.unsqueeze(-1), factor
 
 
 def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,8 +40,9 @@ def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
     A zero vector stays zero and its gradient is zero: finite whatever the precision, where
     dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
     """
-    inverse, length = inverse_length(vectors)
-    return vectors * inverse.unsqueeze(-1), length
+    shortened, factor = shorten(vectors)
+    inverse, length = inverse_length(shortened)
+    return shortened * inverse.unsqueeze(-1), length / factor
 
 
 def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:

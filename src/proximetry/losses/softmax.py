@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry.losses.checks import boolean, check, count, finite, non_negative, positive
+from proximetry.losses.checks import Labels, boolean, check, count, finite, non_negative, positive
 from proximetry.losses.declaration import setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.proxy_loss import ProxyLoss
@@ -154,8 +154,9 @@ class ArcFace(CosFace, name="arcface"):
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """λ cos(θ + m): without the arc cosine, whose slope is infinite at ±1."""
         cosine, sine = math.cos(self.margin), math.sin(self.margin)
-        least = torch.finfo(similarity.dtype).eps
-        sine_theta = (1.0 - similarity.square()).clamp(min=least).sqrt()
+        # 1 − s² would lose its digits near s = 1. At the clamp the slope is zero, not infinite.
+        least = torch.finfo(similarity.dtype).tiny
+        sine_theta = ((1.0 - similarity) * (1.0 + similarity)).clamp(min=least).sqrt()
         turned = similarity * cosine - sine_theta * sine
         return self.scale * torch.where(similarity > -cosine, turned, similarity + cosine - 1.0)
 
@@ -165,13 +166,13 @@ class SphereFace(ProxyLoss, name="sphereface"):
 
     The embedding keeps its length: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
     class, with ψ(θ) = (−1)^k cos(mθ) − 2k on [kπ/m, (k+1)π/m], the monotone form of cos(mθ).
-    λ is annealed over the training steps t: max(λ_min, base · (1 + rate·t)^−power).
+    λ is annealed over the training steps t = 1, 2, …: max(λ_min, base · (1 + rate·t)^−power).
     """
 
     form = LossForm("max", by="sample", join="softmax")
     default_init = "sphere"
     margin: int = setting(count, "margin m, a whole number", default=4)
-    lambda_base: float = setting(positive, "λ at the first step", default=1000.0, kw_only=True)
+    lambda_base: float = setting(positive, "λ before the first step", default=1000.0, kw_only=True)
     lambda_rate: float = setting(non_negative, "how fast λ falls", default=0.12, kw_only=True)
     lambda_power: float = setting(
         non_negative, "exponent of the fall of λ", default=1.0, kw_only=True
@@ -188,11 +189,12 @@ class SphereFace(ProxyLoss, name="sphereface"):
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def annealed_lambda(self) -> Tensor:
-        """λ at the present step, as a tensor on the device of the loss."""
-        growth = (1.0 + self.lambda_rate * self.step.double()) ** -self.lambda_power
+        """λ of the step to come, as a tensor on the device of the loss."""
+        # The authors' layer counts a step before it uses λ, so the first is number one.
+        growth = (1.0 + self.lambda_rate * (self.step.double() + 1.0)) ** -self.lambda_power
         return (self.lambda_base * growth).clamp(min=self.lambda_min)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the loss; in training mode the step of the annealing advances by one."""
         loss = super().forward(embeddings, labels)
         if self.training:
