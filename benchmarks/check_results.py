@@ -21,7 +21,7 @@ from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
 from proximetry.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
-SEARCH = Path(__file__).parent / "record"
+SEARCHES = (ROOT / "benchmarks" / "record", ROOT / "benchmarks" / "defaults")
 
 # Figures of the papers, typed a second time.
 PUBLISHED = (
@@ -43,8 +43,9 @@ BEST = (
 def folders() -> dict[Path, Table]:
     """Every folder of results with its table."""
     found = {path: Table.load(path.name) for path in sorted(HOME.iterdir()) if path.is_dir()}
-    for path in sorted((SEARCH / "results").iterdir()):
-        found[path] = Table.load(SEARCH / f"{path.name}.yaml")
+    for search in SEARCHES:
+        for path in sorted((search / "results").iterdir()):
+            found[path] = Table.load(search / f"{path.name}.yaml")
     return found
 
 
@@ -135,7 +136,7 @@ def check_settings() -> Iterator[str]:
 def check_best_recipes() -> Iterator[str]:
     """The best recipes train as the best rows of the search did."""
     for name, row, longer in (("cub", "ln-90-288", 1), ("cars", "ln-90-colour", 2)):
-        table = Table.load(SEARCH / f"{name}.yaml")
+        table = Table.load(SEARCHES[0] / f"{name}.yaml")
         tried = make_run(table, table.row(row), 0, "held_out").recipe
         tried = tried.override(
             {
