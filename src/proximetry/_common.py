@@ -61,6 +61,9 @@ PART_SUFFIX = ".part"
 """The end of the name of a file that is still being written."""
 
 
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
 @contextmanager
 def atomic_path(file: Path) -> Iterator[Path]:
     """Give a temporary name beside the file to write to; at the end it replaces the file.
@@ -88,6 +91,17 @@ def atomic_write(file: Path, content: bytes) -> None:
     """Write a file so that at any moment either the old or the new one is there, whole."""
     with atomic_path(file) as part:
         part.write_bytes(content)
+
+
+def cores() -> int:
+    """Return how many cores this process may use; in a container that is not all there are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # not in a container, or "max"
+        return count
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
