@@ -41,11 +41,13 @@ def need(module: str, extra: str | None, purpose: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        source = f"'proximetry[{extra}]'" if extra else package
-        raise ModuleNotFoundError(
-            f"{purpose} needs {package}: pip install {source}", name=package
-        ) from error
+        raise _missing(purpose, module, extra) from error
+
+
+def _missing(purpose: str, module: str, extra: str | None) -> ModuleNotFoundError:
+    package = module.partition(".")[0]
+    source = f"'proximetry[{extra}]'" if extra else package
+    return ModuleNotFoundError(f"{purpose} needs {package}: pip install {source}", name=package)
 
 
 def cache_folder() -> Path:
@@ -130,14 +132,24 @@ def resolve_device(name: str | None = None) -> torch.device:
     return device
 
 
-def lazy_exports(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports names from its modules when first asked for."""
+def lazy_exports(
+    package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None
+) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` that imports names from its modules when first asked for.
+
+    What is then missing comes with `extra`, says the error.
+    """
     places = {name: module for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{places[name]}"), name)
+        try:
+            return getattr(import_module(f"{package}.{places[name]}"), name)
+        except ModuleNotFoundError as error:
+            if extra is None or "pip install" in str(error):
+                raise
+            raise _missing(f"{package}.{name}", error.name or "", extra) from error
 
     return find
 
