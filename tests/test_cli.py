@@ -53,7 +53,7 @@ def test_a_real_process_knows_its_version_and_answers_a_mistake():
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("cyclopts", "from proximetry.cli import main; sys.exit(main(['--version']))"),
+        ("cyclopts", "from proximetry.cli import main; sys.exit(main(['recipes']))"),
         ("pydantic", "import proximetry.training"),
     ],
 )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import proximetry
+
 SOURCE = Path(__file__).parents[1] / "src" / "proximetry"
 ALLOWED = {
     "losses": set(),
@@ -67,6 +69,63 @@ assert not third, third
 
 def test_helpers_for_all_packages_load_neither_torch_nor_numpy():
     code = "import sys, proximetry._common; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+EXTRAS = ("PIL", "cyclopts", "filelock", "pydantic", "rich", "safetensors", "timm", "yaml")
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "extra"),
+    [
+        (EXTRAS, "from proximetry.data import PixelCache", "images"),
+        (EXTRAS, "from proximetry.data import open_image", "images"),
+        (["filelock"], "from proximetry.data import RandomResizedCrop", "images"),
+        (EXTRAS, "from proximetry.models import Embedder", "images"),
+        (EXTRAS, "import proximetry.training", "train"),
+        (["PIL"], "from proximetry.training import train", "train"),
+        (["timm"], "from proximetry.training import train", "train"),
+    ],
+)
+def test_what_is_missing_is_one_sentence_that_names_the_extra(missing, code, extra):
+    done = without(missing, code)
+    assert done.returncode == 1
+    last = done.stderr.strip().rpartition("\n")[2]
+    assert re.fullmatch(rf"ModuleNotFoundError: .+ needs? \w+: pip install .*\[{extra}\]'", last)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from proximetry.data import Catalog; Catalog(('a.png',), ('a',), ('all',))",
+        "from proximetry.data import list_datasets; assert list_datasets()",
+        "import proximetry.data, proximetry.models",
+        "import proximetry; assert proximetry.losses.ProxyAnchor",
+        "from proximetry.cli import main; sys.exit(main(['--version']))",
+        "from proximetry.cli import main; sys.exit(main(['-V']))",
+    ],
+)
+def test_what_needs_no_extra_works_without(code):
+    done = without(EXTRAS, code)
+    assert done.returncode == 0, done.stderr
+    if "main" in code:
+        assert done.stdout == f"proximetry {proximetry.__version__}\n"
+
+
+def without(missing, code):
+    """Run code where these packages are not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); {code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_packages_are_attributes_that_are_loaded_when_asked_for():
+    code = """
+import sys, proximetry
+assert "torch" not in sys.modules
+assert {"losses", "metrics", "data", "models", "training"} <= set(dir(proximetry))
+assert proximetry.metrics.evaluate and proximetry.data.Catalog
+assert not hasattr(proximetry, "lossses")
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,3 +1,19 @@
 """Proximetry: deep metric learning with proxies."""
 
+from importlib import import_module
+from types import ModuleType
+
 __version__ = "0.1.0"
+
+_PACKAGES = ("cuda", "data", "losses", "metrics", "models", "reproduce", "training")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a package when it is first asked for: `import proximetry` alone loads none."""
+    if name in _PACKAGES:
+        return import_module(f"proximetry.{name}")
+    raise AttributeError(f"module 'proximetry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES})

@@ -41,11 +41,13 @@ def need(module: str, extra: str | None, purpose: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        source = f"'proximetry[{extra}]'" if extra else package
-        raise ModuleNotFoundError(
-            f"{purpose} needs {package}: pip install {source}", name=package
-        ) from error
+        raise _missing(purpose, module, extra) from error
+
+
+def _missing(purpose: str, module: str, extra: str | None) -> ModuleNotFoundError:
+    package = module.partition(".")[0]
+    source = f"'proximetry[{extra}]'" if extra else package
+    return ModuleNotFoundError(f"{purpose} needs {package}: pip install {source}", name=package)
 
 
 def cache_folder() -> Path:
@@ -59,6 +61,9 @@ def cache_folder() -> Path:
 
 PART_SUFFIX = ".part"
 """The end of the name of a file that is still being written."""
+
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @contextmanager
@@ -90,6 +95,17 @@ def atomic_write(file: Path, content: bytes) -> None:
         part.write_bytes(content)
 
 
+def cores() -> int:
+    """Return how many cores this process may use; in a container that is not all there are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # not in a container, or "max"
+        return count
+
+
 def chunks(total: int, size: int) -> Iterator[slice]:
     """Cut 0 … total into slices of `size`, the last one shorter."""
     for start in range(0, total, size):
@@ -116,14 +132,24 @@ def resolve_device(name: str | None = None) -> torch.device:
     return device
 
 
-def lazy_exports(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports names from its modules when first asked for."""
+def lazy_exports(
+    package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None
+) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` that imports names from its modules when first asked for.
+
+    What is then missing comes with `extra`, says the error.
+    """
     places = {name: module for module, names in modules.items() for name in names}
 
     def find(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{places[name]}"), name)
+        try:
+            return getattr(import_module(f"{package}.{places[name]}"), name)
+        except ModuleNotFoundError as error:
+            if extra is None or "pip install" in str(error):
+                raise
+            raise _missing(f"{package}.{name}", error.name or "", extra) from error
 
     return find
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from proximetry.data import Catalog, ImageError, PixelCache, open_image
+from proximetry.data.pixel_cache import estimate
 
 
 def make_images(root, count=8, seed=0):
@@ -77,7 +78,7 @@ def test_views_cannot_be_written(catalog, home):
 
 def test_second_time_nothing_is_decoded(catalog, home, monkeypatch):
     first = PixelCache.build(catalog, 16, home)
-    monkeypatch.setattr("proximetry.data.pixel_cache.open_image", lambda *a: pytest.fail("decoded"))
+    monkeypatch.setattr("proximetry.data.decoding.open_image", lambda *a: pytest.fail("decoded"))
     monkeypatch.setattr("proximetry.data.pixel_cache.read_bytes", lambda *a: pytest.fail("read"))
     second = PixelCache.build(catalog, 16, home)
     assert (second.flat == first.flat).all()
@@ -86,7 +87,7 @@ def test_second_time_nothing_is_decoded(catalog, home, monkeypatch):
 def test_found_by_content_not_by_place(catalog, home, tmp_path, monkeypatch):
     PixelCache.build(catalog, 16, home)
     shutil.copytree(catalog.root, tmp_path / "moved")
-    monkeypatch.setattr("proximetry.data.pixel_cache.open_image", lambda *a: pytest.fail("decoded"))
+    monkeypatch.setattr("proximetry.data.decoding.open_image", lambda *a: pytest.fail("decoded"))
     PixelCache.build(Catalog.from_folder(tmp_path / "moved"), 16, home)
     assert len(stores(home)) == 1
 
@@ -115,7 +116,8 @@ def test_bad_images_are_all_named(catalog, home):
             PixelCache.build(catalog, 16, home)
         assert f"{catalog.paths[1]}: damaged or truncated" in str(caught.value)
         assert f"{catalog.paths[4]}: not an image" in str(caught.value)
-        assert "policy='skip'" in str(caught.value)
+        for way in ("policy='skip'", "--data.bad-images skip"):
+            assert way in str(caught.value)
 
 
 def test_bad_images_can_be_skipped_and_are_reported(catalog, home):
@@ -169,6 +171,32 @@ def test_damage_is_noticed_and_repaired(catalog, home, damage):
     assert (PixelCache.build(catalog, 16, home).flat == good).all()
     assert stores(home) == [folder]
     assert files(folder) == before
+
+
+@pytest.mark.parametrize("count", [8, 1500])
+def test_estimate_tells_the_bytes_from_headers_and_the_cache_that_is_there(tmp_path, home, count):
+    catalog = make_images(tmp_path / "images", 8)
+    for i in range(8, count):  # more than are looked at
+        (tmp_path / "images" / "class0" / f"{i}.png").hardlink_to(catalog.file(i % 8))
+    catalog = Catalog.from_folder(tmp_path / "images")
+    exists, guess = estimate(catalog, 16, home)
+    assert not exists
+    assert not home.exists()
+    cache = PixelCache.build(catalog, 16, home)
+    assert guess == pytest.approx(cache.flat.nbytes, rel=0 if count == 8 else 0.02)
+    assert estimate(catalog, 16, home) == (True, cache.flat.nbytes)
+    assert not estimate(catalog, 17, home)[0]
+    assert not estimate(catalog, 16, home, interpolation="bilinear")[0]
+
+
+def test_estimate_leaves_out_what_is_no_image(catalog, home):
+    Path(catalog.file(4)).write_text("no image")
+    Image.new("RGB", (1, 300_000)).save(catalog.file(5))  # too narrow to scale
+    exists, guess = estimate(catalog, 16, home)
+    assert not exists
+    assert guess == PixelCache.build(catalog, 16, home, policy="skip").flat.nbytes
+    with pytest.raises(ValueError, match="empty"):
+        estimate(catalog.subset([]), 16, home)
 
 
 def _build(root, home, start, results):

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args, get_origin
 
+from proximetry import __version__
+
 if TYPE_CHECKING:
     from cyclopts import App
 
@@ -16,7 +18,6 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Parameter
 
-    from proximetry import __version__
     from proximetry.cli.commands import COMMANDS
 
     app = App(
@@ -40,6 +41,9 @@ def make_app() -> "App":
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 if it is done, 1 failed, 2 asked wrongly, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["-V"]):  # at once, and without the extra
+        print(f"proximetry {__version__}")
+        return 0
     try:
         from cyclopts import CycloptsError
     except ImportError:

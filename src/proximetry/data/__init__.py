@@ -44,4 +44,5 @@ __getattr__ = lazy_exports(
         "pixel_cache": ("PixelCache",),
         "samplers": ("ClassBalanced", "Shuffled"),
     },
+    extra="images",
 )

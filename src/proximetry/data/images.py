@@ -8,6 +8,8 @@ the same bytes.
 import io
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -71,13 +73,26 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return _finish(source, name, max_pixels)
     if isinstance(source, np.ndarray):
         return _finish(_from_array(source, name), name, max_pixels)
-    formats = _formats()
+    with _opened(source) as image:
+        return _finish(image, name, max_pixels)
+
+
+def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return width and height from the header of an image file, or raise an ImageError."""
+    with _opened(file) as image:
+        return image.size
+
+
+@contextmanager
+def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
+    """Open a file of a wanted format, of which nothing is decoded yet; explain why not."""
+    name, formats = _name(source), _formats()
     try:
         if not isinstance(source, bytes) and split_shard_path(name)[1]:
             source = read_bytes(name)
         file = io.BytesIO(source) if isinstance(source, bytes) else name
         with Image.open(file, formats=formats) as image:
-            return _finish(image, name, max_pixels)
+            yield image
     except ImageError:
         raise
     except FileNotFoundError as error:

@@ -14,10 +14,9 @@ import json
 import os
 import shutil
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -29,22 +28,31 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock
 
-from proximetry._common import PART_SUFFIX, Progress, atomic_write, cache_folder, chunks, some
+from proximetry._common import (
+    PART_SUFFIX,
+    Progress,
+    atomic_write,
+    cache_folder,
+    chunks,
+    cores,
+    some,
+)
 from proximetry.data.catalog import Catalog
+from proximetry.data.decoding import Array, decode_all
 from proximetry.data.images import (
+    MAX_PIXELS,
     ImageError,
     Interpolation,
     check_interpolation,
-    open_image,
-    resize_short_side,
+    image_size,
+    scaled_size,
 )
 from proximetry.data.tar_shards import read_bytes, split_shard_path
 
-Array = npt.NDArray[np.uint8]
-_THREADS = min(8, os.cpu_count() or 1)
 _UNREADABLE = b"unreadable"
 _FORMAT = "proximetry pixels 2"
 _BLOCK = 1 << 26  # bytes to a checksum
+_SKIP = "policy='skip' (on the command line: --data.bad-images skip)"
 
 
 class PixelCache:
@@ -98,28 +106,26 @@ class PixelCache:
                 "skip" leaves them out of `catalog` and lists them in `bad`.
             progress: called with (images done, images in all).
         """
-        check_interpolation(interpolation)
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
-        if not 1 <= short_side <= 4096:
-            raise ValueError(f"short_side must be from 1 to 4096 pixels, got {short_side}")
-        if len(catalog) == 0:
-            raise ValueError("the catalogue is empty: there is nothing to decode")
-        home = cache_folder() / "pixels" if root is None else Path(root)
-        folder = home / _key(catalog, short_side, interpolation, home)
+        _check(catalog, short_side, interpolation)
+        home = _home(root)
+        folder = home / _key(_contents(catalog, home), short_side, interpolation)
         found = _open(folder, catalog)
         if found is None:
             with _locked(home / f"{folder.name}.lock") as alone:
                 found = _open(folder, catalog)  # another process may have built it
                 if found is None:
                     _clear(folder, alone)
-                    _write(folder, _decode_all(catalog, short_side, interpolation, progress))
+                    images = decode_all(_files(catalog), short_side, interpolation, progress)
+                    with closing(images):  # however it ends, the decoding processes end too
+                        _write(folder, images)
                     found = _open(folder, catalog)
         if found is None:
             raise OSError(f"{folder} does not hold what was just written to it")
         if found.bad and (policy == "error" or len(found) == 0):
             listed = some([f"{path}: {reason}" for path, reason in found.bad])
-            hint = "; policy='skip' leaves them out" if len(found) else ""
+            hint = f"; {_SKIP} leaves them out" if len(found) else ""
             count = f"{len(found.bad)} of {len(catalog)} images cannot be read"
             raise ImageError(count, listed + hint)
         return found
@@ -185,6 +191,52 @@ class PixelCache:
             self.flat = _map(self._folder)
 
 
+def estimate(
+    catalog: Catalog,
+    short_side: int,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    interpolation: Interpolation = "bicubic",
+) -> tuple[bool, int]:
+    """Return whether the cache that `PixelCache.build` would open is there, and its bytes.
+
+    Reads the headers of at most 1 000 images. So a cache that was built from the same images in
+    another place is found by `build`, but not here.
+    """
+    _check(catalog, short_side, interpolation)
+    home = _home(root)
+    known = _remembered(catalog, home)
+    if known.is_file():
+        contents = known.read_text(encoding="ascii")
+        file = home / _key(contents, short_side, interpolation) / "pixels.bin"
+        if file.is_file():
+            return True, file.stat().st_size
+    total = len(catalog)
+    files = [catalog.file(i) for i in range(0, total, -(-total // 1000))]
+    sizes = [_scaled_bytes(file, short_side) for file in files]
+    return False, round(sum(sizes) / len(sizes) * total)
+
+
+def _scaled_bytes(file: str, short_side: int) -> int:
+    try:
+        width, height = scaled_size(*image_size(file), short_side)
+    except ImageError:
+        return 0
+    return 3 * width * height if width * height <= MAX_PIXELS else 0  # too narrow to scale
+
+
+def _check(catalog: Catalog, short_side: int, interpolation: str) -> None:
+    check_interpolation(interpolation)
+    if not 1 <= short_side <= 4096:
+        raise ValueError(f"short_side must be from 1 to 4096 pixels, got {short_side}")
+    if len(catalog) == 0:
+        raise ValueError("the catalogue is empty: there is nothing to decode")
+
+
+def _home(root: str | os.PathLike[str] | None) -> Path:
+    return cache_folder() / "pixels" if root is None else Path(root)
+
+
 def _free(device: torch.device) -> int:
     """Bytes a new tensor can have: what nobody holds, and what torch holds in reserve."""
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -201,7 +253,7 @@ def _map(folder: Path) -> torch.Tensor:
 
 def _checksums(folder: Path) -> dict[str, Any]:
     pixels = _map(folder).numpy()
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         blocks = pool.map(zlib.crc32, [pixels[block] for block in chunks(len(pixels), _BLOCK)])
     return {
         "bytes": len(pixels),
@@ -276,29 +328,34 @@ def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def _key(catalog: Catalog, short_side: int, interpolation: str, home: Path) -> str:
+def _key(contents: str, short_side: int, interpolation: str) -> str:
     """Digest what the cache depends on: the bytes of every image, and how they are decoded."""
     facts = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
-    return _digest([repr(facts).encode(), _contents(catalog, home).encode()])
+    return _digest([repr(facts).encode(), contents.encode()])
 
 
 def _contents(catalog: Catalog, home: Path) -> str:
-    """Digest the bytes of all images.
-
-    The result is remembered under the names, sizes and times of the files, so that only the
-    first call reads them.
-    """
-    known = home / "contents" / _stamp(catalog)
+    """Digest the bytes of all images, which only the first call reads."""
+    known = _remembered(catalog, home)
     if known.is_file():
         return known.read_text(encoding="ascii")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        contents = list(pool.map(_content, map(catalog.file, range(len(catalog)))))
+    with ThreadPoolExecutor(cores()) as pool:
+        contents = list(pool.map(_content, _files(catalog)))
     digest = _digest(contents)
     # A file that cannot be read may become readable without a new time stamp.
     if _UNREADABLE not in contents:
         known.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(known, digest.encode())
     return digest
+
+
+def _remembered(catalog: Catalog, home: Path) -> Path:
+    """Return the file that remembers the digest, named by names, sizes and times of the images."""
+    return home / "contents" / _stamp(catalog)
+
+
+def _files(catalog: Catalog) -> list[str]:
+    return [catalog.file(i) for i in range(len(catalog))]
 
 
 def _content(file: str) -> bytes:
@@ -317,34 +374,9 @@ def _stamp(catalog: Catalog) -> str:
             return -1, -1
         return status.st_size, status.st_mtime_ns
 
-    names = (os.path.abspath(catalog.file(i)) for i in range(len(catalog)))
+    names = map(os.path.abspath, _files(catalog))
     lines = (f"{name}\0{state(split_shard_path(name)[0])}\0" for name in names)
     return _digest(line.encode(errors="surrogateescape") for line in lines)
-
-
-def _decode_all(
-    catalog: Catalog, short_side: int, interpolation: Interpolation, progress: Progress | None
-) -> Iterator[Array | str]:
-    """Decode in threads, in order, with only a few images in memory at once."""
-    waiting: deque[Future[Array | str]] = deque()
-    total, ahead = len(catalog), 4 * _THREADS
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for row in range(total + ahead):
-            if row < total:
-                file = catalog.file(row)
-                waiting.append(pool.submit(_decode, file, short_side, interpolation))
-            if row >= ahead:
-                yield waiting.popleft().result()
-                if progress is not None:
-                    progress(row - ahead + 1, total)
-
-
-def _decode(file: str, short_side: int, interpolation: Interpolation) -> Array | str:
-    """Return the scaled image, or why there is none."""
-    try:
-        return np.asarray(resize_short_side(open_image(file), short_side, interpolation))
-    except ImageError as error:
-        return error.reason
 
 
 @contextmanager

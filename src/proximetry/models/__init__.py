@@ -4,7 +4,7 @@ What is listed here is imported when it is first used, so that `proximetry.model
 nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from proximetry._common import lazy_exports
 
@@ -29,7 +29,7 @@ __all__ = [
     "set_batchnorm_momentum",
 ]
 
-_find = lazy_exports(
+__getattr__ = lazy_exports(
     __name__,
     {
         "backbones": ("list_backbones",),
@@ -39,15 +39,5 @@ _find = lazy_exports(
         "preprocessing": ("Preprocessing",),
         "weights": ("WeightsError", "WeightsRecord"),
     },
+    extra="images",
 )
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return _find(name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("PIL", "huggingface_hub", "safetensors", "timm"):
-            raise
-        raise ModuleNotFoundError(
-            f"Embedders need {error.name}: pip install 'proximetry[images]'", name=error.name
-        ) from error

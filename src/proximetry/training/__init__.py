@@ -43,4 +43,5 @@ __getattr__ = lazy_exports(
         "run_folder": ("RunError", "RunFolder"),
         "stopping": ("Stopped",),
     },
+    extra="train",
 )
