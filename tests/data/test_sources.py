@@ -25,12 +25,12 @@ def fill(root, *names):
         (["CUB_200_2011/images.txt", "CUB_200_2011/image_class_labels.txt"], "cub"),
         (["cars_annos.mat", "car_ims/1.jpg"], "cars"),
         (["devkit/cars_train_annos.mat"], "cars"),
-        (["Stanford_Online_Products/Ebay_train.txt", "Stanford_Online_Products/Ebay_test.txt"], "sop"),
+        (["Ebay_train.txt", "Ebay_test.txt"], "sop"),
         (["Eval/list_eval_partition.txt"], "inshop"),
         (["a.tar", "b.tar"], "shards"),
         (["a.tar", "ant/0.png"], "folder"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_is_known_by_what_it_holds(tmp_path, names, expected):
     fill(tmp_path, *names)
     assert resolve_source(tmp_path) == (expected, tmp_path)
