@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from proximetry._common import need
-from proximetry.metrics.scores import COUNTS
+from proximetry.metrics.scores import CLUSTERING, COUNTS
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
 
@@ -226,9 +226,10 @@ def _percent(value: float | None) -> str:
 
 
 def _blocks(keys: Iterable[str], room: int) -> list[list[str]]:
-    """Divide columns into blocks that fit; recall@1, recall@2, … stay together if they can."""
+    """Divide columns into blocks that fit; metrics of one kind stay together if they can."""
     blocks: list[list[str]] = [[]]
-    for _, family in groupby(keys, lambda key: key.partition("@")[0]):
+    kinds = dict.fromkeys(CLUSTERING, "clustering")
+    for _, family in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
         together = list(family)
         if blocks[-1] and sum(map(_cell, blocks[-1] + together)) > room:
             blocks.append([])
