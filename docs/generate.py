@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from proximetry.data.datasets import datasets_table
 from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
+from proximetry.losses.pair_losses import USE
 from proximetry.training import recipe
 
 DOCS = Path(__file__).parent
@@ -99,6 +100,11 @@ def logit(cls: type[ProxyLoss], method: str) -> str:
         method = "negative_logit"
     first = (inspect.getdoc(getattr(cls, method)) or "").splitlines()[0]
     return re.split(r"[:.](?:\s|$)", first)[0]
+
+
+def use(name: str) -> str:
+    """Return the sentence that says when to use a loss."""
+    return USE if name == "pairs" else LOSSES[name].use
 
 
 def losses() -> str:
@@ -192,6 +198,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "recipe_keys": recipe_keys,
     "signature": signature,
     "settings": settings,
+    "use": use,
     "losses": losses,
     "forms": forms,
     "pair_losses": pair_losses,

@@ -186,8 +186,8 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["evaluate", "nowhere", "glyphs", "--recall-at"], 2, "--recall-at requires an argument"),
         (["evaluate", "EMBEDDER", "cubs"], 1, "unknown dataset 'cubs', did you mean 'cub'"),
         (["evaluate", "EMBEDDER", "folder"], 1, "needs its folder"),
-        (["recipes", "--show", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
-        (["datasets", "--describe", "cubs", "--root", "."], 1, "cub"),
+        (["recipes", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
+        (["datasets", "cubs", "."], 1, "cub"),
         (["embed", "EMBEDDER", "missing.jpg"], 1, "no image or folder missing.jpg"),
     ],
 )
@@ -214,11 +214,12 @@ def test_evaluate(capsys, run, images):
     assert code == 0, err
     for name in ("recall@5", "precision@3", "map@3", "first 2 dimensions"):
         assert name in out
-    scores = json.loads((run / "scores.json").read_text())
+    scores = json.loads((run / "scores.json").read_text())["metrics"]
     assert scores["queries"] == 48
     assert 0 < scores["nmi"] <= 1
     assert 0 < scores["dims"]["2"]["recall@1"] <= 1
-    code, _, err = call(capsys, "evaluate", run / "out" / "embedder", "folder", "--root", images)
+    words = ["evaluate", run / "out" / "embedder", images, "--split", "test"]
+    code, _, err = call(capsys, *words)
     assert code == 1
     assert "no rows of split 'test'" in err
 
@@ -269,13 +270,13 @@ def test_recipes_and_datasets(capsys, images):
     code, out, _ = call(capsys, "recipes")
     assert code == 0
     assert "cub-proxy-anchor" in out
-    code, out, _ = call(capsys, "recipes", "--show", "glyphs")
+    code, out, _ = call(capsys, "recipes", "glyphs")
     assert code == 0
     assert "backbone: small_convnet" in out
     code, out, _ = call(capsys, "datasets")
     assert code == 0
     assert "Cars196" in out
-    code, out, _ = call(capsys, "datasets", "--describe", "folder", "--root", images)
+    code, out, _ = call(capsys, "datasets", images)
     assert code == 0
     assert "48" in out
 

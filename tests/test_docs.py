@@ -15,6 +15,7 @@ def test_every_loss_has_a_page_with_its_settings():
         page = (generate.DOCS / "losses" / f"{name}.md").read_text(encoding="utf-8")
         assert f"<!-- generated: signature {name} -->" in page
         assert f"<!-- generated: settings {name} -->" in page
+        assert f"<!-- generated: use {name} -->" in page
 
 
 def test_a_part_is_made_anew_and_the_rest_is_kept():

@@ -178,12 +178,28 @@ def test_validation_lists_the_first_few_and_counts_the_rest():
     assert "row 6" not in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_further_columns_of_a_table_are_left_out_and_noted(tmp_path, suffix):
+    file = tmp_path / f"table.{suffix}"
+    if suffix == "csv":
+        file.write_text("path,price,label\nx.png,9.50,ant\n")
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        columns = {"path": ["x.png"], "price": [9.5], "label": ["ant"]}
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), file)
+    read = Catalog.from_csv if suffix == "csv" else Catalog.from_parquet
+    found = read(file, check_files=False)
+    assert found.paths == ("x.png",)
+    assert found.labels == ("ant",)
+    assert found.notes == ("columns that are not used: price",)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "empty, expected a header"),
         ("path,labels\nx,a\n", "unknown column 'labels', did you mean 'label'"),
-        ("path,label,colour\nx,a,b\n", "unknown column 'colour'; known are: path, label"),
+        ("path,label,groups\nx,a,b\n", "unknown column 'groups', did you mean 'group'"),
         ("path;label\nx;a\n", "separated by commas"),
         ("path,split\nx,train\n", "the column 'label' is missing"),
         ("path,path,label\nx,x,a\n", "'path' appears twice"),

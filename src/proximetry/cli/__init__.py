@@ -1,14 +1,15 @@
 """The command line: a table of plain functions, read from their signatures by cyclopts."""
 
+import itertools
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
 
 if TYPE_CHECKING:
-    from cyclopts import App
+    from cyclopts import App, UnknownOptionError
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"proximetry {__version__}")
         return 0
     try:
-        from cyclopts import CycloptsError
+        from cyclopts import CycloptsError, UnknownOptionError
     except ImportError:
         print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
         return 1
@@ -57,10 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.help_print([])
         return 2
     try:
-        app(_repeat_lists(app, words))
+        app(_prepare(app, words))
     except SystemExit as leaving:
         return int(leaving.code or 0)
-    except (CycloptsError, RecipeError) as error:
+    except UnknownOptionError as error:
+        return _complain(_unknown_option(error), 2)
+    except (CycloptsError, RecipeError, _WordError) as error:
         return _complain(error, 2)
     except Stopped as error:
         return _complain(error, 130)
@@ -80,18 +83,47 @@ def _complain(error: Exception | str, code: int) -> int:
     return code
 
 
-def _repeat_lists(app: "App", words: list[str]) -> list[str]:
-    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word."""
+class _WordError(ValueError):
+    """A word that does not fit its option."""
+
+
+def _unknown_option(error: "UnknownOptionError") -> str:
+    """Name the option whose last part or help shares most words with the one that is not there."""
+    word = error.token.keyword or error.token.value
+    section, _, last = word.partition("=")[0].rpartition(".")
+    wanted = set(re.split(r"[-_]", last))
+    best, most = "", 0
+    for argument in error.argument_collection:
+        name = argument.names[0] if argument.names else ""
+        home, _, key = name.rpartition(".")
+        shared = wanted & set(re.findall(r"\w+", f"{key} {argument.parameter.help}"))
+        if home == section and len(shared) > most:
+            best, most = name, len(shared)
+    return f"Unknown option: {word}. Did you mean {best}?" if most > 1 else str(error)
+
+
+def _prepare(app: "App", words: list[str]) -> list[str]:
+    """Write ``help train`` as ``train --help``, and lists as cyclopts reads them."""
     from proximetry.cli.commands import COMMANDS
 
+    if words[0] == "help":
+        return [*words[1:], "--help"]
     if words[0] not in COMMANDS:
         return words
-    lists = {
-        name: get_args(argument.hint)[0]
-        for argument in app[words[0]].assemble_argument_collection()
-        if get_origin(argument.hint) is tuple
-        for name in argument.names
-    }
+    arguments = app[words[0]].assemble_argument_collection()
+    kinds = {name: argument.hint for argument in arguments for name in argument.names}
+    words = _repeat_lists(kinds, words)
+    for option, word in itertools.pairwise([*words, ""]):
+        name, _, value = option.replace("_", "-").partition("=")
+        whole = int in (kinds.get(name), *get_args(kinds.get(name)))
+        if whole and "." in (value or word):  # which cyclopts would round
+            raise _WordError(f"{name} takes whole numbers, got {value or word}")
+    return words
+
+
+def _repeat_lists(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
+    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word."""
+    lists = {name: get_args(kind)[0] for name, kind in kinds.items() if get_origin(kind) is tuple}
     found: list[str] = []
     current = ""
     for position, word in enumerate(words):

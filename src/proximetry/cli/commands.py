@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from proximetry._common import Progress, atomic_write
+from proximetry.cli import lists
+from proximetry.cli.output import AsJson, tell
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.metrics.scores import Metrics
 from proximetry.reproduce.options import ReproduceOptions
@@ -83,52 +85,60 @@ def train(
 
 def evaluate(
     embedder: Path,
-    dataset: str,
+    source: str,
     *,
     root: Path | None = None,
-    split: Literal["test", "train", "val", "all"] = "test",
+    split: Literal["test", "train", "val", "all"] | None = None,
     metrics: Annotated[Metrics, Parameter(name="*")] = Metrics(),  # noqa: B008
     eval_dims: tuple[int, ...] = (),
+    per_class: Annotated[bool, Parameter(negative=())] = False,
+    confusions: int = 0,
     batch_size: int | None = None,
     device: str | None = None,
     out: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how well an embedder finds images of the same class again.
 
     Args:
         embedder: folder of a run or of a saved embedder.
-        dataset: a dataset that `proximetry datasets` lists.
-        root: where its images lie.
-        split: which images.
+        source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
+            `proximetry datasets` lists.
+        root: where the images of such a dataset lie.
+        split: which images; default: test if there are such, else all.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
+        per_class: also show the classes with the worst metrics; with --json and --out, all.
+        confusions: also show so many pairs of classes that are taken for each other most often.
         batch_size: images per forward pass; default: as in the evaluation of the run.
         device: cpu or cuda; default: cuda where there is a GPU.
-        out: also write the metrics to this JSON file.
+        out: also write the JSON document to this file.
     """
-    from proximetry.data import open_dataset
-    from proximetry.training import evaluate_embedder
-    from proximetry.training.reporting import metrics_table
+    from proximetry.cli import evaluation
+    from proximetry.data import open_dataset, resolve_source
 
+    name, place = resolve_source(source, root)
     model = _load(embedder, device)
-    catalog = open_dataset(dataset, root)
-    if split != "all":
-        catalog = catalog.filter(split=split)
-    if len(catalog) == 0:
-        raise ValueError(f"{dataset} has no rows of split {split!r}; try --split all")
-    with _progress("evaluating") as report:
-        scores = evaluate_embedder(
-            model,
-            catalog,
-            wanted=metrics,
-            eval_dims=eval_dims,
-            batch_size=batch_size,
-            progress=report,
+    if eval_dims and max(eval_dims) >= model.dim:
+        raise ValueError(
+            f"--eval-dims must be below the embedding's {model.dim} dimensions, "
+            f"got {max(eval_dims)}"
         )
-    print(metrics_table({f"{dataset} ({split})": scores}))
-    for note in catalog.notes:
-        print(f"note: {note}")
+    catalog, chosen = evaluation.choose_split(open_dataset(name, place), split, source)
+    with _progress("evaluating") as report:
+        scored = evaluation.run(model, catalog, metrics, eval_dims, batch_size, report)
+    document: dict[str, Any] = {
+        "embedder": str(embedder),
+        "dataset": name,
+        "root": str(catalog.root),
+        "split": chosen,
+        "images": len(catalog),
+        "classes": len(catalog.class_names),
+        **evaluation.describe(scored, per_class=per_class, confusions=confusions),
+        "notes": catalog.notes,
+    }
     if out is not None:
-        atomic_write(out, json.dumps(scores, indent=2).encode())
+        atomic_write(out, json.dumps(document, indent=2).encode())
+    tell(as_json, document, evaluation.as_text(document, Path(source).name or source))
 
 
 def embed(
@@ -137,43 +147,52 @@ def embed(
     out: Path = Path("vectors.npz"),
     batch_size: int = 64,
     flip: Annotated[bool, Parameter(negative=())] = False,
+    bad_images: Literal["error", "skip"] = "error",
     device: str | None = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Embed images and write the embeddings to a .npz file (arrays: vectors, paths).
+    """Embed images and write the embeddings to a file.
 
     Args:
         embedder: folder of a run or of a saved embedder.
-        images: image files, and folders to be searched for them.
-        out: file to write.
+        images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
+        out: file to write. .npz holds the arrays vectors, paths and, if the images come from
+            class folders or a table, labels; .npy the vectors, with paths and labels in a .json
+            file beside it; .parquet the columns path, label and vector.
         batch_size: images per forward pass.
         flip: append the embedding of the flipped image.
+        bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
-    import io
+    from proximetry.cli.vectors import Embedded, find_images, find_writer
 
-    import numpy as np
-
-    from proximetry.data.folders import is_image
-
-    files: list[str] = []
-    for path in map(Path, images):
-        if path.is_dir():
-            files += sorted(str(f) for f in path.rglob("*") if f.is_file() and is_image(f.name))
-        elif path.is_file():
-            files.append(str(path))
-        else:
-            raise ValueError(f"there is no image or folder {path}")
+    write = find_writer(out)
+    files = find_images(images)
     if not files:
         raise ValueError(f"no images below {', '.join(images) or 'nothing'}; name some")
     model = _load(embedder, device)
-    with _progress("embedding") as report:
-        vectors = model.encode(
-            files, batch_size, concat_flip=flip, progress=lambda done: report(done, len(files))
-        )
-    buffer = io.BytesIO()
-    np.savez(buffer, vectors=vectors.numpy(), paths=np.array(files))
-    atomic_write(out, buffer.getvalue())
-    print(f"wrote {len(files)} embeddings (dim {vectors.shape[1]}) to {out}")
+    bad: dict[int, str] = {}
+    try:
+        with _progress("embedding") as report:
+            vectors = model.encode(
+                [path for path, _ in files],
+                batch_size,
+                concat_flip=flip,
+                progress=lambda done: report(done, len(files)),
+                on_error=None if bad_images == "error" else lambda i, e: bad.update({i: str(e)}),
+            )
+    except ValueError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        raise ValueError(f"{error.__cause__}; --bad-images skip leaves such images out") from error
+    if not len(vectors):
+        raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")
+    kept = [image for i, image in enumerate(files) if i not in bad]
+    write(Embedded(kept, vectors.numpy()), out)
+    left_out = [bad[i] for i in sorted(bad)]
+    document = {"out": str(out), "images": len(kept), "dim": vectors.shape[1], "left_out": left_out}
+    text = f"wrote {len(kept)} embeddings (dim {vectors.shape[1]}) to {out}"
+    tell(as_json, document, "\n".join([*(f"left out {reason}" for reason in left_out), text]))
 
 
 def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
@@ -188,38 +207,6 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     model.export_onnx(out, opset=opset)
     height, width = model.preprocessing.crop
     print(f"{out}: RGB 0…255, float32 [N, 3, {height}, {width}] → [N, {model.dim}], checked")
-
-
-def recipes(*, show: str | None = None) -> None:
-    """List the shipped recipes, or print one.
-
-    Args:
-        show: the recipe to print; a start for your own YAML file.
-    """
-    from proximetry.training.recipe import find_recipe, plain_values, shipped_recipes
-
-    if show is not None:
-        print(find_recipe(show).read_text(encoding="utf-8"), end="")
-        return
-    for name in shipped_recipes():
-        values = plain_values(name)
-        print(f"{name:28} {values['data']['dataset']:8} {values['about']}")
-
-
-def datasets(*, describe: str | None = None, root: Path | None = None) -> None:
-    """List the datasets that can be read, or check and describe one.
-
-    Args:
-        describe: the dataset to check and describe.
-        root: where its images lie.
-    """
-    from proximetry.data import list_datasets, open_dataset
-
-    if describe is not None:
-        print(open_dataset(describe, root).describe())
-        return
-    for name, info in list_datasets().items():
-        print(f"{name:12} {info.title} ({info.layout})")
 
 
 def reproduce(
@@ -254,7 +241,19 @@ def reproduce(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (demo, train, evaluate, embed, export, recipes, datasets, reproduce)
+    for command in (
+        demo,
+        train,
+        evaluate,
+        embed,
+        export,
+        reproduce,
+        lists.recipes,
+        lists.losses,
+        lists.backbones,
+        lists.datasets,
+        lists.metrics,
+    )
 }
 
 

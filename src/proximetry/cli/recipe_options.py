@@ -21,6 +21,11 @@ def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
     return found if get_origin(kind) is tuple else found[0]
 
 
+def _text_or_none(kind: Any, tokens: tuple[Token, ...]) -> str | None:
+    """Read a word as it is, and null as YAML does."""
+    return None if tokens[0].value == "null" else tokens[0].value
+
+
 def _bare(kind: Any) -> Any:
     """Return a type without ``None`` and without its limits."""
     members = [member for member in get_args(kind) if member is not type(None)]
@@ -30,10 +35,13 @@ def _bare(kind: Any) -> Any:
 
 
 def _option(kind: Any, default: Any, about: str) -> Any:
-    kind = _bare(kind)
+    optional, kind = type(None) in get_args(kind), _bare(kind)
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
     if shown not in (None, "", False, {}):
         about = f"{about} [default: {shown}]"
+    if kind is str and optional:
+        text = Parameter(help=about, metavar="STR", converter=_text_or_none)
+        return Annotated[Any, text]
     if kind in (bool, str) or get_origin(kind) is Literal:
         return Annotated[kind, Parameter(help=about, show_default=False)]
     if get_origin(kind) is dict:

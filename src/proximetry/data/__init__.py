@@ -10,7 +10,12 @@ from proximetry._common import lazy_exports
 if TYPE_CHECKING:
     from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
     from proximetry.data.catalog import Catalog
-    from proximetry.data.datasets import DatasetInfo, list_datasets, open_dataset
+    from proximetry.data.datasets import (
+        DatasetInfo,
+        list_datasets,
+        open_dataset,
+        resolve_source,
+    )
     from proximetry.data.datasets.glyphs import glyphs
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
     from proximetry.data.pixel_cache import PixelCache
@@ -31,6 +36,7 @@ __all__ = [
     "open_dataset",
     "open_image",
     "resize_and_center_crop",
+    "resolve_source",
 ]
 
 __getattr__ = lazy_exports(
@@ -38,7 +44,7 @@ __getattr__ = lazy_exports(
     {
         "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
         "catalog": ("Catalog",),
-        "datasets": ("DatasetInfo", "list_datasets", "open_dataset"),
+        "datasets": ("DatasetInfo", "list_datasets", "open_dataset", "resolve_source"),
         "datasets.glyphs": ("glyphs",),
         "images": ("ImageError", "open_image", "resize_and_center_crop"),
         "pixel_cache": ("PixelCache",),

@@ -2,10 +2,11 @@
 
 import csv
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import atomic_path, closest, need
+from proximetry._common import atomic_path, closest, need, some
 
 # Column in the file → field of Catalog.
 FIELDS = {
@@ -56,14 +57,15 @@ def read_parquet(file: Path) -> Columns:
 
 
 def _check_header(file: Path, header: list[str]) -> None:
+    absent = [name for name in FIELDS if name not in header]
     for name in header:
-        if name not in FIELDS:
-            hint = closest(name, FIELDS)
-            if any(mark in name for mark in ";\t|"):
-                hint = ": the columns must be separated by commas."
-            raise ValueError(f"{file}: unknown column {name!r}{hint}")
-        if header.count(name) > 1:
-            raise ValueError(f"{file}: column {name!r} appears twice")
+        if name in FIELDS:
+            if header.count(name) > 1:
+                raise ValueError(f"{file}: column {name!r} appears twice")
+        elif any(mark in name for mark in ";\t|"):
+            raise ValueError(f"{file}: column {name!r}: the columns must be separated by commas")
+        elif get_close_matches(name.lower(), absent):  # a slip; other columns are left out
+            raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
     for name in ("path", "label"):
         if name not in header:
             raise ValueError(f"{file}: the column {name!r} is missing; it has {', '.join(header)}")
@@ -71,7 +73,12 @@ def _check_header(file: Path, header: list[str]) -> None:
 
 def _to_fields(columns: dict[str, list[Any]]) -> Columns:
     fields: Columns = {"splits": ("all",) * len(columns["path"])}
+    others = [name for name in columns if name not in FIELDS]
+    if others:
+        fields["notes"] = (f"columns that are not used: {some(others)}",)
     for name, values in columns.items():
+        if name in others:
+            continue
         texts = ["" if value is None else str(value) for value in values]
         if name in ("query", "gallery"):  # other words stay as they are, and Catalog names them
             fields[FIELDS[name]] = tuple(_FLAGS.get(t.strip().lower(), t) for t in texts)

@@ -36,7 +36,7 @@ def scan_folder(root: Path) -> tuple[Names, Names, Names, Names]:
         ignored += [p.relative_to(root).as_posix() for p in visible if p.is_file()]
         for folder in class_folders(home):
             before = len(rows)
-            for path in _files(folder):
+            for path in files_below(folder):
                 relative = path.relative_to(root).as_posix()
                 if is_image(path.name):
                     rows.append((relative, folder.name, split))
@@ -66,7 +66,8 @@ def _split_folders(root: Path) -> list[tuple[str, Path]]:
     return [("all", root)]
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
+    """Give the visible files of a folder and of its sub-folders, in sorted order."""
     for home, folders, names in os.walk(folder, followlinks=False):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for name in sorted(names):

@@ -35,6 +35,7 @@ class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
     P⁺ the classes in the batch, α = ``alpha``, δ = ``margin``.
     """
 
+    use = "A good first choice: two forgiving settings, random sampling; larger batches help."
     form = LossForm("single", by="class", join="apart")
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
     margin: float = setting(finite, "margin δ", default=0.1)
@@ -58,6 +59,7 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     takes every class, as Proxy-Anchor does, ``"absent"`` those that are not in the batch.
     """
 
+    use = "Few classes with many images each, where a class looks like several things."
     form = LossForm("soft", by="class", join="apart")
     negative_classes: NegativeClasses = setting(
         one_of(*get_args(NegativeClasses)),
@@ -82,6 +84,7 @@ class MPADW(_MultiProxyAnchor, name="mpa_dw"):
     sample does not depend on the rest of the batch.
     """
 
+    use = "Where MPA is considered, but batches are small or oddly composed."
     form = LossForm("soft", by="sample", join="apart")
 
 
@@ -91,4 +94,5 @@ class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
     ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. Never above MPA-DW.
     """
 
+    use = "Where MPA is considered: its authors' preference, and batches need no care."
     form = LossForm("soft", by="sample", join="together")

@@ -35,6 +35,9 @@ class PairForm:
     settings: dict[str, Setting]
 
 
+#: When to use them.
+USE = "As baselines, and where classes are open-ended; batches hold several images per class."
+
 #: The pair losses by name.
 PAIR_LOSSES: dict[str, PairForm] = {}
 

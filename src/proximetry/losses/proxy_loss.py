@@ -38,6 +38,8 @@ class ProxyLoss(Declared):
         kw_only=True,
     )
 
+    use: ClassVar[str] = ""
+    """When to use it, in one sentence."""
     form: ClassVar[LossForm]
     default_init: ClassVar[Init] = "kaiming_normal"
     # What a loss without these settings uses; not annotated, so that they are no arguments.

@@ -20,6 +20,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     vectors, d = 2 − 2 cos, so the logits are 2 cos / T; T = ``temperature``. May be negative.
     """
 
+    use = "To reproduce the original; for new work ProxyNCA++."
     form = LossForm("single", by="sample", join="others")
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
@@ -37,6 +38,7 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
     of T is a parameter, trained like the rest.
     """
 
+    use = "Many classes with few images each; batches of any make-up."
     form = LossForm("single", by="sample", join="softmax")
     default_init = "normal"
     _temperature: float = setting(
@@ -83,6 +85,7 @@ class SoftTriple(ProxyLoss, name="soft_triple"):
     intra-class term; λ = ``scale``, δ = ``margin``, ``gamma`` the temperature of the assignment.
     """
 
+    use = "Many classes with few images each (then K = 2), or classes with several modes."
     form = LossForm("soft", by="sample", join="softmax")
     default_init = "kaiming_uniform"
     proxies_per_class: InitVar[int] = setting(count, "proxies per class K", default=10)
@@ -110,6 +113,7 @@ class NormSoftmax(ProxyLoss, name="norm_softmax"):
     With ``proxies_per_class`` > 1 the nearest proxy speaks for its class (sub-centres).
     """
 
+    use = "As the baseline: one setting, easy to train; a new loss should beat it tuned."
     form = LossForm("max", by="sample", join="softmax")
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
@@ -125,6 +129,7 @@ class NormSoftmax(ProxyLoss, name="norm_softmax"):
 class CosFace(NormSoftmax, name="cosface"):
     """CosFace (Wang et al. 2018): the own class must win by ``margin`` in cosine."""
 
+    use = "Recognition with very many classes (faces, products) and a threshold at the end."
     scale: float = setting(positive, "scale λ", default=64.0)
     margin: float = setting(finite, "margin m, in cosine", default=0.35)
 
@@ -149,6 +154,7 @@ class ArcFace(CosFace, name="arcface"):
     one through the angle.
     """
 
+    use = "Recognition with very many classes and a threshold: the usual choice for faces."
     margin: float = setting(_angle, "margin m in **radians**", default=0.5)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
@@ -169,6 +175,7 @@ class SphereFace(ProxyLoss, name="sphereface"):
     λ is annealed over the training steps t = 1, 2, …: max(λ_min, base · (1 + rate·t)^−power).
     """
 
+    use = "To reproduce SphereFace or RegularFace; for new work CosFace or ArcFace."
     form = LossForm("max", by="sample", join="softmax")
     default_init = "sphere"
     margin: int = setting(count, "margin m, a whole number", default=4)

@@ -198,6 +198,7 @@ class Embedder(nn.Module):
         *,
         concat_flip: bool = False,
         progress: Callable[[int], None] | None = None,
+        on_error: Callable[[int, Exception], None] | None = None,
     ) -> Tensor:
         """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
 
@@ -209,6 +210,8 @@ class Embedder(nn.Module):
             concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (the custom in
                 face verification, e.g. Zhao et al. 2019).
             progress: called with the number of images done, after every batch.
+            on_error: called with the number of an image that cannot be read, and why; it is
+                then left out. None raises a ValueError.
 
         Returns:
             Tensor [N, dim], float32, on the CPU.
@@ -221,7 +224,7 @@ class Embedder(nn.Module):
         device = next(self.parameters()).device
         vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = 0
-        for batch in _read_batches(images, self.preprocessing, batch_size):
+        for batch in _read_batches(images, self.preprocessing, batch_size, on_error):
             pixels = batch.to(device)
             views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
             vectors.append(torch.cat([self.embed(view) for view in views], 1).cpu())
@@ -310,16 +313,22 @@ class Embedder(nn.Module):
 
 
 def _read_batches(
-    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int
+    images: Iterable[ImageSource],
+    preprocessing: Preprocessing,
+    size: int,
+    on_error: Callable[[int, Exception], None] | None,
 ) -> Iterator[Tensor]:
     """Yield uint8 batches; the next one is being read while the network works on this one."""
     numbered = iter(enumerate(images))
 
-    def read(item: tuple[int, ImageSource]) -> Tensor:
+    def read(item: tuple[int, ImageSource]) -> Tensor | None:
         try:
             return preprocessing.pixels(item[1])
         except (TypeError, ValueError) as error:
-            raise ValueError(f"image {item[0]}: {error}") from error
+            if on_error is None:
+                raise ValueError(f"image {item[0]}: {error}") from error
+            on_error(item[0], error)
+            return None
 
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
@@ -327,7 +336,10 @@ def _read_batches(
         while ahead:
             batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            yield torch.stack([future.result() for future in batch])
+            pixels = [future.result() for future in batch]
+            kept = [one for one in pixels if one is not None]
+            if kept:
+                yield torch.stack(kept)
     finally:
         pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
 

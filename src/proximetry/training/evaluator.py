@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from proximetry import metrics
 from proximetry._common import Progress
 from proximetry.cuda.graphs import GraphedInference
 from proximetry.data import Catalog
-from proximetry.metrics import Metrics
+from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
 from proximetry.models.names import Similarity
 from proximetry.models.pca import principal_axes, second_moments, with_pca
@@ -29,7 +29,25 @@ Scores = dict[str, Any]
 """Metrics by name; under ``dims`` those of the first d dimensions, by d as text."""
 
 
-def score(
+def compared(vectors: Tensor, catalog: Catalog, similarity: Similarity) -> dict[str, Any]:
+    """Return the arguments by which the metrics compare a catalogue's embeddings.
+
+    All images against all, or the catalogue's queries against its gallery.
+    """
+    labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
+    if catalog.queries is None:
+        return {"embeddings": vectors, "labels": labels, "similarity": similarity}
+    queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
+    return {
+        "embeddings": vectors[torch.from_numpy(gallery)],
+        "labels": labels[gallery],
+        "queries": vectors[torch.from_numpy(queries)],
+        "query_labels": labels[queries],
+        "similarity": similarity,
+    }
+
+
+def score_queries(
     vectors: Tensor,
     catalog: Catalog,
     similarity: Similarity,
@@ -38,29 +56,21 @@ def score(
     *,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> Scores:
-    """Compute the metrics of a catalogue's embeddings, and of their first dimensions.
+) -> dict[int, Evaluation]:
+    """Score every query with all dimensions of the embeddings, and with the first d, by d."""
+    options: Any = {"metrics": wanted, "group": group, "progress": progress}
+    return {
+        dim: metrics.evaluate_queries(**compared(vectors[:, :dim], catalog, similarity), **options)
+        for dim in (vectors.shape[1], *eval_dims)
+    }
 
-    All images against all, or the catalogue's queries against its gallery.
-    """
-    labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
 
-    def evaluate(vectors: Tensor) -> Scores:
-        compared: dict[str, Any] = {"embeddings": vectors, "labels": labels}
-        if catalog.queries is not None:
-            queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
-            compared = {
-                "embeddings": vectors[torch.from_numpy(gallery)],
-                "labels": labels[gallery],
-                "queries": vectors[torch.from_numpy(queries)],
-                "query_labels": labels[queries],
-            }
-        options: Any = {"similarity": similarity, "group": group, "progress": progress}
-        return dict(metrics.evaluate(**compared, metrics=wanted, **options))
-
-    scores = evaluate(vectors)
-    if eval_dims:
-        scores["dims"] = {str(dim): evaluate(vectors[:, :dim]) for dim in eval_dims}
+def means(scored: Mapping[int, Evaluation]) -> Scores:
+    """Return the metrics of what `score_queries` found."""
+    whole, *fewer = ((str(dim), one.mean()) for dim, one in scored.items())
+    scores: Scores = dict(whole[1])
+    if fewer:
+        scores["dims"] = dict(fewer)
     return scores
 
 
@@ -94,20 +104,30 @@ def evaluate_embedder(
             trained with, so that the figures are the same to the last digit.
         progress: called with (done, total) while images are embedded and neighbours searched.
     """
-    trained = (embedder.recipe or {}).get("evaluation", {}).get("batch_size", 128)
-    files = [catalog.file(row) for row in range(len(catalog))]
-    vectors = embedder.encode(
-        files,
-        batch_size or trained,
-        progress=None if progress is None else lambda done: progress(done, len(files)),
-    )
-    return score(
-        vectors,
+    scored = score_queries(
+        encode_catalog(embedder, catalog, batch_size, progress),
         without_idle_roles(catalog),
         embedder.architecture.similarity,
         wanted or Metrics(),
         eval_dims,
         progress=progress,
+    )
+    return means(scored)
+
+
+def encode_catalog(
+    embedder: Embedder,
+    catalog: Catalog,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Embed the images of a catalogue as in the evaluations of the run that trained it."""
+    trained = (embedder.recipe or {}).get("evaluation", {}).get("batch_size", 128)
+    files = [catalog.file(row) for row in range(len(catalog))]
+    return embedder.encode(
+        files,
+        batch_size or trained,
+        progress=None if progress is None else lambda done: progress(done, len(files)),
     )
 
 
@@ -150,7 +170,7 @@ class Evaluator:
     def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         catalog = without_idle_roles(self.data.catalog.subset(rows))
-        return score(
+        scored = score_queries(
             torch.cat([*self._embed(embedder, rows[self._own], full_precision)]),
             catalog.subset(range(len(rows))[self._own]),
             e.similarity,
@@ -158,6 +178,7 @@ class Evaluator:
             e.eval_dims,
             group=dist.group.WORLD if self.world.size > 1 else None,
         )
+        return means(scored)
 
     def _with_pca(self, full_precision: bool) -> Embedder:
         """Return the embedder with PCA fitted on the training images, where the recipe has it."""

@@ -130,7 +130,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The embedder."""
 
-    backbone: str = _key("tf_efficientnet_lite0", "any timm model, or one of `list_backbones()`")
+    backbone: str = _key("tf_efficientnet_lite0", "a model that `proximetry backbones` lists")
     dim: Count = _key(512, "dimension of the embedding")
     pca_dim: Count | None = _key(
         None,
@@ -169,7 +169,7 @@ class ModelConfig(Section):
 class LossConfig(Section):
     """The loss and the terms added to it."""
 
-    name: str = _key("proxy_anchor", "a loss of proximetry.losses, or pairs/<name>")
+    name: str = _key("proxy_anchor", "a loss that `proximetry losses` lists")
     settings: dict[str, bool | int | float | str] = _key({}, "its settings, such as alpha")
     exclusive: Number = _key(0.0, "weight of RegularFace's exclusive regulariser", ge=0)
     center: Number = _key(0.0, "weight of the center loss", ge=0)

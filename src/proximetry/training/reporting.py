@@ -2,13 +2,14 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from proximetry._common import need
-from proximetry.metrics.scores import COUNTS
+from proximetry.metrics.scores import CLUSTERING, COUNTS
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
 
@@ -172,21 +173,68 @@ def _recall(scores: Mapping[str, Any]) -> str:
     return f"{name.replace('recall@', 'R@')} {100 * scores[name]:5.1f}"
 
 
+# Columns that tables may take up, and of these the names of the rows.
+WIDTH, NAME_WIDTH = 80, 40
+
+
 def metrics_table(
     rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | None = None
 ) -> str:
-    """Metrics in percent, one line per row: the columns asked for, or all there are."""
-    first = next(iter(rows.values()))
-    keys = columns or [key for key in first if key not in (*COUNTS, "dims")]
+    """Metrics in percent, one line per row: the columns asked for, or all there are.
+
+    What does not fit into 80 columns follows in a block below.
+    """
     shown = []
     for name, scores in rows.items():
         fewer = scores.get("dims", {}).items()
         shown += [(name, scores), *((f"  first {dim} dimensions", part) for dim, part in fewer)]
-    width = max(len(name) for name, _ in shown) + 2
-    lines = [" " * width + "".join(f"{key:>12}" for key in keys)]
-    for name, scores in shown:
-        lines.append(f"{name:{width}}" + "".join(f"{100 * scores[key]:12.1f}" for key in keys))
-    left_out = first.get("queries_without_positive", 0)
+    keys = columns or list(dict.fromkeys(key for _, scores in shown for key in _metrics(scores)))
+    names = [shorten(name, NAME_WIDTH) for name, _ in shown]
+    width = max(map(len, names))
+    blocks = []
+    for block in _blocks(keys, WIDTH - width):
+        lines = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
+        for name, (_, scores) in zip(names, shown, strict=True):
+            cells = (f"{_percent(scores.get(key)):>{_cell(key)}}" for key in block)
+            lines.append(f"{name:{width}}" + "".join(cells))
+        blocks.append("\n".join(lines))
+    left_out = next(iter(rows.values())).get("queries_without_positive", 0)
     if left_out:
-        lines.append(f"{left_out:.0f} queries have no other image of their class and do not count")
-    return "\n".join(lines)
+        blocks.append(f"{left_out:.0f} queries have no other image of their class and do not count")
+    return "\n\n".join(blocks)
+
+
+def shorten(text: str, width: int) -> str:
+    """Leave out the middle of a text that is too long."""
+    if len(text) <= width:
+        return text
+    half = (width - 1) // 2
+    return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
+
+
+def _metrics(scores: Mapping[str, Any]) -> list[str]:
+    """The names of those values that are metrics."""
+    return [key for key, v in scores.items() if isinstance(v, (int, float)) and key not in COUNTS]
+
+
+def _cell(key: str) -> int:
+    return 2 + max(len(key), len("100.0"))
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def _blocks(keys: Iterable[str], room: int) -> list[list[str]]:
+    """Divide columns into blocks that fit; metrics of one kind stay together if they can."""
+    blocks: list[list[str]] = [[]]
+    kinds = dict.fromkeys(CLUSTERING, "clustering")
+    for _, family in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
+        together = list(family)
+        if blocks[-1] and sum(map(_cell, blocks[-1] + together)) > room:
+            blocks.append([])
+        for key in together:
+            if blocks[-1] and sum(map(_cell, [*blocks[-1], key])) > room:
+                blocks.append([])
+            blocks[-1].append(key)
+    return blocks

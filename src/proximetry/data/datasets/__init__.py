@@ -11,8 +11,18 @@ from proximetry._common import closest
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
+from proximetry.data.folders import class_folders
 
-__all__ = ["DatasetInfo", "Size", "datasets_table", "list_datasets", "open_dataset"]
+__all__ = [
+    "DatasetInfo",
+    "Size",
+    "datasets_table",
+    "list_datasets",
+    "open_dataset",
+    "resolve_source",
+]
+
+_SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".tar": "shards"}
 
 
 @dataset(
@@ -54,6 +64,45 @@ def _shards(root: Path) -> Catalog:
 def list_datasets() -> dict[str, DatasetInfo]:
     """Return what `open_dataset` knows, by name; printed, an entry says what its folder holds."""
     return dict(DATASETS)
+
+
+def resolve_source(
+    source: str | os.PathLike[str], root: str | os.PathLike[str] | None = None
+) -> tuple[str, Path | None]:
+    """Return the dataset and the root, for `open_dataset`, that a person means by one word.
+
+    The word is the name of a dataset, which comes with a root unless it is built in, or where
+    images lie: a folder of class folders, one of tar shards, one that holds a public dataset as
+    it is published, or a .csv, .parquet or .tar file.
+    """
+    word = os.fspath(source)
+    place = Path(word).expanduser()
+    if word in DATASETS and (root is not None or DATASETS[word].built_in or not place.exists()):
+        return word, None if root is None else Path(root).expanduser()
+    if root is not None and place.exists():
+        raise ValueError(
+            f"{word} is where images lie, so a root besides ({os.fspath(root)}) is one too many; "
+            "a root goes with the name of a dataset"
+        )
+    if place.is_dir():
+        return _dataset_in(place), place
+    if place.is_file() and place.suffix.lower() in _SUFFIXES:
+        return _SUFFIXES[place.suffix.lower()], place
+    if place.exists():
+        raise ValueError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file")
+    raise ValueError(
+        f"unknown dataset {word!r}{closest(word, DATASETS)} There is no folder or file of that "
+        "name either"
+    )
+
+
+def _dataset_in(folder: Path) -> str:
+    for info in DATASETS.values():
+        if any(home.find(folder) for home in info.homes):
+            return info.name
+    if any(folder.glob("*.tar")) and not class_folders(folder):
+        return "shards"
+    return "folder"
 
 
 def open_dataset(

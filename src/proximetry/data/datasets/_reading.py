@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from proximetry._common import some
 from proximetry.data.catalog import Catalog
@@ -21,6 +21,22 @@ class Size:
     classes: int
 
 
+class Home(NamedTuple):
+    """By which files the folder of a dataset is known, and how it may be called inside another."""
+
+    files: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    def find(self, root: Path) -> Path | None:
+        """Return `root` or the sub-folder of it that has all of these files, if any has."""
+        if not root.is_dir():
+            raise ValueError(f"{root} is not a folder")
+        for home in (root, *(root / name for name in self.names)):
+            if all((home / file).is_file() for file in self.files):
+                return home
+        return None
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """All that is known about a dataset.
@@ -32,6 +48,7 @@ class DatasetInfo:
         layout: what its folder holds.
         about: what it shows.
         train, test, query, gallery: published sizes, where there are any.
+        homes: the files by which its folder is known, where there are such.
         built_in: whether it needs no folder.
     """
 
@@ -44,6 +61,7 @@ class DatasetInfo:
     test: Size | None = None
     query: Size | None = None
     gallery: Size | None = None
+    homes: tuple[Home, ...] = ()
     built_in: bool = False
 
     def __str__(self) -> str:
@@ -100,16 +118,6 @@ def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ())
     """Mark the given classes "train" and all others "test"."""
     splits = tuple("train" if label in train else "test" for label in catalog.labels)
     return replace(catalog, splits=splits, notes=(*catalog.notes, *notes))
-
-
-def find_home(root: Path, inner: Collection[str], files: Collection[str]) -> Path | None:
-    """Return `root` or the sub-folder of it that has all of these files, if any has."""
-    if not root.is_dir():
-        raise ValueError(f"{root} is not a folder")
-    for home in (root, *(root / name for name in inner)):
-        if all((home / file).is_file() for file in files):
-            return home
-    return None
 
 
 def wrong_folder(title: str, root: Path, expected: str) -> ValueError:

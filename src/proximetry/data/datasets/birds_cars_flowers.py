@@ -14,17 +14,20 @@ from typing import Any
 from proximetry._common import need, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import (
+    Home,
     Size,
     dataset,
     drop_missing,
     fields_of,
-    find_home,
     split_by_class,
     wrong_folder,
 )
 
 _CUB, _CARS, _FLOWERS = "CUB-200-2011", "Cars196", "Oxford Flowers 102"
 _CARS_TRAIN, _CARS_TEST = Size(8054, 98), Size(8131, 98)
+_CUB_HOME = Home(("images.txt", "image_class_labels.txt"), ("CUB_200_2011",))
+_CARS_HOME = Home(("cars_annos.mat",), ("stanford_cars", "cars196"))
+_DEVKIT = Home(("devkit/cars_train_annos.mat",))
 
 
 @dataset(
@@ -34,6 +37,7 @@ _CARS_TRAIN, _CARS_TEST = Size(8054, 98), Size(8131, 98)
     layout="CUB_200_2011/images.txt with images/, or <class>/<image>.jpg, or tar shards",
     train=Size(5864, 100),
     test=Size(5924, 100),
+    homes=(_CUB_HOME,),
 )
 def cub(root: Path) -> Catalog:
     """Read CUB-200-2011: classes 1 to 100 for training, 101 to 200 for test.
@@ -41,7 +45,7 @@ def cub(root: Path) -> Catalog:
     `root` is the official folder (images.txt, image_class_labels.txt, images/), or holds
     <class>/<image> in folders, below train/ and test/ or not, or in tar shards.
     """
-    home = find_home(root, ["CUB_200_2011"], ["images.txt", "image_class_labels.txt"])
+    home = _CUB_HOME.find(root)
     if home is not None:
         return drop_missing(_CUB, _cub_lists(home))
     merged = _merged(_CUB, root, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
@@ -82,6 +86,7 @@ def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
     "or <class>/<image>.jpg, or tar shards",
     train=_CARS_TRAIN,
     test=_CARS_TEST,
+    homes=(_CARS_HOME, _DEVKIT),
 )
 def cars(root: Path) -> Catalog:
     """Read Cars196: classes 1 to 98 for training, 99 to 196 for test.
@@ -90,10 +95,10 @@ def cars(root: Path) -> Catalog:
     <class>/<image> in folders, below train/ and test/ or not, or in tar shards. In the latter
     three the classes are put in order by their smallest image number.
     """
-    home = find_home(root, ["stanford_cars", "cars196"], ["cars_annos.mat"])
+    home = _CARS_HOME.find(root)
     if home is not None:
         return drop_missing(_CARS, _cars_annotations(home))
-    if (root / "devkit" / "cars_train_annos.mat").is_file():
+    if _DEVKIT.find(root):
         return drop_missing(_CARS, _cars_devkit(root))
     merged = _merged(_CARS, root, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
     return split_by_class(merged, *_first_cars(merged))

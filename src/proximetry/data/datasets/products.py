@@ -4,15 +4,18 @@ from pathlib import Path
 
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import (
+    Home,
     Size,
     dataset,
     drop_missing,
     fields_of,
-    find_home,
     wrong_folder,
 )
 
 _SOP, _INSHOP = "Stanford Online Products", "In-Shop Clothes Retrieval"
+_SOP_LISTS = {"train": "Ebay_train.txt", "test": "Ebay_test.txt"}
+_SOP_HOME = Home(tuple(_SOP_LISTS.values()), ("Stanford_Online_Products",))
+_INSHOP_HOME = Home(("Eval/list_eval_partition.txt",), ("In-shop", "inshop"))
 
 
 @dataset(
@@ -21,16 +24,16 @@ _SOP, _INSHOP = "Stanford Online Products", "In-Shop Clothes Retrieval"
     layout="Stanford_Online_Products/Ebay_train.txt and Ebay_test.txt with <kind>_final/",
     train=Size(59551, 11318),
     test=Size(60502, 11316),
+    homes=(_SOP_HOME,),
 )
 def sop(root: Path) -> Catalog:
     """Read Stanford Online Products by its lists; the kind of product is the group."""
-    lists = {"train": "Ebay_train.txt", "test": "Ebay_test.txt"}
-    home = find_home(root, ["Stanford_Online_Products"], lists.values())
+    home = _SOP_HOME.find(root)
     if home is None:
         raise wrong_folder(_SOP, root, "Ebay_train.txt and Ebay_test.txt")
     rows = [
         (path, label, split, path.split("/")[0].removesuffix("_final"))
-        for split, name in lists.items()
+        for split, name in _SOP_LISTS.items()
         for _, label, _, path in fields_of(home / name, 4, skip=1)
     ]
     if not rows:
@@ -47,10 +50,11 @@ def sop(root: Path) -> Catalog:
     test=Size(26830, 3985),
     query=Size(14218, 3985),
     gallery=Size(12612, 3985),
+    homes=(_INSHOP_HOME,),
 )
 def inshop(root: Path) -> Catalog:
     """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
-    base = find_home(root, ["In-shop", "inshop"], ["Eval/list_eval_partition.txt"]) or root
+    base = _INSHOP_HOME.find(root) or root
     places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
     partition = next((file for file in places if file.is_file()), None)
     if partition is None:

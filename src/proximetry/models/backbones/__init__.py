@@ -1,5 +1,6 @@
 """Backbones: every model of timm by name, and three that timm lacks, registered into it."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from proximetry._common import closest
 from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
+from proximetry.models.backbones.base import BACKBONES
 from proximetry.models.batchnorm import evaluating
 
 
@@ -22,6 +24,12 @@ class Features:
     channels_last: bool = False
 
 
+def own_backbones() -> dict[str, str]:
+    """Return the backbones that timm lacks, by name, with a line of what each is."""
+    documented = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}
+    return {name: (text or "").partition("\n")[0] for name, text in documented.items()}
+
+
 def list_backbones(pattern: str = "") -> list[str]:
     """Return the names that `Embedder.create` takes; `pattern` may hold wildcards ("resnet*")."""
     return timm.list_models(pattern)
@@ -32,7 +40,10 @@ def check_name(name: str) -> str:
     if isinstance(name, str) and timm.is_model(name):
         return name
     near = closest(str(name), timm.list_models())
-    raise ValueError(f"unknown backbone {name!r}{near} list_backbones('resnet*') finds names.")
+    raise ValueError(
+        f"unknown backbone {name!r}{near} `proximetry backbones 'resnet*'`, or in Python "
+        "list_backbones('resnet*'), finds names"
+    )
 
 
 def build(

@@ -31,6 +31,7 @@ class Backbone(nn.Module):
 Kind = TypeVar("Kind", bound=type[Backbone])
 
 default_cfgs: dict[str, dict[str, Any]] = {}  # where timm's register_model looks
+BACKBONES: dict[str, type[Backbone]] = {}
 
 
 def register_backbone(
@@ -54,6 +55,7 @@ def register_backbone(
     def register(kind: Kind) -> Kind:
         kind.pixel_format = {"scale": scale, "channels": channels}
         kind.default_pooling = pooling
+        BACKBONES[name] = kind
 
         def make(pretrained: bool = False, **settings: Any) -> Backbone:
             return build_model_with_cfg(

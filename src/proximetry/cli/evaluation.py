@@ -1,0 +1,123 @@
+"""What `proximetry evaluate` computes and how it is shown."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from proximetry._common import Progress
+from proximetry.data import Catalog
+from proximetry.metrics import Evaluation, Metrics, retrieve
+from proximetry.models import Embedder
+from proximetry.training.evaluator import (
+    compared,
+    encode_catalog,
+    means,
+    score_queries,
+    without_idle_roles,
+)
+from proximetry.training.reporting import metrics_table
+
+# How many of the worst classes are shown.
+WORST = 10
+
+
+class Scored(NamedTuple):
+    """Every query's scores by dimensions, all of them first, and what was compared."""
+
+    queries: dict[int, Evaluation]
+    compared: dict[str, Any]
+
+
+def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
+    """Return the rows of a split: as asked, else test if there are such, else all."""
+    chosen = split or ("test" if "test" in catalog.splits else "all")
+    found = catalog if chosen == "all" else catalog.filter(split=chosen)
+    if len(found) == 0:
+        raise ValueError(f"{source} has no rows of split {chosen!r}; try --split all")
+    return found, chosen
+
+
+def run(
+    embedder: Embedder,
+    catalog: Catalog,
+    wanted: Metrics,
+    eval_dims: Sequence[int],
+    batch_size: int | None,
+    progress: Progress,
+) -> Scored:
+    """Embed the images and score every query."""
+    vectors: Tensor = encode_catalog(embedder, catalog, batch_size, progress)
+    catalog, similarity = without_idle_roles(catalog), embedder.architecture.similarity
+    queries = score_queries(vectors, catalog, similarity, wanted, eval_dims, progress=progress)
+    return Scored(queries, compared(vectors, catalog, similarity))
+
+
+def describe(scored: Scored, *, per_class: bool, confusions: int) -> dict[str, Any]:
+    """Return the metrics with 95 % intervals and, if wanted, classes and confusions."""
+    whole = next(iter(scored.queries.values()))
+    found: dict[str, Any] = {
+        "metrics": means(scored.queries),
+        "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
+    }
+    if per_class:
+        found["per_class"] = _classes(whole)
+    if confusions:
+        found["confusions"] = _confusions(scored.compared)[:confusions]
+    return found
+
+
+def _classes(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """A row of metrics for each class, the worst first."""
+    table = {name: column.tolist() for name, column in evaluation.per_class().items()}
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    by = "map@r" if "map@r" in table else next(iter(evaluation.scores))
+    return sorted(rows, key=lambda row: float(row[by]))
+
+
+def _confusions(compared: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of the queries whose nearest image has another class: both classes, most frequent first."""
+    nearest = retrieve(**compared, k=1)
+    missed = ~nearest.hits[:, 0] & (nearest.ids[:, 0] >= 0)
+    if nearest.positives is not None:
+        missed &= nearest.positives > 0
+    pairs = zip(nearest.query_labels[missed], nearest.labels[missed, 0], strict=True)
+    return [
+        {"query": str(query), "nearest": str(other), "count": count}
+        for (query, other), count in Counter(pairs).most_common()
+    ]
+
+
+def as_text(document: Mapping[str, Any], name: str) -> str:
+    """Return the tables of an evaluation for people."""
+    scores, split = document["metrics"], document["split"]
+    parts = [
+        f"{document['images']} images of {document['classes']} classes, split {split}",
+        metrics_table({f"{name} ({split})": scores}),
+        f"95 % intervals over the queries: {_intervals(document['intervals'])}",
+    ]
+    if "per_class" in document:
+        worst = document["per_class"][:WORST]
+        rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}
+        shown = list(_headline(document["intervals"]))
+        parts.append(f"The worst {len(rows)} classes:\n{metrics_table(rows, shown)}")
+    if "confusions" in document:
+        lines = [
+            f"{one['count']:6}  {one['query']} → {one['nearest']}" for one in document["confusions"]
+        ]
+        head = "Queries by class → class of the nearest image, where it is another:"
+        parts.append("\n".join([head, *(lines or ["  none"])]))
+    parts += [f"note: {note}" for note in document["notes"]]
+    return "\n\n".join(parts)
+
+
+def _headline(names: Iterable[str]) -> dict[str, None]:
+    """The first metric, and MAP@R."""
+    every = list(names)
+    return dict.fromkeys([every[0], *(name for name in every if name == "map@r")])
+
+
+def _intervals(intervals: Mapping[str, Sequence[float]]) -> str:
+    bounds = {name: intervals[name] for name in _headline(intervals)}
+    return ", ".join(f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())

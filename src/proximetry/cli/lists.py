@@ -1,0 +1,164 @@
+"""The commands that list what there is: all they say is taken from the declarations."""
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from proximetry.cli.output import AsJson, columns, tell, wrap
+
+
+def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
+    """List the losses, or show one with its settings and when to use it.
+
+    Args:
+        name: the loss to show.
+    """
+    from proximetry.losses import LOSSES, PAIR_LOSSES
+
+    if name is not None:
+        found = _loss(name)
+        tell(as_json, found, _loss_page(name, found))
+        return
+    names = [*LOSSES, *(f"pairs/{pair}" for pair in PAIR_LOSSES)]
+    every = {name: _loss(name) for name in names}
+    tell(as_json, every, columns({name: _loss_entry(found) for name, found in every.items()}))
+
+
+def _loss(name: str) -> dict[str, Any]:
+    """All that is declared about a loss; an unknown name is an error."""
+    from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
+    from proximetry.losses.pair_losses import USE
+
+    settings = {
+        key: {
+            "default": one.default,
+            "type": one.check.kind,
+            "about": one.help.replace("**", ""),  # the documentation is in Markdown
+        }
+        for key, one in loss_settings(name).items()
+    }
+    own = LOSSES.get(name)
+    source: Any = own or PAIR_LOSSES[name.removeprefix("pairs/")].make
+    about, *more = (inspect.getdoc(source) or "").replace("``", "").split("\n\n")
+    use = own.use if own else USE
+    return {"about": about, "more": more, "use": use, "settings": settings}
+
+
+def _loss_entry(found: Mapping[str, Any]) -> list[str]:
+    """What it is, and the settings that decide what is computed."""
+    settings = {key: one["default"] for key, one in found["settings"].items() if key != "engine"}
+    return [found["about"], ", ".join(f"{key} {_short(v)}" for key, v in settings.items())]
+
+
+def _loss_page(name: str, found: Mapping[str, Any]) -> str:
+    parts = [wrap(text) for text in (f"{name}: {found['about']}", *found["more"])]
+    if found["use"]:
+        parts.append(wrap(f"When to use it: {found['use']}"))
+    if found["settings"]:
+        settings = {
+            key: [f"{one['about']} ({one['type']}) [default: {_short(one['default'])}]"]
+            for key, one in found["settings"].items()
+        }
+        example = next(iter(settings))
+        parts.append(f"Settings (--loss.settings.{example} …):")
+        parts.append(columns(settings))
+    return "\n\n".join(parts)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
+    """List our own backbones, and those of timm that match a pattern.
+
+    Args:
+        pattern: part of a name, or a name with wildcards, such as 'vit*dinov2*'.
+    """
+    from proximetry.models.backbones import list_backbones, own_backbones
+    from proximetry.models.weights import PACKAGES
+
+    known = own_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    wild = pattern is not None and set("*?[") & set(pattern)
+    names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
+    if not names:
+        raise ValueError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
+    found = {name: about for name, about in known.items() if name in names}
+    if pattern is not None or as_json:
+        found |= {name: known.get(name, "") for name in names}
+    text = columns({name: [about] for name, about in found.items()})
+    if pattern is None:
+        more = len(names) - len(found)
+        text += f"\n\nand {more} more of timm: proximetry backbones 'resnet*'"
+    tell(as_json, {name: {"about": about} for name, about in found.items()}, text)
+
+
+def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
+    """List the shipped recipes, or print one as a start for your own YAML file.
+
+    Args:
+        name: the recipe to print.
+    """
+    from proximetry.training.recipe import Recipe, find_recipe, plain_values, shipped_recipes
+
+    if name is not None:
+        text = find_recipe(name).read_text(encoding="utf-8")
+        tell(as_json, Recipe.load(name).to_dict() if as_json else None, text.rstrip("\n"))
+        return
+    every = {name: plain_values(name) for name in shipped_recipes()}
+    document = {
+        name: {"about": values["about"], "dataset": values["data"]["dataset"]}
+        for name, values in every.items()
+    }
+    tell(as_json, document, columns({name: [one["about"]] for name, one in document.items()}))
+
+
+def datasets(
+    source: str | None = None, root: Path | None = None, *, as_json: AsJson = False
+) -> None:
+    """List the datasets that can be read, or check and describe one.
+
+    Args:
+        source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.
+        root: where the images of a dataset of the list lie.
+    """
+    from proximetry.data import list_datasets, open_dataset, resolve_source
+
+    known = list_datasets()
+    facts = {name: dataclasses.asdict(info) for name, info in known.items()}
+    for one in facts.values():
+        del one["read"]
+    if source is None:
+        tell(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
+        return
+    name, place = resolve_source(source, root)
+    if place is None and not known[name].built_in:
+        tell(as_json, facts[name], wrap(str(known[name])))
+        return
+    catalog = open_dataset(name, place)
+    document = {
+        "dataset": name,
+        "root": str(catalog.root),
+        "images": len(catalog),
+        "classes": len(catalog.class_names),
+        "splits": Counter(catalog.splits),
+        "notes": catalog.notes,
+    }
+    tell(as_json, document, catalog.describe())
+
+
+def metrics(*, as_json: AsJson = False) -> None:
+    """List the metrics of `evaluate`, as the options that choose them."""
+    from proximetry.metrics import Metrics
+
+    document, entries = {}, {}
+    for field in dataclasses.fields(Metrics):
+        about, default = field.metadata["help"], field.default
+        words = default if isinstance(default, tuple) else ["yes" if default else "no"]
+        document[field.name] = {"about": about, "default": default}
+        shown = " ".join(map(str, words)) or "none"
+        entries[f"--{field.name.replace('_', '-')}"] = [f"{about} [default: {shown}]"]
+    tell(as_json, document, columns(entries))

@@ -1,0 +1,73 @@
+"""What a person means by one word: a dataset's name, or where images lie."""
+
+from pathlib import Path
+
+import pytest
+
+from proximetry.data import resolve_source
+
+
+def fill(root, *names):
+    for name in names:
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["ant/0.png", "bee/1.png"], "folder"),
+        (["train/ant/0.png", "test/bee/1.png"], "folder"),
+        (["images.txt", "ant/0.png"], "folder"),
+        (["images.txt", "image_class_labels.txt", "images/001.Bird/0.jpg"], "cub"),
+        (["CUB_200_2011/images.txt", "CUB_200_2011/image_class_labels.txt"], "cub"),
+        (["cars_annos.mat", "car_ims/1.jpg"], "cars"),
+        (["devkit/cars_train_annos.mat"], "cars"),
+        (["Ebay_train.txt", "Ebay_test.txt"], "sop"),
+        (["Eval/list_eval_partition.txt"], "inshop"),
+        (["a.tar", "b.tar"], "shards"),
+        (["a.tar", "ant/0.png"], "folder"),
+    ],
+)
+def test_a_folder_is_known_by_what_it_holds(tmp_path, names, expected):
+    fill(tmp_path, *names)
+    assert resolve_source(tmp_path) == (expected, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a.csv", "csv"), ("b.PARQUET", "parquet"), ("c.tar", "shards")],
+)
+def test_a_file_is_known_by_its_suffix(tmp_path, name, expected):
+    fill(tmp_path, name)
+    assert resolve_source(str(tmp_path / name)) == (expected, tmp_path / name)
+
+
+def test_a_name_with_its_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_source("cub", tmp_path) == ("cub", tmp_path)
+    assert resolve_source("cub", "~/birds") == ("cub", tmp_path / "birds")
+    assert resolve_source("cub") == ("cub", None), "open_dataset then says what its folder holds"
+    assert resolve_source("glyphs") == ("glyphs", None)
+    fill(tmp_path, "pictures/ant/0.png")
+    assert resolve_source("~/pictures") == ("folder", tmp_path / "pictures")
+
+
+def test_a_folder_that_is_called_like_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(fill(tmp_path, "cub/ant/0.png", "glyphs/ant/0.png"))
+    assert resolve_source("cub") == ("folder", Path("cub"))
+    assert resolve_source("cub", "elsewhere") == ("cub", Path("elsewhere"))
+    assert resolve_source("glyphs") == ("glyphs", None)
+    assert resolve_source("./glyphs") == ("folder", Path("glyphs"))
+
+
+def test_what_is_neither_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"'cubs', did you mean 'cub'\? There is no folder or"):
+        resolve_source("cubs")
+    fill(tmp_path, "notes.txt", "ant/0.png")
+    with pytest.raises(ValueError, match=r"notes\.txt is neither a folder nor a \.csv, \.parquet"):
+        resolve_source(tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="a root goes with the name of a dataset"):
+        resolve_source(tmp_path, "elsewhere")

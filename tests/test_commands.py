@@ -1,0 +1,297 @@
+"""What the commands besides `train` give, to people and to scripts."""
+
+import dataclasses
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import yaml
+
+from proximetry import cli
+from proximetry.data import Catalog, list_datasets
+from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
+from proximetry.metrics import Metrics, evaluate_queries
+from proximetry.models import Embedder
+from proximetry.training import Recipe
+from proximetry.training.recipe import shipped_recipes
+from tests.training.tiny import make_images
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    return made.save(tmp_path_factory.mktemp("saved") / "embedder")
+
+
+@pytest.fixture(scope="module")
+def vectors(embedder, images):
+    catalog = Catalog.from_folder(images)
+    files = [catalog.file(row) for row in range(len(catalog))]
+    return Embedder.load(embedder).encode(files, 128).numpy()
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        if code:
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+            return printed.err
+        return printed.out
+
+    return run
+
+
+def data(call, *words):
+    """The one JSON document on stdout."""
+    return json.loads(call(*words, "--json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["losses"], [*LOSSES, *(f"pairs/{name}" for name in PAIR_LOSSES)]),
+        (["recipes"], shipped_recipes()),
+        (["datasets"], list_datasets()),
+        (["metrics"], [field.name for field in dataclasses.fields(Metrics)]),
+        (["backbones", "resnet5*"], ["resnet50", "resnet51q"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_lists_name_everything_in_80_columns(call, words, names):
+    text = call(*words)
+    assert max(map(len, text.splitlines())) <= 80
+    told = {line.split()[0].removeprefix("--").replace("-", "_") for line in text.splitlines()}
+    assert {name.replace("-", "_") for name in names} <= told
+    assert set(names) <= data(call, *words).keys()
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "pairs/margin"])
+def test_a_loss_is_shown_with_its_settings(call, name):
+    text, found = call("losses", name), data(call, "losses", name)
+    assert max(map(len, text.splitlines())) <= 80
+    assert found["about"]
+    assert " ".join(found["use"].split()) in " ".join(text.split())
+    assert found["use"]
+    assert {key: one["default"] for key, one in found["settings"].items()} == {
+        key: one.default for key, one in loss_settings(name).items()
+    }
+    assert all(f"\n{key} " in text for key in found["settings"])
+
+
+def test_a_recipe_is_printed_as_a_start_for_ones_own(call):
+    text = call("recipes", "cub-mpa")
+    assert yaml.safe_load(text)["base"]
+    assert data(call, "recipes", "cub-mpa") == Recipe.load("cub-mpa").to_dict()
+
+
+def test_own_backbones_come_first_and_a_part_of_a_name_is_enough(call):
+    lines = call("backbones").splitlines()
+    assert [line.split()[0] for line in lines if line[:1].strip()][:3] == [
+        "bn_inception",
+        "small_convnet",
+        "sphereface20",
+    ]
+    assert "proximetry backbones 'resnet*'" in lines[-1]
+    found = call("backbones", "inception").splitlines()
+    assert found[0].startswith("bn_inception")
+    assert "inception_v4" in found
+    assert "'zzz'" in call("backbones", "zzz", code=1)
+
+
+def test_an_unknown_backbone_gets_advice_for_the_shell():
+    with pytest.raises(ValueError, match=r"proximetry backbones 'resnet\*'"):
+        Embedder.create("rsnet50")
+
+
+def test_a_dataset_is_described_by_its_name_or_where_it_lies(call, images):
+    assert "100 classes for training" in call("datasets", "cub")
+    for words in ([images], ["folder", images], ["folder", "--root", images]):
+        assert "48 images of 8 classes" in call("datasets", *words)
+    found = data(call, "datasets", images)
+    assert found["images"] == 48
+    assert found["splits"] == {"all": 48}
+    assert "no folder or file" in call("datasets", images / "nothing", code=1)
+
+
+@pytest.fixture(scope="module")
+def sources(images, tmp_path_factory):
+    """The same images in every form; the second half of the classes for test, where it is said."""
+    home = tmp_path_factory.mktemp("sources")
+    catalog = Catalog.from_folder(images)
+    test = tuple("test" if label >= "class04" else "train" for label in catalog.labels)
+    divided = dataclasses.replace(catalog, splits=test)
+    divided.to_csv(images / "divided.csv")
+    catalog.to_parquet(images / "all.parquet")
+    with tarfile.open(home / "shard.tar", "w") as tar:
+        for path in catalog.paths:
+            tar.add(images / path, path)
+    return {
+        "folder": ([images], "all"),
+        "name": (["folder", "--root", images], "all"),
+        "csv": ([images / "divided.csv"], "test"),
+        "parquet": ([images / "all.parquet"], "all"),
+        "tar": ([home / "shard.tar"], "all"),
+        "shards": ([home], "all"),
+    }
+
+
+@pytest.mark.parametrize("form", ["folder", "name", "csv", "parquet", "tar", "shards"])
+def test_evaluate_takes_images_in_any_form(call, embedder, sources, vectors, images, form):
+    words, split = sources[form]
+    found = data(call, "evaluate", embedder, *words)
+    labels = np.asarray(Catalog.from_folder(images).labels)
+    chosen = labels >= "class04" if split == "test" else labels >= ""
+    expected = evaluate_queries(vectors[chosen], labels[chosen])
+    assert found["split"] == split
+    assert found["images"] == chosen.sum()
+    assert found["metrics"] == pytest.approx(expected.mean(), abs=1e-6)
+    low, high = found["intervals"]["map@r"]
+    assert (low, high) == pytest.approx(expected.bootstrap()["map@r"][1:], abs=1e-6)
+    assert split in call("evaluate", embedder, *words).splitlines()[0]
+
+
+def test_evaluate_shows_the_worst_classes_and_confusions(call, embedder, tmp_path):
+    images = make_images(tmp_path / "images", classes=12, each=4)
+    for i in range(2):  # two pictures of a class also stand in another one
+        copy = (images / "class00" / f"{i}.png").read_bytes()
+        (images / "class02" / f"copy{i}.png").write_bytes(copy)
+    words = ["evaluate", embedder, images, "--per-class", "--confusions", "2"]
+    found = data(call, *words, "--out", tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == found
+    assert found["confusions"] == [
+        {"query": "class00", "nearest": "class02", "count": 2},
+        {"query": "class02", "nearest": "class00", "count": 2},
+    ]
+    rows = found["per_class"]
+    assert {row["label"] for row in rows} == {f"class{number:02d}" for number in range(12)}
+    assert {row["label"] for row in rows[:2]} == {"class00", "class02"}
+    assert next(row for row in rows if row["label"] == "class00")["recall@1"] == 0.5
+    text = call(*words)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "class00 (4 queries)" in text
+    assert f"{rows[-1]['label']} " not in text, "of twelve classes the worst ten are shown"
+    assert "class00 → class02" in text
+    assert "95 % intervals over the queries: recall@1 " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--recall-at", "1.5"], 2, "--recall-at takes whole numbers, got 1.5"),
+        (["--recall-at", "1", "2.5"], 2, "--recall-at takes whole numbers, got 2.5"),
+        (["--recall_at=1.5"], 2, "--recall-at takes whole numbers, got 1.5"),
+        (["--batch-size", "2.5"], 2, "--batch-size takes whole numbers, got 2.5"),
+        (["--eval-dims", "8"], 1, "--eval-dims must be below the embedding's 8 dimensions, got 8"),
+        (["--root", "elsewhere"], 1, "a root goes with the name of a dataset"),
+        (["--split", "test"], 1, "try --split all"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_evaluate_are_one_sentence(call, embedder, images, words, code, message):
+    assert message in call("evaluate", embedder, images, *words, code=code)
+
+
+def read_npz(out):
+    with np.load(out) as file:
+        return {name: file[name] for name in file}
+
+
+def read_npy(out):
+    return {"vectors": np.load(out), **json.loads(out.with_suffix(".json").read_text())}
+
+
+def read_parquet(out):
+    from pyarrow import parquet
+
+    table = parquet.read_table(out).to_pydict()
+    found = {"vectors": np.array(table.pop("vector")), "paths": table.pop("path")}
+    return found | ({"labels": table.pop("label")} if table else {})
+
+
+@pytest.mark.parametrize(
+    ("suffix", "read"), [("npz", read_npz), ("npy", read_npy), ("parquet", read_parquet)]
+)
+def test_embed_writes_what_the_suffix_says(call, embedder, images, vectors, tmp_path, suffix, read):
+    out = tmp_path / f"v.{suffix}"
+    told = data(call, "embed", embedder, images, "--out", out)
+    assert told == {"out": str(out), "images": 48, "dim": 8, "left_out": []}
+    found = read(out)
+    catalog = Catalog.from_folder(images)
+    assert list(found["paths"]) == [catalog.file(row) for row in range(48)]
+    assert list(found["labels"]) == list(catalog.labels)
+    np.testing.assert_allclose(found["vectors"], vectors, atol=1e-6)
+    call("embed", embedder, images / "class00", images / "class01" / "0.png", "--out", out)
+    found = read(out)
+    assert "labels" not in found
+    assert len(found["vectors"]) == len(found["paths"]) == 7
+
+
+def test_embed_takes_tables_and_shards(call, embedder, sources, tmp_path):
+    for form in ("csv", "tar"):
+        call("embed", embedder, *sources[form][0], "--out", tmp_path / "v.npz")
+        assert read_npz(tmp_path / "v.npz")["labels"].tolist()[-1] == "class07"
+
+
+def test_embed_refuses_an_unknown_suffix_before_the_work(call, tmp_path):
+    words = ["embed", "nowhere", "nothing.png", "--out"]
+    assert "must end in .npz, .npy, .parquet" in call(*words, tmp_path / "v.zip", code=1)
+    assert "there is no folder" in call(*words, tmp_path / "new" / "v.npy", code=1)
+
+
+def test_embed_stops_at_a_bad_image_or_leaves_it_out(call, embedder, tmp_path):
+    images = make_images(tmp_path / "images", classes=2, each=3)
+    (images / "class00" / "1.png").write_bytes(b"not an image")
+    out = tmp_path / "v.npz"
+    err = call("embed", embedder, images, "--out", out, code=1)
+    assert "class00/1.png: not an image" in err
+    assert "--bad-images skip" in err
+    assert not out.exists()
+    words = ["embed", embedder, images, "--out", out, "--bad-images", "skip", "--batch-size", "2"]
+    text = call(*words)
+    assert "class00/1.png: not an image" in text.splitlines()[0]
+    assert "wrote 5 embeddings" in text
+    found = read_npz(out)
+    files = [f"{images}/{label}/{i}.png" for label in ("class00", "class01") for i in range(3)]
+    del files[1]
+    assert found["paths"].tolist() == files
+    np.testing.assert_allclose(
+        found["vectors"], Embedder.load(embedder).encode(files).numpy(), atol=1e-6
+    )
+    (only,) = data(call, *words)["left_out"]
+    assert "class00/1.png" in only
+    out.unlink()
+    bad = images / "class00" / "1.png"
+    err = call("embed", embedder, bad, "--out", out, "--bad-images", "skip", code=1)
+    assert "none of the 1 images can be read" in err
+    assert not out.exists()
+
+
+def test_help_of_a_command_in_words(call):
+    assert call("help", "evaluate") == call("evaluate", "-h")
+    assert "Usage: proximetry" in call("help")
+
+
+def test_a_mistyped_option_is_found_by_what_it_is_about(call):
+    words = ["train", "glyphs", "out", "--optimizer.learning-rate", "1e-3"]
+    assert "Did you mean --optimizer.lr?" in call(*words, code=2)
+    assert "Did you mean --recall-at?" in call("evaluate", "a", "b", "--recal-at", "1", code=2)
+
+
+def test_null_means_none_for_text_too(call):
+    words = ["--data.root", "null", "--training.wandb=null", "--data.cache-dir", "12"]
+    found = yaml.safe_load(call("train", "folder", "out", *words, "--print-config"))
+    assert found["data"]["root"] is None
+    assert found["training"]["wandb"] is None
+    assert found["data"]["cache_dir"] == "12"

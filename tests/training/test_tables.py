@@ -1,0 +1,43 @@
+"""Tables of metrics on a terminal of 80 columns."""
+
+import pytest
+
+from proximetry.metrics import Metrics
+from proximetry.training.reporting import metrics_table
+
+
+def default_scores(clustering=False):
+    names = Metrics(clustering=clustering).names()
+    return dict.fromkeys(names, 1.0) | {"queries_without_positive": 0.0}
+
+
+@pytest.mark.parametrize("clustering", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["test"],
+        ["untrained", "last epoch (20), held-out", "selected epoch (12), held-out", "x" * 30],
+        ["a folder with a very long name " * 5],
+    ],
+    ids=["short", "usual", "long"],
+)
+def test_tables_fit_80_columns_and_lose_nothing(names, clustering):
+    scores = default_scores(clustering)
+    text = metrics_table(dict.fromkeys(names, scores))
+    assert max(map(len, text.splitlines())) <= 80
+    words = text.split()
+    for metric in scores.keys() - {"queries", "queries_without_positive"}:
+        assert words.count(metric) == 1
+    assert words.count("100.0") == len(names) * (len(scores) - 2)
+
+
+def test_a_family_of_metrics_stays_in_one_block():
+    blocks = metrics_table({"x" * 30: default_scores(clustering=True)}).split("\n\n")
+    first = [block.split()[0] for block in blocks]
+    assert first == ["recall@1", "r_precision", "ndcg@2", "nmi"]
+
+
+def test_a_metric_that_a_row_lacks_is_left_blank():
+    rows = {"untrained": {"recall@1": 0.25}, "trained": {"recall@1": 0.5, "map@r": 0.125}}
+    lines = [line.split() for line in metrics_table(rows).splitlines()]
+    assert lines == [["recall@1", "map@r"], ["untrained", "25.0", "–"], ["trained", "50.0", "12.5"]]
