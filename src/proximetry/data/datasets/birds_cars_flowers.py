@@ -27,6 +27,7 @@ _CUB, _CARS, _FLOWERS = "CUB-200-2011", "Cars196", "Oxford Flowers 102"
 _CARS_TRAIN, _CARS_TEST = Size(8054, 98), Size(8131, 98)
 _CUB_HOME = Home(("images.txt", "image_class_labels.txt"), ("CUB_200_2011",))
 _CARS_HOME = Home(("cars_annos.mat",), ("stanford_cars", "cars196"))
+_FLOWERS_HOME = Home(("imagelabels.mat",), ("flowers-102", "flowers102"))
 _DEVKIT = Home(("devkit/cars_train_annos.mat",))
 
 
@@ -180,6 +181,7 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
     layout="imagelabels.mat with jpg/, or <number of the class>/<image>.jpg, or tar shards",
     train=Size(3493, 51),
     test=Size(4696, 51),
+    homes=(_FLOWERS_HOME,),
 )
 def flowers(root: Path) -> Catalog:
     """Read Oxford Flowers 102: classes 1 to 51 for training, 52 to 102 for test.
@@ -187,7 +189,7 @@ def flowers(root: Path) -> Catalog:
     `root` is the official folder (imagelabels.mat, jpg/), or holds <number of the class>/<image> in
     folders, below train/, valid/ and test/ or not, or in tar shards.
     """
-    home = find_home(root, ["flowers-102", "flowers102"], ["imagelabels.mat"])
+    home = _FLOWERS_HOME.find(root)
     if home is not None:
         numbers = [str(number) for number in _load_mat(home / "imagelabels.mat")["labels"].ravel()]
         catalog = Catalog(
