@@ -22,6 +22,8 @@ from proximetry.metrics.inputs import (
     as_labels,
     encode,
     full_precision,
+    middle,
+    power_of_two,
     tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
@@ -211,11 +213,9 @@ def kmeans(
         )
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    shift = vectors.mean(0)
+    shift = middle(vectors)
     rows = vectors - shift
-    # A power of two scales without rounding; it keeps squares clear of under- and overflow.
-    largest = float(rows.abs().max())
-    scale = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+    scale = power_of_two(float(rows.abs().max()))
     rows /= scale
     with full_precision(rows.device):
         trials = 2 + int(math.log(clusters))  # as many as scikit-learn takes
