@@ -172,13 +172,18 @@ def test_kmeans_finds_blobs(dtype):
     assert result.centers.dtype == (dtype if dtype == torch.float64 else torch.float32)
 
 
-def test_start_draws_in_proportion_to_the_squared_distance():
-    """How often each set of centres comes up, against the probabilities written out."""
-    points = torch.tensor([[0.0], [1.0], [3.0], [9.0]], dtype=torch.float64)
+@pytest.mark.parametrize("share", [8, 1])
+def test_start_draws_in_proportion_to_the_squared_distance(share, monkeypatch):
+    """How often each set of centres comes up, against the probabilities written out.
+
+    Also where the later centres are drawn ahead, from distances that are out of date.
+    """
+    monkeypatch.setattr(clustering, "_SHARE_AHEAD", share)
+    points = torch.tensor([[0.0], [1.0], [3.0], [9.0], [11.0]], dtype=torch.float64)
     expected: dict[frozenset[float], float] = {}
 
     def extend(chosen, probability):
-        if len(chosen) == 3:
+        if len(chosen) == 4:
             key = frozenset(points[chosen, 0].tolist())
             expected[key] = expected.get(key, 0.0) + probability
             return
@@ -187,13 +192,13 @@ def test_start_draws_in_proportion_to_the_squared_distance():
             if weight:
                 extend([*chosen, i], probability * weight)
 
-    for first in range(4):
-        extend([first], 1 / 4)
+    for first in range(5):
+        extend([first], 1 / 5)
     generator = torch.Generator().manual_seed(0)
     draws = 1000
     found = dict.fromkeys(expected, 0)
     for _ in range(draws):
-        found[frozenset(clustering._start(points, 3, 1, generator)[:, 0].tolist())] += 1
+        found[frozenset(clustering._start(points, 4, 1, generator)[:, 0].tolist())] += 1
     for key, probability in expected.items():
         error = math.sqrt(probability * (1 - probability) / draws)
         assert abs(found[key] / draws - probability) < 5 * error + 1e-9
@@ -261,9 +266,11 @@ def test_cluster_reports_the_four_scores():
 
 
 @pytest.mark.parametrize(
-    ("classes", "each", "width", "spread"), [(300, 5, 32, 0.7), (40, 25, 8, 1.5), (8, 200, 16, 3.0)]
+    ("classes", "each", "width", "spread", "more"),
+    # How much more inertia is luck: three standard errors over the five seeds.
+    [(300, 5, 32, 3.0, 0.01), (40, 25, 8, 1.5, 0.04), (8, 200, 16, 3.0, 0.04)],
 )
-def test_kmeans_is_as_good_as_scikit_learns(classes, each, width, spread):
+def test_kmeans_is_as_good_as_scikit_learns(classes, each, width, spread, more):
     values, labels = blobs(classes, each, width, spread)
 
     def theirs(seed):
@@ -271,7 +278,7 @@ def test_kmeans_is_as_good_as_scikit_learns(classes, each, width, spread):
 
     runs = [(kmeans(values, classes, seed=seed), theirs(seed)) for seed in range(5)]
     inertia, expected = np.mean([(our.inertia, their.inertia_) for our, their in runs], axis=0)
-    assert inertia < 1.05 * expected
+    assert inertia < (1 + more) * expected
     quality, expected = np.mean(
         [(nmi(labels, our.assignments), nmi(labels, their.labels_)) for our, their in runs], axis=0
     )

@@ -43,6 +43,15 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
         "text": (vectors, given["names"], {"similarity": "euclidean"}),
         "half": (half, torch.from_numpy(numbers), {"similarity": "dot"}),
         "cosine": (given["smooth"], numbers, {}),
+        "offset": (
+            given["smooth"].astype(np.float32) + np.float32(3000),
+            numbers,
+            {
+                "similarity": "euclidean",
+                "queries": given["smooth"].astype(np.float32) + np.float32(3000.5),
+                "query_labels": numbers,
+            },
+        ),
         "groups": (vectors, numbers, {"similarity": "dot", "ignore_groups": given["groups"]}),
         "queries": (
             vectors,
@@ -105,7 +114,7 @@ def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
-@pytest.mark.parametrize("name", ["plain", "text", "half", "cosine", "groups", "queries"])
+@pytest.mark.parametrize("name", ["plain", "text", "half", "cosine", "offset", "groups", "queries"])
 def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name: str) -> None:
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,13 +115,16 @@ def test_half_precision_is_storage_only(dtype: torch.dtype) -> None:
 
 
 class Column:
-    """A column of a table, such as pandas has: no sequence, but it can become an array."""
+    """A column of a table, as of pandas: no sequence, with a long text, but an array if asked."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return np.asarray(self.values, dtype)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self.values))
 
 
 def test_inputs_of_all_kinds_agree() -> None:
@@ -134,6 +140,13 @@ def test_inputs_of_all_kinds_agree() -> None:
         [f"class {n}" for n in numbers],
         np.array([f"class {n}" for n in numbers], dtype=object),
         Column(numbers),
+        Column(numbers.astype(object)),  # whole numbers that might have been missing
+        array("q", numbers),
+        deque(numbers.tolist()),
+        pyarrow.array(numbers),
+        pyarrow.chunked_array([numbers[:10], numbers[10:]]),
+        pyarrow.array([f"class {n}" for n in numbers]),
+        pyarrow.array([f"class {n}" for n in numbers]).dictionary_encode(),
     ]
     for labels in kinds:
         again = retrieve(torch.from_numpy(vectors), labels, similarity="dot")
@@ -144,6 +157,20 @@ def test_inputs_of_all_kinds_agree() -> None:
     swapped = vectors.astype(">f4")
     swapped.flags.writeable = False
     assert np.array_equal(retrieve(swapped, numbers, similarity="dot").ids, plain.ids)
+
+
+def test_a_refusal_of_labels_is_short() -> None:
+    vectors = whole_numbers(3, 300)
+    for labels in (
+        dict.fromkeys(range(300), "a class with a long name"),
+        (f"class {n}" for n in range(300)),
+        Column(np.arange(300) / 2),
+        Column([None, *range(299)]),
+    ):
+        with pytest.raises(ValueError, match="labels must be") as refusal:
+            retrieve(vectors, labels)
+        assert len(str(refusal.value)) < 200
+        assert "\n" not in str(refusal.value)
 
 
 def test_labels_above_float32_stay_apart() -> None:
@@ -160,6 +187,45 @@ def test_vanishing_and_zero_vectors() -> None:
     assert result.similarities[0].tolist() == [1.0, 0.0, 0.0]
     assert result.ids[0].tolist() == [1, 2, 3]
     assert result.ids[3].tolist() == [0, 1, 2]
+
+
+def blobs(spread: float) -> tuple[Any, Any]:
+    draw = np.random.default_rng(0)
+    labels = np.arange(400) % 80
+    centers = draw.normal(size=(80, 16))
+    return centers[labels] + spread * draw.normal(size=(400, 16)), labels
+
+
+@pytest.mark.parametrize("offset", [0, 1_000, 10_000, -100_000])
+def test_a_common_offset_costs_no_digits(offset: float) -> None:
+    vectors, labels = blobs(0.8)
+    stored = (vectors + offset * np.linspace(0.5, 1, 16)).astype(np.float32)
+    stored[7] = stored[:7].mean(0) * 3  # one item far from all others
+    queries = stored[::3] + np.float32(0.25)
+    found = retrieve(stored, labels, k=20, similarity="euclidean")
+    exact = retrieve(stored.astype(np.float64), labels, k=20, similarity="euclidean")
+    np.testing.assert_allclose(found.similarities, exact.similarities, rtol=2e-5)
+    assert (found.ids == exact.ids).mean() > 0.999
+    found = retrieve(stored, queries=queries, k=20, similarity="euclidean")
+    matrix = brute.similarity_matrix(queries, stored, "euclidean")
+    np.testing.assert_allclose(found.similarities, -np.sort(-matrix, axis=1)[:, :20], rtol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**70, 2.0**110])
+def test_distances_of_any_size(scale: float) -> None:
+    """Squares of these would vanish or overflow in float32; the distances do not."""
+    vectors, labels = (of[:60] for of in blobs(0.8))
+    stored = vectors.astype(np.float32)
+    for shift in (0, 30):
+        plain = retrieve(stored + shift, labels, similarity="euclidean")
+        scaled = retrieve((stored + shift) * np.float32(scale), labels, similarity="euclidean")
+        assert np.array_equal(scaled.ids, plain.ids)
+        np.testing.assert_array_equal(scaled.similarities, plain.similarities * np.float32(scale))
+
+
+def test_one_item_and_far_queries() -> None:
+    found = retrieve(np.array([[3.0, 4.0]]), queries=np.array([[0.0, 0.0]]), similarity="euclidean")
+    assert found.similarities.tolist() == [[-5.0]]
 
 
 def test_gradients_and_inputs_are_left_alone() -> None:
@@ -297,8 +363,12 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"k": 0}, "k must be a whole number from 1 up, got 0"),
     ({"k": 2.5}, "got 2.5"),
     ({"similarity": "manhattan"}, "unknown similarity 'manhattan'; choose one of cosine"),
+    ({"similarity": "l2"}, "unknown similarity 'l2', called 'euclidean' here; choose one of"),
+    ({"similarity": "IP"}, "unknown similarity 'IP', called 'dot' here"),
     ({"similarity": "hamming"}, "packed uint8 codes"),
-    ({"embeddings": GOOD * 1e20, "similarity": "dot"}, "overflow torch.float32"),
+    ({"embeddings": GOOD * 1e20, "similarity": "dot"}, "length 1e.20: products overflow torch.f"),
+    ({"embeddings": GOOD * 1e-20, "similarity": "dot"}, "products underflow torch.float32"),
+    ({"embeddings": GOOD * 2e38, "similarity": "euclidean"}, "distances overflow torch.float32"),
     ({"queries": GOOD}, "give labels and query_labels together"),
     ({"queries": GOOD, "labels": None, "query_labels": [0, 1, 0, 1]}, "and query_labels together"),
     ({"query_labels": [1, 2, 3, 4]}, "query_labels is given but queries is not"),

@@ -336,6 +336,15 @@ def test_sets_are_compared_frame_by_frame(seed, pooling, tile):
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
 
 
+def test_no_mean_cosine_of_sets_is_beyond_one():
+    generator = torch.Generator().manual_seed(9)
+    frame = torch.randn(20, 24, generator=generator, dtype=torch.float64)[:1]
+    for sign in (1, -1):
+        sets = torch.cat([frame.expand(9, -1), sign * frame.expand(3, -1)])
+        found = set_similarities(sets, [0] * 9 + [1] * 3, [[0, 1], [1, 1]])
+        assert found.abs().max() <= 1
+
+
 def test_bad_input_to_set_similarities():
     vectors, ids = torch.randn(4, 3), ["a", "a", "b", "b"]
     with pytest.raises(ValueError, match="'median'"):

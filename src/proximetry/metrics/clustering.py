@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import chunks
+from proximetry._common import by_device, chunks
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatArray,
@@ -22,6 +22,8 @@ from proximetry.metrics.inputs import (
     as_labels,
     encode,
     full_precision,
+    middle,
+    power_of_two,
     tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
@@ -31,6 +33,10 @@ Average = Literal["arithmetic", "geometric"]
 # Entries of one tile of products: large enough to keep the device busy, small enough to be
 # negligible beside the embeddings.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
+# Entries of the products with all rows that are drawn ahead at the start of k-means, and one over
+# the share of centres that may be added before the next draw: more, and too few would be kept.
+_AHEAD = {"cpu": 2**24, "cuda": 2**27}
+_SHARE_AHEAD = 8
 # Most terms of the expected mutual information held at once.
 _TERMS = 2**21
 
@@ -211,11 +217,9 @@ def kmeans(
         )
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    shift = vectors.mean(0)
+    shift = middle(vectors)
     rows = vectors - shift
-    # A power of two scales without rounding; it keeps squares clear of under- and overflow.
-    largest = float(rows.abs().max())
-    scale = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+    scale = power_of_two(float(rows.abs().max()))
     rows /= scale
     with full_precision(rows.device):
         trials = 2 + int(math.log(clusters))  # as many as scikit-learn takes
@@ -227,24 +231,43 @@ def kmeans(
 
 
 def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator) -> Tensor:
-    """The k-means++ centres, each the best of several draws."""
+    """The k-means++ centres, each the best of several draws.
+
+    Rows are drawn ahead for several centres, because one large product is faster than many small
+    ones. Each is then kept with the probability to which its own has fallen since: what is kept
+    is distributed as if it had been drawn just now.
+    """
     squares = rows.square().sum(1)
-    distances = torch.full_like(squares, torch.inf)
-    drawn = torch.randint(len(rows), (1,), generator=generator).tolist()
-    chosen: list[int] = []
-    while True:
-        # The squared distance of every row to its nearest centre if a drawn one is added.
-        apart = torch.addmm(squares, rows[drawn], rows.T, alpha=-2).add_(squares[drawn, None])
-        apart[range(len(drawn)), drawn] = 0
-        left = torch.minimum(apart.clamp_(min=0), distances)
-        best = int(left.sum(1, dtype=torch.float64).argmin())
-        chosen.append(drawn[best])
-        if len(chosen) == clusters:
-            return rows[chosen]
-        distances = left[best]
-        total = distances.double().cpu().cumsum(0)
-        draws = torch.rand(trials, dtype=torch.float64, generator=generator) * total[-1]
-        drawn = torch.searchsorted(total, draws, right=True).clamp_(max=len(rows) - 1).tolist()
+    chosen = torch.randint(len(rows), (1,), generator=generator).tolist()
+    distances = _apart(rows, squares, torch.tensor(chosen))[0]
+    most = by_device(rows.device, **_AHEAD) // len(rows)
+    while len(chosen) < clusters:
+        centers = min(len(chosen) // _SHARE_AHEAD, most // trials, clusters - len(chosen))
+        before, place = distances.double().cpu(), 0
+        count = trials * max(1, centers)
+        luck = torch.rand((2, count), dtype=torch.float64, generator=generator)
+        total = before.cumsum(0)
+        drawn = torch.searchsorted(total, luck[0] * total[-1], right=True)
+        drawn.clamp_(max=len(rows) - 1)
+        bars = (luck[1] * before[drawn]).to(rows.device)
+        drawn = drawn.to(rows.device)
+        apart = _apart(rows, squares, drawn)
+        while len(chosen) < clusters:
+            kept = (bars[place:] <= distances[drawn[place:]]).nonzero()[:trials, 0] + place
+            if len(kept) < trials:
+                break
+            # The squared distance of every row to its nearest centre if a drawn one is added.
+            left = torch.minimum(apart[kept], distances)
+            best = left.sum(1, dtype=torch.float64).argmin()
+            chosen.append(int(drawn[kept[best]]))
+            distances, place = left[best], int(kept[-1]) + 1
+    return rows[chosen]
+
+
+def _apart(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
+    """Squared distances of the chosen rows to all rows."""
+    apart = torch.addmm(squares, rows[chosen], rows.T, alpha=-2).add_(squares[chosen, None])
+    return apart.clamp_(min=0).scatter_(1, chosen[:, None], 0)
 
 
 def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> KMeans:

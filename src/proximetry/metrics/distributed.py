@@ -29,10 +29,11 @@ def gather_task(check: Check, similarity: Similarity, group: dist.ProcessGroup) 
     whole = replace(_gather_labels(gallery, group), vectors=vectors)
     if queries is None:
         mine = _share(counts, group)
-        return build(whole, None, similarity).only(mine, vectors[mine])
+        task = build(whole, None, similarity)
+        return task.only(mine, task.gallery[mine])
     # The labels of all queries are needed: every process has to number the classes alike.
     task = build(whole, _gather_labels(queries, group), similarity)
-    return task.only(_share(_gather(len(queries), group), group), queries.vectors)
+    return task.only(_share(_gather(len(queries), group), group), task.queries)
 
 
 def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup) -> dict[str, Array]:

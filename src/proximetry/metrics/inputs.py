@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from reprlib import repr as short_repr
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,15 +22,22 @@ FloatArray = npt.NDArray[np.float64]
 Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
 FloatSimilarity = Literal["cosine", "euclidean", "dot"]
 
+# What other tools call them.
+_ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
+
 # Rows looked at together when checking or normalising, so temporaries stay small.
 ROWS = 4096
+# Rows that are enough to find the middle of all.
+_SAMPLE = 1024
 
 
 def check_similarity(similarity: str, known: Any = Similarity) -> None:
     """Refuse a similarity nobody knows."""
     if similarity not in get_args(known):
+        ours = _ELSEWHERE.get(str(similarity).lower())
+        hint = f", called {ours!r} here" if ours else ""
         raise ValueError(
-            f"unknown similarity {similarity!r}; choose one of {', '.join(get_args(known))}"
+            f"unknown similarity {similarity!r}{hint}; choose one of {', '.join(get_args(known))}"
         )
 
 
@@ -47,13 +56,27 @@ def as_vectors(
         return codes
     vectors = as_embeddings(values, name, allow_empty=allow_empty)
     if similarity != "cosine" and len(vectors):
-        largest = float(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).max())
-        if 4 * largest * largest > torch.finfo(vectors.dtype).max:
-            raise ValueError(
-                f"{name} has vectors of length {largest:.3g}: their products overflow "
-                f"{vectors.dtype}; rescale them or use float64"
-            )
+        _check_lengths(vectors, similarity, name)
     return vectors
+
+
+def _check_lengths(vectors: Tensor, similarity: Similarity, name: str) -> None:
+    """Refuse vectors whose distances or products their type cannot hold."""
+    limits = torch.finfo(vectors.dtype)
+    longest = float(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).max())
+    problem = ""
+    if similarity == "euclidean":
+        if 4 * longest > limits.max:
+            problem = "distances overflow"
+    elif 4 * longest * longest > limits.max:
+        problem = "products overflow"
+    elif longest and longest * longest < limits.tiny / limits.eps:
+        problem = "products underflow"
+    if problem:
+        raise ValueError(
+            f"the longest vector of {name} has length {longest:.3g}: {problem} {vectors.dtype}; "
+            "rescale them or use float64"
+        )
 
 
 def as_embeddings(
@@ -131,20 +154,42 @@ def normalize(matrix: Tensor) -> Tensor:
     return result
 
 
+def middle(matrix: Tensor) -> Tensor:
+    """A point amid the rows: the median of each column, over some rows if there are many.
+
+    Unlike a mean it does not follow a few far rows, and it has no more digits than the rows, so
+    that whole numbers remain exact when it is subtracted.
+    """
+    return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
+
+
+def power_of_two(largest: float) -> float:
+    """A scale that rounds nothing and keeps squares clear of under- and overflow."""
+    return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+
+
+def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
+    """The same points seen from another origin, in another unit of length."""
+    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    for rows in chunks(len(matrix), ROWS):
+        result[rows] = (matrix[rows].double() - origin) / unit
+    return result
+
+
 def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
     """Labels as a one-dimensional NumPy array of int64 or of strings."""
-    # Anything that becomes an array will do, a column of a pandas table for one.
-    if isinstance(values, str) or not (
-        isinstance(values, Sequence) or hasattr(values, "__array__")
-    ):
-        raise ValueError(f"{name} must be a sequence of integers or strings, got {values!r}")
+    # Anything that becomes an array will do, a column of a pandas or Arrow table for one.
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim == 0:
+        raise ValueError(
+            f"{name} must be a sequence of integers or strings, got {short_repr(values)}"
+        )
     if array.ndim != 1:
         raise ValueError(f"{name} must have one entry per item, got shape {array.shape}")
     if len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")
-    if array.dtype.kind == "O" and all(isinstance(entry, str) for entry in array):
-        array = array.astype(np.str_)
+    if array.dtype.kind == "O":
+        array = _unbox(array)
     if len(array) == 0:
         # An empty list has no kind of its own and must not clash with its neighbours.
         return array if array.dtype.kind == "U" else array.astype(np.int64)
@@ -158,6 +203,14 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} has a value above 2^63 − 1: {array.max()}")
     return array.astype(np.int64)
+
+
+def _unbox(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Strings or integers from Python objects, as table libraries hand over their columns."""
+    for kind, dtype in ((str, np.str_), ((int, np.integer), np.int64)):
+        if all(isinstance(entry, kind) for entry in array):
+            return array.astype(dtype)
+    return array
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:

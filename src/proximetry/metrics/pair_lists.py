@@ -242,7 +242,7 @@ def set_similarities(
     index = _rows_of(ids, _pair_array(pairs))
     if pooling == "mean":
         pooled = _pool(vectors, codes, _shares(None, codes, ids))
-        return pair_similarities(pooled, index, similarity="dot")
+        return pair_similarities(pooled, index, similarity="dot").clamp_(-1, 1)
     by_template = torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)
     frames = torch.split(vectors[by_template], np.bincount(codes).tolist())
     with full_precision(vectors.device):

@@ -1,8 +1,9 @@
 """Every item against all others on a CPU: each similarity is computed once, used twice.
 
 Items are laid out class by class in tiles, so that all positives of an item lie in its diagonal
-tile. Diagonal tiles go first: they give each item its best positive and a first list. A tile off
-the diagonal then holds negatives only, and serves its rows and, transposed, its columns:
+tile, and with them its copies, which take their similarities from the first of them. Diagonal
+tiles go first: they give each item its best positive and a first list. A tile off the diagonal
+then holds negatives only, and serves its rows and, transposed, its columns:
 
 - neighbours: maxima of small groups show the few places that can still enter a list;
 - ranks: while the best positive is in its item's list, so is everything nearer; once it has been
@@ -47,7 +48,7 @@ def applies(task: Task, depth: int) -> bool:
         and task.gallery.dtype != torch.float64
         and len(task.gallery) >= 2 * TILE
         and depth <= TILE // 4
-        and int(torch.bincount(task.gallery_codes).max()) <= TILE // 2
+        and int(torch.bincount(task.clumps).max()) <= TILE // 2
     )
 
 
@@ -69,8 +70,9 @@ def search_symmetric(
 ) -> Block:
     """The same answer as ``neighbors.search_blocks``, for all items at once."""
     count = len(task.gallery)
-    items = torch.argsort(task.gallery_codes, stable=True)
-    tiles = _tiles(task.gallery_codes)
+    items = torch.argsort(task.clumps, stable=True)
+    tiles = _tiles(task.clumps)
+    copies = _copies_by_tile(task, items, tiles)
     vectors = task.gallery[items]
     left, right = project(vectors, vectors, task.similarity)
     del vectors
@@ -98,6 +100,12 @@ def search_symmetric(
         tile[high:] = -torch.inf
         tile[:, wide:] = -torch.inf
         torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
+        if task.similarity == "cosine":
+            tile[:high, :wide].clamp_(-1, 1)
+        for across, at in enumerate((rows, columns)):
+            later, first = copies[at.start]
+            if len(later):
+                tile.index_copy_(across, later, tile.index_select(across, first))
         return tile
 
     def start(at: slice) -> None:
@@ -127,13 +135,27 @@ def search_symmetric(
     return _finish(task, state, with_ranks)
 
 
-def _tiles(codes: Tensor) -> list[slice]:
-    """Items by class, cut evenly except that no class is in two tiles."""
-    ends = torch.bincount(codes).cumsum(0)
-    count = round(len(codes) / TILE)
-    even = torch.arange(1, count) * len(codes) // count
-    cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(codes)}
+def _tiles(clumps: Tensor) -> list[slice]:
+    """Items by clump, cut evenly except that no clump is in two tiles."""
+    ends = torch.bincount(clumps).cumsum(0)
+    count = round(len(clumps) / TILE)
+    even = torch.arange(1, count) * len(clumps) // count
+    cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(clumps)}
     return [slice(*pair) for pair in pairwise(sorted(cuts))]
+
+
+def _copies_by_tile(
+    task: Task, items: Tensor, tiles: list[slice]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """By start of tile: the places of copies in it, and of the first item equal to each."""
+    places = torch.empty_like(items)
+    places[items] = torch.arange(len(items))
+    later, first = (places[of] for of in task.copies)
+    by_tile = {}
+    for at in tiles:
+        here = (later >= at.start) & (later < at.stop)
+        by_tile[at.start] = later[here] - at.start, first[here] - at.start
+    return by_tile
 
 
 @contextmanager
@@ -159,7 +181,7 @@ def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
     values = torch.empty(state.keys.shape)
     for part in chunks(len(ids), TILE):
         found, neighbours = from_keys(state.keys[part].sort(dim=1, descending=True).values)
-        values[state.items[part]] = reported(found, task.similarity)
+        values[state.items[part]] = reported(found, task)
         ids[state.items[part]] = neighbours
     ranks = None
     if with_ranks:

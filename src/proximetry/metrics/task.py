@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry.metrics.copies import find_copies, join
 from proximetry.metrics.inputs import (
     Embeddings,
     Labels,
@@ -16,7 +18,10 @@ from proximetry.metrics.inputs import (
     as_labels,
     as_vectors,
     encode,
+    middle,
+    move,
     normalize,
+    power_of_two,
 )
 
 
@@ -38,6 +43,7 @@ class Task:
 
     ``own`` holds each query's own place in the gallery, which is left out by index; queries and
     gallery items with equal group are left out too. Codes number the labels, ``classes``.
+    ``unit`` is the length that counts as 1 in the vectors.
     """
 
     queries: Tensor
@@ -49,11 +55,30 @@ class Task:
     own: Tensor | None = None
     query_groups: Tensor | None = None
     gallery_groups: Tensor | None = None
+    unit: float = 1.0
 
     @property
     def is_self_search(self) -> bool:
         """Whether every item is a query against all others, in order."""
         return self.own is not None and self.queries is self.gallery
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Gallery items whose vector stands earlier in the gallery too, and where it is first.
+
+        The rounding of a product depends on its place in the matrix. So that copies are equally
+        near, all take the similarity of the first. Hamming distances are exact as they are.
+        """
+        if self.similarity == "hamming":
+            return (self.gallery_codes[:0],) * 2
+        return find_copies(self.gallery)
+
+    @cached_property
+    def clumps(self) -> Tensor:
+        """A number for each gallery item, the same for items of one class and for copies."""
+        later, first = self.copies
+        codes = self.gallery_codes
+        return join(len(self.classes), codes[later], codes[first])[codes]
 
     def only(self, rows: slice, queries: Tensor) -> Task:
         """The same for some of the queries, whose vectors are given."""
@@ -142,9 +167,14 @@ def build(gallery: Items, queries: Items | None, similarity: Similarity) -> Task
     """The search of every query in the whole gallery; without queries, of every item."""
     device = gallery.vectors.device
     sets = [gallery] if queries is None else [gallery, queries]
+    unit = 1.0
+    if similarity == "euclidean":
+        sets, unit = _around_origin(sets)
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
-    task = Task(sets[-1].vectors, gallery.vectors, codes[-1], codes[0], classes, similarity)
+    task = Task(
+        sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity, unit=unit
+    )
     if queries is None:
         task = replace(task, own=torch.arange(len(gallery), device=device))
     named = [items.groups for items in sets if items.groups is not None]
@@ -152,6 +182,18 @@ def build(gallery: Items, queries: Items | None, similarity: Similarity) -> Task
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
         task = replace(task, query_groups=groups[-1], gallery_groups=groups[0])
     return task
+
+
+def _around_origin(sets: list[Items]) -> tuple[list[Items], float]:
+    """Gallery and queries moved and scaled alike, and the unit: no digits lost to an offset.
+
+    The origin is that of the gallery, which all processes know; a unit rounds nothing, so it may
+    differ between them.
+    """
+    origin = middle(sets[0].vectors)
+    ends = [torch.stack(items.vectors.aminmax()).abs().max() for items in sets if len(items)]
+    unit = power_of_two(float(max(ends)))
+    return [replace(items, vectors=move(items.vectors, origin, unit)) for items in sets], unit
 
 
 @dataclass(frozen=True)
@@ -192,11 +234,20 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
     return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)
 
 
-def reported(similarities: Tensor, similarity: Similarity) -> Tensor:
+def settle(similarities: Tensor, task: Task) -> None:
+    """Take away what rounding did: cosines beyond ±1, and copies that are not equally near."""
+    if task.similarity == "cosine":
+        similarities.clamp_(-1, 1)
+    later, first = task.copies
+    if len(later):
+        similarities.index_copy_(1, later, similarities.index_select(1, first))
+
+
+def reported(similarities: Tensor, task: Task) -> Tensor:
     """What people see: the negative distance instead of its negative square."""
-    if similarity != "euclidean":
+    if task.similarity != "euclidean":
         return similarities
-    return -(-similarities).clamp_min(0).sqrt()
+    return -(-similarities).clamp_min(0).sqrt() * task.unit
 
 
 def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
