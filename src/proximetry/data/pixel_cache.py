@@ -185,6 +185,30 @@ class PixelCache:
             self.flat = _map(self._folder)
 
 
+def estimate(
+    catalog: Catalog,
+    short_side: int,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    interpolation: Interpolation = "bicubic",
+) -> tuple[bool, int]:
+    """Return whether the cache of these images is there, and its bytes; nothing is written.
+
+    The size of one that is not there yet is that of some images, times their number.
+    """
+    home = cache_folder() / "pixels" if root is None else Path(root)
+    if (home / "contents" / _stamp(catalog)).is_file():
+        file = home / _key(catalog, short_side, interpolation, home) / "pixels.bin"
+        if file.is_file():
+            return True, file.stat().st_size
+    sizes = []
+    for row in np.linspace(0, len(catalog) - 1, min(len(catalog), 32)).astype(int).tolist():
+        with suppress(ImageError):
+            height, width = np.asarray(open_image(catalog.file(row))).shape[:2]
+            sizes.append(3 * short_side**2 * max(height, width) / min(height, width))
+    return False, round(len(catalog) * float(np.mean(sizes or [3 * short_side**2])))
+
+
 def _free(device: torch.device) -> int:
     """Bytes a new tensor can have: what nobody holds, and what torch holds in reserve."""
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -7,12 +7,19 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from proximetry._common import closest
+from proximetry._common import closest, spaced
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import cub_cars, faces, products  # noqa: F401  (they register)
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
 
-__all__ = ["DatasetInfo", "Size", "datasets_table", "list_datasets", "open_dataset"]
+__all__ = [
+    "DatasetInfo",
+    "Size",
+    "datasets_table",
+    "list_datasets",
+    "open_dataset",
+    "resolve_source",
+]
 
 
 @dataset(
@@ -76,6 +83,21 @@ def open_dataset(
     return replace(catalog, notes=notes)
 
 
+def resolve_source(
+    source: str, root: str | os.PathLike[str] | None = None
+) -> tuple[str, str | None]:
+    """Return the dataset's name and its root for a folder, a table, a tar file or a name."""
+    path = Path(source).expanduser()
+    tables = {".csv": "csv", ".parquet": "parquet", ".tar": "shards"}
+    if path.is_dir():
+        return "folder", str(path.absolute())
+    if path.is_file() and path.suffix in tables:
+        return tables[path.suffix], str(path.absolute())
+    if source in DATASETS:
+        return source, None if root is None else str(Path(root).expanduser().absolute())
+    raise ValueError(f"there is no folder, table or dataset {source!r}{closest(source, DATASETS)}")
+
+
 def datasets_table() -> str:
     """Return a Markdown table of the datasets that have published sizes."""
     rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
@@ -83,15 +105,11 @@ def datasets_table() -> str:
         if info.train and info.test:
             test = _counted(info.test)
             if info.query and info.gallery:
-                test += f" ({_spaced(info.query.images)} queries, "
-                test += f"{_spaced(info.gallery.images)} in the gallery)"
+                test += f" ({spaced(info.query.images)} queries, "
+                test += f"{spaced(info.gallery.images)} in the gallery)"
             rows.append(f"| `{info.name}` | {info.title} | {_counted(info.train)} | {test} |")
     return "\n".join(rows)
 
 
 def _counted(size: Size) -> str:
-    return f"{_spaced(size.classes)} classes, {_spaced(size.images)} images"
-
-
-def _spaced(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
+    return f"{spaced(size.classes)} classes, {spaced(size.images)} images"
