@@ -32,7 +32,7 @@ class GraphedInference:
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the network's result; the first call records the graph."""
         if self._graph is None and not self._failed:
-            self._failed = not _recorded(lambda: self._record(batch), self._on_failure)
+            self._failed = not _recorded(self._record, batch, self._on_failure)
         if self._failed or batch.shape != self._input.shape:
             return self._network(batch)
         self._input.copy_(batch)
@@ -65,7 +65,7 @@ class GraphedNetwork(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         """Return the network's result; the first call records the graphs."""
-        if self._graph is None and not _recorded(lambda: self._record(batch), self._on_failure):
+        if self._graph is None and not _recorded(self._record, batch, self._on_failure):
             self._graph = self.network
         network = self._graph if batch.shape == self._shape else self.network
         assert network is not None
@@ -92,13 +92,20 @@ class GraphedNetwork(nn.Module):
         self._shape = batch.shape
 
 
-def _recorded(record: Callable[[], None], on_failure: Report | None) -> bool:
+def _recorded(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
     """Record a graph; return whether that succeeded, having told why not."""
     try:
-        record()
+        record(batch)
     except RuntimeError as error:  # CUDA's own errors too, and memory that runs out
         if on_failure is None:
             raise
+        if batch.is_cuda:
+            # The generator still takes itself to be recorded, and would draw nothing more.
+            state = torch.cuda.get_rng_state(batch.device)
+            fresh = torch.Generator(batch.device)
+            fresh.set_state(state)
+            own = torch.cuda.default_generators[batch.device.index]
+            own.graphsafe_set_state(fresh.graphsafe_get_state())
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         on_failure(f"no CUDA graph: recording it failed ({reason})")
         return False
