@@ -172,7 +172,7 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),
         (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], 2, "nonsense"),
         (["train", "glyps", "out"], 2, "did you mean 'glyphs'"),
-        (["train"], 2, "images"),
+        (["train"], 2, "IMAGES requires an argument"),
         (
             ["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"],
             2,
