@@ -100,8 +100,8 @@ def make_record(
 
     The recipe is that of the folder, which leaves nothing to ``auto``.
     """
-    root, recipe = run.recipe.data.root, without_places(Recipe.load(folder.recipe)).to_dict()
     results = folder.read_results()
+    root, recipe = run.recipe.data.root, without_places(Recipe.load(folder.recipe)).to_dict()
     environment = json.loads(folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
