@@ -18,7 +18,7 @@ from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run
 from proximetry.reproduce.records import Record, Results, check_same, read_records
 from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
-from proximetry.training.recipe import Recipe
+from proximetry.training.recipe import AUTO, Recipe
 
 ROOT = Path(__file__).parents[1]
 SEARCHES = (ROOT / "benchmarks" / "record", ROOT / "benchmarks" / "defaults")
@@ -57,8 +57,10 @@ def check_folder(home: Path, table: Table) -> Iterator[str]:
     if (home / "README.md").read_text(encoding="utf-8") != page(results):
         yield f"{home / 'README.md'} is not what its JSON files say; render it anew"
     for record in results.everything:
-        options = ReproduceOptions(epochs=record.recipe["training"]["epochs"])
         row = table.row(record.row)
+        automatic = table.epochs(row) == AUTO
+        epochs = None if automatic else record.recipe["training"]["epochs"]
+        options = ReproduceOptions(epochs=epochs)
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
         path = home / f"{run.id}.json"
         if not path.exists():
@@ -150,6 +152,7 @@ def check_best_recipes() -> Iterator[str]:
                 for key, value in recipe.portable(without=("words", "place", "pace")).items()
                 if not key.startswith("evaluation.")
                 and key not in ("model.image_size", "model.resize", "model.flip_tta")
+                and key not in ("training.precision", "training.cuda_graph")  # by device
             }
             for recipe in (Recipe.load(f"best-{name}"), tried)
         )

@@ -46,7 +46,7 @@ def test_a_real_process_knows_its_version_and_answers_a_mistake():
     assert done.stdout.startswith("proximetry 0.")
     done = process("train", "nonsense", "out")
     assert done.returncode == 2
-    assert "no recipe 'nonsense'" in done.stderr
+    assert "'nonsense' is no folder or table of images, no recipe" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -92,13 +92,13 @@ def config(capsys, *words):
 
 
 def test_options_stand_before_or_after_the_words(capsys, tmp_path):
-    expected = Recipe.load("folder", {"optimizer.lr": 0.5}).to_dict()
+    expected = Recipe.load("cub-mpa", {"optimizer.lr": 0.5}).to_dict()
     (tmp_path / "my.yaml").write_text("optimizer: {lr: 0.5}\n")
-    assert config(capsys, "folder", "runs/x", "--config", tmp_path / "my.yaml") == expected
-    assert config(capsys, "--config", tmp_path / "my.yaml", "folder", "runs/x") == expected
-    assert config(capsys, "--optimizer.lr", "0.5", "folder", "runs/x") == expected
-    assert config(capsys, "--device", "cpu", "folder", "--optimizer.lr=0.5", "runs/x") == expected
-    assert expected["model"]["dim"] == 256, "which is the recipe's, not the default"
+    assert config(capsys, "cub-mpa", "runs/x", "--config", tmp_path / "my.yaml") == expected
+    assert config(capsys, "--config", tmp_path / "my.yaml", "cub-mpa", "runs/x") == expected
+    assert config(capsys, "--optimizer.lr", "0.5", "cub-mpa", "runs/x") == expected
+    assert config(capsys, "--device", "cpu", "cub-mpa", "--optimizer.lr=0.5", "runs/x") == expected
+    assert expected["model"]["pooling"] == "gem", "which is the recipe's, not the default"
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_options_stand_before_or_after_the_words(capsys, tmp_path):
     ids=str,
 )
 def test_every_key_is_an_option(capsys, words, changes):
-    expected = Recipe.load("folder", changes).to_dict()
-    assert config(capsys, "folder", "runs/x", *words) == expected
-    assert config(capsys, *words, "folder", "runs/x") == expected
+    expected = Recipe.load("cub-proxy-anchor", changes).to_dict()
+    assert config(capsys, "cub-proxy-anchor", "runs/x", *words) == expected
+    assert config(capsys, *words, "cub-proxy-anchor", "runs/x") == expected
 
 
 def test_train_with_overrides_and_again(capsys, run, images):
@@ -172,7 +172,7 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),
         (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], 2, "nonsense"),
         (["train", "glyps", "out"], 2, "did you mean 'glyphs'"),
-        (["train", "glyphs"], 2, "--out requires an argument"),
+        (["train"], 2, "IMAGES requires an argument"),
         (
             ["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"],
             2,

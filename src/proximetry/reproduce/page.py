@@ -10,7 +10,7 @@ from proximetry.reproduce.figures import curve, picture_names, why_no_seconds
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import examine, sample
-from proximetry.training.recipe import Recipe
+from proximetry.training.recipe import AUTO, Recipe
 from proximetry.training.schedule import drop_epochs
 
 NOT_RECORDED = "not recorded"
@@ -318,8 +318,8 @@ def _epochs(results: Results) -> str:
     """How many epochs were run, and of how many if there should be more or less."""
     table = results.table
     ran = _values(sorted({record.recipe["training"]["epochs"] for record in results.runs}))
-    wanted = _values(sorted({table.epochs(table.row(record.row)) for record in results.runs}))
-    if ran == wanted:
+    wanted = _values({table.epochs(table.row(record.row)): None for record in results.runs})
+    if wanted in (ran, AUTO):
         return f"{ran} epochs"
     published = table.published.epochs
     of = f"published {published}" if published else f"table's {wanted}"

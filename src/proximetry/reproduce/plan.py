@@ -7,13 +7,16 @@ from typing import Any, Literal
 
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
-from proximetry.training.recipe import Recipe, RecipeError, merge
+from proximetry.training.recipe import AUTO, Recipe, RecipeError, merge
 from proximetry.training.schedule import drop_epochs
+
+_NEVER = 1_000_000  # more epochs than any run has
 
 Kind = Literal["full", "selection", "held_out"]
 
-# What a GPU adds to a recipe that does not say otherwise.
-_ON_GPU = {"data.cache": "gpu", "training.precision": "bfloat16", "training.cuda_graph": True}
+# What `auto` stands for, said by name: runs of other devices are not mixed with these.
+_ON_GPU = {"training.precision": "bfloat16", "training.cuda_graph": True}
+_ON_CPU = {"training.precision": "float32", "training.cuda_graph": False}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def command_for(
         words += ["--backbone", model["backbone"]]
     if model["weights"] != own.get("weights", "auto"):
         words += ["--weights", Path(model["weights"]).name]
-    if epochs != table.epochs(table.row(row)):
+    if table.epochs(table.row(row)) not in (epochs, AUTO):
         words += ["--epochs", str(epochs)]
     if selection != table.selection:
         words.append("--selection" if selection else "--no-selection")
@@ -108,7 +111,7 @@ def make_run(
     }
     given = {key: value for key, value in changes.items() if value is not None}
     try:
-        values = merge(defaults | (_ON_GPU if on_gpu else {}), table.recipe_values(row))
+        values = merge(defaults | (_ON_GPU if on_gpu else _ON_CPU), table.recipe_values(row))
         recipe = Recipe.load(values, given)
         _check(table, recipe)
     except RecipeError as error:
@@ -118,7 +121,8 @@ def make_run(
     if kind != "full":
         apart: dict[str, Any] = {"protocol": "held_out", "watch_test": False}
         if kind == "held_out":  # no epoch can be selected but the last
-            apart |= {"every": recipe.training.epochs, "final_test": False}
+            epochs = recipe.training.epochs
+            apart |= {"every": _NEVER if epochs == AUTO else epochs, "final_test": False}
         recipe = recipe.override({"evaluation": apart})
     return Run(row, seed, kind, recipe)
 
@@ -141,6 +145,8 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
     schedule, published = recipe.schedule, recipe.training.epochs
+    if published == AUTO:
+        return recipe.override({"training.epochs": epochs})
     if epochs <= schedule.warmup_epochs:
         raise ReproduceError(
             f"{epochs} epochs end before the warm-up of {schedule.warmup_epochs} does, and the "

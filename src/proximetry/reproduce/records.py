@@ -11,6 +11,7 @@ from proximetry._common import atomic_write
 from proximetry.models.names import WEIGHTS_SOURCES
 from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Table
+from proximetry.training.automatic import keep_choices
 from proximetry.training.recipe import (
     Recipe,
     RecipeError,
@@ -95,9 +96,12 @@ def without_places(recipe: Recipe) -> Recipe:
 def make_record(
     table: Table, run: Run, folder: "RunFolder", *, on_gpu: bool, selection: bool, **known: Any
 ) -> Record:
-    """Gather what a finished run left in its folder; ``known`` are further fields of the record."""
-    root, recipe = run.recipe.data.root, without_places(run.recipe).to_dict()
+    """Gather what a finished run left in its folder; ``known`` are further fields of the record.
+
+    The recipe is that of the folder, which leaves nothing to ``auto``.
+    """
     results = folder.read_results()
+    root, recipe = run.recipe.data.root, without_places(Recipe.load(folder.recipe)).to_dict()
     environment = json.loads(folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
@@ -161,7 +165,7 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
         ) from error
     old, new = (
         without_places(recipe).portable(without=("words", "place", "pace"))
-        for recipe in (there, run.recipe)
+        for recipe in (there, keep_choices(run.recipe, there))
     )
     changed = differences(old, new)
     if changed:

@@ -195,10 +195,11 @@ class Table(Section):
             raise ReproduceError(f"there is no row {name!r}{closest(name, rows)}")
         return rows[name]
 
-    def epochs(self, row: Row) -> int:
-        """The number of epochs of a row."""
+    def epochs(self, row: Row) -> int | str:
+        """The number of epochs of a row, or auto."""
         given = self.recipe_values(row).get("training", {})
-        return int(given.get("epochs", TrainingConfig().epochs))
+        epochs: int | str = given.get("epochs", TrainingConfig().epochs)
+        return epochs
 
 
 def shipped_tables() -> dict[str, Path]:

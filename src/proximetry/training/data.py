@@ -1,16 +1,20 @@
 """What a run trains on and is evaluated on: rows of the catalogue, and batches of pixels."""
 
+import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._common import cache_folder, readable_size, spaced
 from proximetry.data import (
     Catalog,
     CenterCrop,
@@ -24,9 +28,11 @@ from proximetry.data import (
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
+from proximetry.data.pixel_cache import estimate
 from proximetry.models import Preprocessing
 from proximetry.training.distributed import World
 from proximetry.training.recipe import Recipe, RecipeError
+from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
 
 Rows = npt.NDArray[np.int64]
@@ -57,26 +63,29 @@ class TrainingData:
         recipe: Recipe,
         preprocessing: Preprocessing,
         world: World,
-        report: Callable[[str], None],
+        display: Display,
     ) -> None:
         d = recipe.data
-        if d.root is None and not list_datasets()[d.dataset].built_in:
-            raise RecipeError(f"data.root is missing: where do the images of {d.dataset!r} lie?")
-        self.world, self._recipe = world, recipe
+        self.world, self._recipe, self._display = world, recipe, display
         self._filter = preprocessing.interpolation
-        catalog = open_dataset(d.dataset, d.root)
+        catalog = open_catalog(recipe)
         cache = self._build(catalog, d.short_side or preprocessing.resize)
         self.catalog = cache.catalog
         self.notes = [*self.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
         for note in self.notes:
-            report(note)
+            display.message(note)
         self.rows = divide(self.catalog, recipe)
-        self._cache = self._put(cache)
+        images, pca_dim = len(self.rows["train"]), recipe.model.pca_dim or 0
+        if images < pca_dim:
+            fewer = f"model.pca_dim {pca_dim} becomes {images}: there are no more training images"
+            self.notes.append(fewer)
+            display.message(fewer)
+        self._cache = cache
         self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize)
         train = self.catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
         self._codes = train.codes
-        self.sampler = _sampler(recipe, train.codes, world)
+        self.sampler = make_sampler(recipe, train.codes, world)
         self._augment = RandomResizedCrop(
             d.crop_size or preprocessing.crop,
             scale=d.crop_scale,
@@ -88,22 +97,46 @@ class TrainingData:
         self._stream: torch.cuda.Stream | None = None
 
     def _build(self, catalog: Catalog, short_side: int) -> PixelCache:
-        d = self._recipe.data
-        build = partial(
-            PixelCache.build,
-            catalog,
-            short_side,
-            d.cache_dir,
-            interpolation=self._filter,
-            policy=d.bad_images,
-        )
+        recipe, d = self._recipe, self._recipe.data
+        what: Any = (catalog, short_side, d.cache_dir)
+
+        def build() -> PixelCache:
+            there, size = estimate(*what, interpolation=self._filter)
+            count, started = spaced(len(catalog)), time.monotonic()
+            if not there:
+                check_space(recipe, size)
+                self._display.message(
+                    f"decoding {count} images into the cache ({readable_size(size)})…"
+                )
+            cache = PixelCache.build(
+                *what,
+                interpolation=self._filter,
+                policy=d.bad_images,
+                progress=partial(self._display.progress, "decoding"),
+            )
+            if not there:
+                self._display.message(
+                    f"decoded {count} images in {time.monotonic() - started:.0f} s"
+                )
+            return cache
+
         if self.world.size > 1:  # rank 0 decodes, the others then find it done
             self.world.first(lambda: len(build()))
         return build()
 
-    def _put(self, cache: PixelCache) -> PixelCache:
-        """Bring the pixels where the recipe wants them."""
-        place = self._recipe.data.cache
+    @property
+    def pixels(self) -> int:
+        """Bytes of all pixels."""
+        caches = {id(cache): cache for cache in (self._cache, self._eval_cache)}
+        return sum(cache.flat.nbytes for cache in caches.values())
+
+    def put(self, place: str) -> None:
+        """Bring the pixels to the ``gpu``, to ``memory``, or leave them on ``disk``."""
+        shared = self._eval_cache is self._cache
+        self._cache = self._put(self._cache, place)
+        self._eval_cache = self._cache if shared else self._put(self._eval_cache, place)
+
+    def _put(self, cache: PixelCache, place: str) -> PixelCache:
         if place == "memory":
             return PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
         if place == "disk":
@@ -120,14 +153,12 @@ class TrainingData:
         scaled to `resize`, once. Where the training cache has another size, there is a second one.
         """
         every = np.arange(len(self.catalog))
-        wanted = self.rows["test"]
-        if self._recipe.model.pca_dim or len(self.rows["held_out"]):
-            wanted = every  # the whole of it, so that runs with other held-out classes share it
+        wanted = evaluated_rows(self._recipe, self.rows, every)
         if (self._recipe.data.short_side or resize) == resize or len(wanted) == 0:
             return every, self._cache
         places = np.full(len(self.catalog), -1)
         places[wanted] = np.arange(len(wanted))
-        return places, self._put(self._build(self.catalog.subset(wanted), resize))
+        return places, self._build(self.catalog.subset(wanted), resize)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
@@ -230,6 +261,33 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from begun
 
 
+def open_catalog(recipe: Recipe) -> Catalog:
+    """Read which images there are."""
+    d = recipe.data
+    if d.root is None and not list_datasets()[d.dataset].built_in:
+        raise RecipeError(f"data.root is missing: where do the images of {d.dataset!r} lie?")
+    return open_dataset(d.dataset, d.root)
+
+
+def check_space(recipe: Recipe, size: int) -> int:
+    """Return the free bytes of the disk of the pixel cache; refuse a cache that is larger."""
+    home = Path(recipe.data.cache_dir or cache_folder()).absolute()
+    free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
+    if size > free:
+        raise RunError(
+            f"the pixel cache needs {readable_size(size)} in {home}, where {readable_size(free)} "
+            "are free; name another folder as data.cache_dir, or take a smaller data.short_side"
+        )
+    return free
+
+
+def evaluated_rows(recipe: Recipe, rows: dict[str, Rows], every: Rows) -> Rows:
+    """The rows whose pixels evaluation needs."""
+    if recipe.model.pca_dim or len(rows["held_out"]):
+        return every  # so that runs with other held-out classes share their cache
+    return rows["test"]
+
+
 def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
     """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
 
@@ -258,18 +316,13 @@ def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
         rows["train"], rows["held_out"] = train[~out], train[out]
     if len(rows["train"]) == 0:
         raise RunError("there is no image to train on: the catalogue has no rows of split train")
-    pca_dim = recipe.model.pca_dim or 0
-    if len(rows["train"]) < pca_dim:
-        raise RunError(
-            f"model.pca_dim {pca_dim} needs as many training images to fit the PCA, and there are "
-            f"{len(rows['train'])}; choose a smaller dimension"
-        )
     if e.protocol == "paper" and len(rows["test"]) == 0:
         raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
     return rows
 
 
-def _sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
+def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
+    """What decides which images make up which batch."""
     d, seed = recipe.data, recipe.training.seed
     if d.batch_size % world.size:
         raise RecipeError(

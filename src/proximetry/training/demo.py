@@ -49,8 +49,8 @@ def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[st
         f"{time.monotonic() - started:.0f} s in all. The epoch was selected on characters held "
         f"out of training.\n\n"
         f"Next:\n"
-        f"  proximetry recipes                                  the shipped recipes\n"
-        f"  proximetry train folder runs/mine --data.root DIR   your own folder of class folders\n"
+        f"  proximetry train IMAGES    your own folder of class folders\n"
+        f"  proximetry recipes         the shipped recipes\n"
         f"  proximetry evaluate {folder} glyphs\n"
         f"  proximetry embed {folder} IMAGES --out vectors.npz"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -145,12 +145,18 @@ class Evaluator:
     """
 
     def __init__(
-        self, recipe: Recipe, embedder: Embedder, data: TrainingData, world: World, graph: bool
+        self,
+        recipe: Recipe,
+        embedder: Embedder,
+        data: TrainingData,
+        world: World,
+        graph: bool,
+        on_graph_failure: Callable[[str], None] | None = None,
     ) -> None:
         self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
         self._own = slice(world.rank, None, world.size)  # what this process embeds
         features = embedder.pixel_features
-        self._features = GraphedInference(features) if graph else features
+        self._features = GraphedInference(features, on_graph_failure) if graph else features
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
         """Evaluate the weights as they are now.
@@ -170,21 +176,22 @@ class Evaluator:
     def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         catalog = without_idle_roles(self.data.catalog.subset(rows))
+        dims = [dim for dim in e.eval_dims if dim < embedder.dim]
         scored = score_queries(
             torch.cat([*self._embed(embedder, rows[self._own], full_precision)]),
             catalog.subset(range(len(rows))[self._own]),
             e.similarity,
             e.metrics,
-            e.eval_dims,
+            dims,
             group=dist.group.WORLD if self.world.size > 1 else None,
         )
         return means(scored)
 
     def _with_pca(self, full_precision: bool) -> Embedder:
         """Return the embedder with PCA fitted on the training images, where the recipe has it."""
-        dim = self.recipe.model.pca_dim
-        if dim is None:
+        if self.recipe.model.pca_dim is None:
             return self.embedder
+        dim = min(self.recipe.model.pca_dim, len(self.data.rows["train"]))
         parts = self._embed(self.embedder, self.data.rows["train"][self._own], full_precision)
         moments = reduce(torch.add, map(second_moments, parts))
         # About the mean only for plain distances: those between unit vectors are angles too.

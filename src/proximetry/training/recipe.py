@@ -18,7 +18,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -47,6 +50,18 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[Whole, Field(ge=1)]
+
+
+def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if value == AUTO else check(value)
+
+
+AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
+# Such a key may also be "auto" until `automatic.choose` puts a value in its place, which is before
+# anything computes with it.
+OrAuto = (WrapValidator(_or_auto), PlainSerializer(lambda value: value, return_type=Any))
+AutoCount = Annotated[Count, *OrAuto]
+AutoFlag = Annotated[Flag, *OrAuto]
 
 # What a key is about, where that matters to those who compare recipes.
 Role = Literal["words", "place", "pace"]
@@ -94,8 +109,11 @@ class DataConfig(Section):
         "shuffled", "balanced draws images_per_class images of each class in a batch"
     )
     images_per_class: Count = _key(4, "of the balanced sampler")
-    cache: Literal["disk", "memory", "gpu"] = _key(
-        "disk", "where the pixel cache is read from: a memory map, memory, or the GPU", role="pace"
+    cache: Literal["auto", "disk", "memory", "gpu"] = _key(
+        AUTO,
+        "where the pixels are read from: a memory map of the cache on disk, memory, or the GPU; "
+        "auto takes the GPU where they fit with room to spare",
+        role="pace",
     )
     cache_dir: str | None = _key(
         None, "folder of the pixel cache; default: the user's cache folder", role="place"
@@ -135,17 +153,20 @@ class ModelConfig(Section):
     pca_dim: Count | None = _key(
         None,
         "reduce the trained embedding to this dimension with PCA fitted on the training images "
-        "(folded into the head)",
+        "(folded into the head); at most as many dimensions as there are of these",
     )
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
-        "auto", "auto takes avg for feature maps and token for transformers"
+        "auto",
+        "auto takes avg for feature maps and token for transformers, which know no other",
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
     layer_norm: Flag = _key(
         False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
     )
     normalize: Flag = _key(True, "L2-normalise the embedding")
-    weights: str = _key("auto", f"{', '.join(WEIGHTS_SOURCES)}, or a file")
+    weights: str = _key(
+        "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
+    )
     image_size: Count | None = _key(None, "side of the crop; default: the backbone's")
     resize: Count | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"
@@ -209,7 +230,7 @@ class ScheduleConfig(Section):
     name: Literal["constant", "step", "milestones", "plateau", "cosine"] = _key(
         "step", "how the learning rates decay"
     )
-    every: Count = _key(10, "epochs between two drops (step)")
+    every: AutoCount = _key(10, "epochs between two drops (step); auto takes a third of the epochs")
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "what a drop multiplies the learning rates by", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
@@ -225,10 +246,14 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """The training loop."""
 
-    epochs: Count = _key(60, "number of epochs, warm-up included")
+    epochs: AutoCount = _key(
+        60, "number of epochs, warm-up included; auto goes by the number of training images"
+    )
     seed: Whole = _key(0, "random seed of the whole run", ge=0)
-    precision: Literal["float32", "bfloat16", "float16"] = _key(
-        "float32", "of the network (autocast); proxies and loss stay in float32"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
+        AUTO,
+        "of the network (autocast); proxies and loss stay in float32. auto takes bfloat16 on a "
+        "CUDA GPU that has it, else float32",
     )
     accumulate: Count = _key(
         1,
@@ -242,10 +267,10 @@ class TrainingConfig(Section):
         ge=0,
         lt=1,
     )
-    cuda_graph: Flag = _key(
-        False,
+    cuda_graph: AutoFlag = _key(
+        AUTO,
         "on one CUDA GPU, run the network with fused kernels and as a CUDA graph; elsewhere, and "
-        "with accumulate, it does nothing",
+        "with accumulate, it does nothing. auto does so where it can",
     )
     stop_after: Whole = _key(
         0, "early stopping: evaluations without improvement before the run ends; 0 for never", ge=0

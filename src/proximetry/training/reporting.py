@@ -4,11 +4,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._common import need
+from proximetry._common import need, spaced
 from proximetry.metrics.scores import CLUSTERING, COUNTS
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
@@ -74,6 +74,9 @@ class Display(Callback):
     def message(self, text: str) -> None:
         """Show a line."""
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far a part of the preparation has come."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -84,9 +87,12 @@ class Display(Callback):
 class PlainDisplay(Display):
     """One line per epoch, for logs and pipes."""
 
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file  # None for the present standard output
+
     def message(self, text: str) -> None:
         """Print a line."""
-        print(text, flush=True)
+        print(text, file=self._file, flush=True)
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Print a line per epoch."""
@@ -96,7 +102,8 @@ class PlainDisplay(Display):
 class RichDisplay(PlainDisplay):
     """A live progress bar: epoch, loss, images per second, recall@1, time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: TextIO | None = None) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
@@ -104,6 +111,7 @@ class RichDisplay(PlainDisplay):
             BarColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
+            console=Console(file=file),
             transient=True,
         )
         self._recall = ""
@@ -121,10 +129,28 @@ class RichDisplay(PlainDisplay):
         """Print above the progress bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Let the bar stand for this part of the preparation."""
+        now = time.monotonic()
+        if now - self._drawn < 0.1 and done < total:
+            return
+        self._drawn = now
+        figures = f"{spaced(done)} of {spaced(total)}"
+        self._progress.update(
+            self._task, description=what, completed=done, total=total, figures=figures
+        )
+
     def on_start(self, run: "Run") -> None:
         """Set the length of the bar."""
         steps = run.recipe.training.epochs * len(run.data.sampler)
-        self._progress.update(self._task, total=steps, completed=run.state.step)
+        # The time left goes by this bar's own speed, not by that of what came before.
+        self._progress.reset(
+            self._task,
+            description="training",
+            total=steps,
+            completed=run.state.step,
+            figures="",
+        )
         self._first, self._began = run.state.step, time.monotonic()
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
@@ -151,9 +177,10 @@ class RichDisplay(PlainDisplay):
         super().on_epoch_end(run, line)
 
 
-def make_display() -> Display:
-    """The right display for where the output goes."""
-    return RichDisplay() if sys.stdout.isatty() else PlainDisplay()
+def make_display(file: TextIO | None = None) -> Display:
+    """The right display for where the output goes; standard output unless told otherwise."""
+    on_screen = (file or sys.stdout).isatty()
+    return RichDisplay(file) if on_screen else PlainDisplay(file)
 
 
 def describe_epoch(line: Mapping[str, Any]) -> str:

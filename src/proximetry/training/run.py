@@ -13,7 +13,9 @@ import torch
 from proximetry.cuda.fused import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models.embedder import NoFeatureMapError
 from proximetry.models.names import Similarity
+from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
@@ -23,7 +25,7 @@ from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run_folder import SECOND_STAGE, RunError, RunFolder
+from proximetry.training.run_folder import FIRST_STAGE, SECOND_STAGE, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, restore_state
 from proximetry.training.stopping import stop_requests
@@ -56,20 +58,10 @@ def train(
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
     stage = partial(_train_stage, world, resume, shown, callbacks)
-    try:
-        with _torch_state_restored(world.device), shown:
-            if recipe.training.two_stages:
-                return _two_stages(recipe, Path(out), stage, shown)
-            return stage(recipe, RunFolder(Path(out)))
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"not enough memory on {world.device} for the run in {out}; a smaller "
-            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
-            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
-            f"have left the device ({str(error).split('. ')[0]})"
-        ) from error
-    finally:
-        leave_processes(world)
+    with guest_of_torch(world, out), shown:
+        if recipe.training.two_stages:
+            return _two_stages(recipe, Path(out), stage, shown)
+        return stage(recipe, RunFolder(Path(out)))
 
 
 def _train_stage(
@@ -86,16 +78,19 @@ def _train_stage(
     A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
     """
     world.first(lambda: folder.check(recipe, resume))
+    asked = recipe
+    recipe = world.first(lambda: folder.keep_choices(asked, resume))
     if resume and world.first(folder.results.exists):
         display.message(f"{folder.path} is complete already")
         return folder.read_results()
     world.first(lambda: Trackers.check(recipe))
-    run = prepare(recipe, folder, world, display)
+    # A graph that was not asked for by name may also fail.
+    run = prepare(recipe, folder, world, display, needs_graph=asked.training.cuda_graph is True)
     trackers = [Trackers()] if world.leads else []
     run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
     world.first(folder.acquire)
     try:
-        if world.first(lambda: folder.begin(recipe, resume)):
+        if world.first(lambda: folder.begin(run.recipe, resume)):
             restore_state(folder.last, run)
             world.first(lambda: folder.forget_after(run.state.epoch))
             display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
@@ -107,44 +102,83 @@ def _train_stage(
         folder.release()
 
 
-def prepare(recipe: Recipe, folder: RunFolder, world: World, display: Display) -> Run:
-    """Build everything a run needs, which also checks the recipe; writes nothing to the folder."""
+def prepare(
+    recipe: Recipe,
+    folder: RunFolder,
+    world: World,
+    display: Display,
+    *,
+    needs_graph: bool = False,
+) -> Run:
+    """Build everything a run needs, which also checks the recipe; writes nothing to the folder.
+
+    Unless the run ``needs_graph``, a CUDA graph that cannot be recorded is done without.
+    """
     clock = Stopwatch()
     torch.manual_seed(recipe.training.seed)
-    embedder = make_embedder(recipe.model, recipe.evaluation.similarity).to(world.device)
-    on_cuda = world.device.type == "cuda"
-    if on_cuda:
-        # No slower here, and the same in every run.
-        torch.backends.cudnn.deterministic = True
-        embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # Chunks of a batch would share one graph, and with it one place for their embeddings.
-    alone = on_cuda and world.size == recipe.training.accumulate == 1
-    graph = recipe.training.cuda_graph and alone
-    if graph:
-        fuse(embedder)
-    data = TrainingData(recipe, embedder.preprocessing, world, display.message)
-    objective = Objective(recipe.loss, data.class_names, embedder.dim).to(world.device)
-    optimizer = make_optimizer(recipe.optimizer, embedder, objective)
-    updater = Updater(recipe, embedder, objective, optimizer, world, graph)
+    similarity = recipe.evaluation.similarity
+    embedder = make_embedder(recipe.model, similarity, display.message).to(world.device)
+    data = TrainingData(recipe, embedder.preprocessing, world, display)
+    facts = world.first(lambda: device_facts(world))
+    recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.pixels)
+    for line in lines:
+        display.message(line)
+    data.put(recipe.data.cache)
+    on_failure = None if needs_graph else display.message
+    updater = make_updater(recipe, embedder, data.class_names, world, on_failure)
     evaluated = embedder if updater.average is None else updater.average
-    initial = [group["lr"] for group in optimizer.param_groups]
+    initial = [group["lr"] for group in updater.optimizer.param_groups]
     return Run(
         recipe=recipe,
         folder=folder,
         world=world,
         data=data,
         updater=updater,
-        evaluator=Evaluator(recipe, evaluated, data, world, graph),
+        evaluator=Evaluator(recipe, evaluated, data, world, updater.graph, on_failure),
         rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
         clock=clock,
         state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
     )
 
 
-def make_embedder(m: ModelConfig, similarity: Similarity = "cosine") -> Embedder:
-    """The network, with the statistics of batch normalisation frozen or not."""
+def make_updater(
+    recipe: Recipe,
+    embedder: Embedder,
+    class_names: Sequence[str],
+    world: World,
+    on_graph_failure: Callable[[str], None] | None,
+) -> Updater:
+    """Loss, optimiser and how the network runs on its device."""
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:
+        # No slower here, and the same in every run.
+        torch.backends.cudnn.deterministic = True
+        embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    alone = on_cuda and world.size == recipe.training.accumulate == 1
+    graph = recipe.training.cuda_graph and alone
+    if graph:
+        fuse(embedder)
+    objective = Objective(recipe.loss, class_names, embedder.dim).to(world.device)
+    optimizer = make_optimizer(recipe.optimizer, embedder, objective)
+    return Updater(recipe, embedder, objective, optimizer, world, graph, on_graph_failure)
+
+
+def make_embedder(
+    m: ModelConfig,
+    similarity: Similarity = "cosine",
+    report: Callable[[str], None] = lambda line: None,
+) -> Embedder:
+    """The network, with the statistics of batch normalisation frozen or not.
+
+    A transformer pools its tokens itself, whatever a recipe says that was made for feature maps.
+    """
     of_training = {"pca_dim", "dropout", "freeze_batchnorm"}
-    embedder = Embedder.create(**m.model_dump(exclude=of_training), similarity=similarity)
+    given: dict[str, Any] = m.model_dump(exclude=of_training) | {"similarity": similarity}
+    try:
+        embedder = Embedder.create(**given)
+    except NoFeatureMapError as error:
+        embedder = Embedder.create(**given | {"pooling": "auto"})
+        report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error.reason}")
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
     return embedder
@@ -173,6 +207,18 @@ def make_optimizer(
     return kind(groups, eps=o.eps, **shared)
 
 
+def first_stage(recipe: Recipe) -> Recipe:
+    """The recipe that finds the epochs and the drops of ``training.two_stages``."""
+    return recipe.override(
+        {
+            "name": f"{recipe.name}, first stage",
+            "schedule.name": "plateau",
+            "training.two_stages": False,
+            "evaluation": {"protocol": "held_out", "held_out": 0.5},
+        }
+    )
+
+
 def _two_stages(
     recipe: Recipe, out: Path, stage: Callable[..., dict[str, Any]], display: Display
 ) -> dict[str, Any]:
@@ -182,16 +228,8 @@ def _two_stages(
     other half, and notes the drops and the best epoch. The second trains on all training classes
     for as many epochs with the same drops.
     """
-    first = recipe.override(
-        {
-            "name": f"{recipe.name}, first stage",
-            "schedule.name": "plateau",
-            "training.two_stages": False,
-            "evaluation": {"protocol": "held_out", "held_out": 0.5},
-        }
-    )
-    folders = RunFolder(out / "first-stage"), RunFolder(out / SECOND_STAGE)
-    found = stage(first, *folders)
+    folders = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
+    found = stage(first_stage(recipe), *folders)
     epochs = found["selected"]["epoch"]
     drops = [drop for drop in found["drops"] if drop < epochs]
     second = recipe.override(
@@ -205,6 +243,23 @@ def _two_stages(
     display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
     results = stage(second, folders[1])
     return {**results, "protocol": "held_out", "first_stage": found["selected"]}
+
+
+@contextmanager
+def guest_of_torch(world: World, out: str | Path) -> Iterator[None]:
+    """Leave torch as it was, and the processes; say in a sentence when memory runs out."""
+    try:
+        with _torch_state_restored(world.device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"not enough memory on {world.device} for the run in {out}; a smaller "
+            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
+            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
+            f"have left the device ({str(error).split('. ')[0]})"
+        ) from error
+    finally:
+        leave_processes(world)
 
 
 @contextmanager

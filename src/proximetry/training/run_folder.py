@@ -18,13 +18,14 @@ from filelock import FileLock, Timeout
 
 from proximetry import __version__
 from proximetry._common import PART_SUFFIX, atomic_write
+from proximetry.training.automatic import keep_choices
 from proximetry.training.recipe import Recipe, differences
 
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
 """How long a run waits for another one to leave its folder."""
-SECOND_STAGE = "second-stage"
-"""Where the final run of ``training.two_stages`` lies in its folder."""
+FIRST_STAGE, SECOND_STAGE = "first-stage", "second-stage"
+"""Where the two runs of ``training.two_stages`` lie in their folder."""
 
 # What a run has written by the time its recipe is there.
 _BEFORE_RECIPE = ("checkpoints", "environment.json", LOCK)
@@ -92,14 +93,26 @@ class RunFolder:
             names = {path.name for path in self.path.iterdir() if path.suffix != PART_SUFFIX}
             if self.last.exists() or names.difference(_BEFORE_RECIPE):
                 raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
-        elif resume and (self.last.exists() or self.results.exists()):
-            changed = differences(Recipe.load(self.recipe).portable(), recipe.portable())
+        elif resume and (begun := self.begun()) is not None:
+            asked = keep_choices(recipe, begun).override({"data.cache": begun.data.cache})
+            changed = differences(begun.portable(), asked.portable())
             if changed:
                 raise RunError(
                     f"the run in {self.path} was started with another recipe: "
                     f"{', '.join(changed)}; continue it with the same recipe, choose another "
                     "folder, or start over with --fresh"
                 )
+
+    def begun(self) -> Recipe | None:
+        """The recipe of the run that is here, unless nothing was trained yet."""
+        if self.recipe.exists() and (self.last.exists() or self.results.exists()):
+            return Recipe.load(self.recipe)
+        return None
+
+    def keep_choices(self, recipe: Recipe, resume: bool) -> Recipe:
+        """Leave nothing to ``auto`` that was chosen when the run here was begun."""
+        begun = self.begun() if resume else None
+        return recipe if begun is None else keep_choices(recipe, begun)
 
     def acquire(self) -> None:
         """Be the only one who writes here, after waiting a little for another run to end."""

@@ -1,6 +1,7 @@
 """One update of the weights: forward, loss over all processes, backward, optimiser."""
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,6 +50,7 @@ class Updater:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
         scaler: of the gradients in float16.
+        graph: whether the network runs as a CUDA graph.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         world: World,
         graph: bool,
+        on_graph_failure: Callable[[str], None] | None = None,
     ) -> None:
         self.recipe, self.world = recipe, world
         self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
@@ -67,7 +70,7 @@ class Updater:
             world.device.type, enabled=recipe.training.precision == "float16"
         )
         self._plain = TrainingNetwork(embedder, recipe, world.device)
-        self._graph = graph
+        self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen = recipe.schedule.warmup_epochs > 0  # as the first epoch wants it
         self.network = self._wrap()
 
@@ -83,7 +86,9 @@ class Updater:
         # CUDA graphs and DistributedDataParallel note which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
-        network = GraphedNetwork(self._plain) if self._graph else self._plain
+        network: nn.Module = self._plain
+        if self.graph:
+            network = GraphedNetwork(self._plain, self._on_graph_failure)
         return DistributedDataParallel(network) if self.world.size > 1 else network
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:

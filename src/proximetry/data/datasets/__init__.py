@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from proximetry._common import closest
+from proximetry._common import closest, spaced
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
@@ -132,15 +132,11 @@ def datasets_table() -> str:
         if info.train and info.test:
             test = _counted(info.test)
             if info.query and info.gallery:
-                test += f" ({_spaced(info.query.images)} queries, "
-                test += f"{_spaced(info.gallery.images)} in the gallery)"
+                test += f" ({spaced(info.query.images)} queries, "
+                test += f"{spaced(info.gallery.images)} in the gallery)"
             rows.append(f"| `{info.name}` | {info.title} | {_counted(info.train)} | {test} |")
     return "\n".join(rows)
 
 
 def _counted(size: Size) -> str:
-    return f"{_spaced(size.classes)} classes, {_spaced(size.images)} images"
-
-
-def _spaced(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
+    return f"{spaced(size.classes)} classes, {spaced(size.images)} images"

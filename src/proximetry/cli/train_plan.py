@@ -1,0 +1,199 @@
+"""What `proximetry train` works out by itself: recipe and run folder, and what to do next."""
+
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from proximetry._common import closest
+from proximetry.data.datasets import list_datasets, resolve_source
+from proximetry.training.recipe import Recipe, RecipeError, merge, shipped_recipes
+
+ON_GPU, ON_CPU = "default", "default-cpu"
+RUNS = Path("runs")
+# Names that say nothing about the images in the folder.
+_GENERIC = {"data", "dataset", "images", "imgs", "photos", "pictures", "train", "training"}
+_WIDTH = 80
+
+
+class Plan(NamedTuple):
+    """What to train and where; ``lines`` say what was decided and why."""
+
+    recipe: Recipe
+    out: Path
+    lines: tuple[str, ...] = ()
+
+
+def make_plan(
+    source: str, out: Path | None, asked: str | None, changes: Mapping[str, Any], device: str | None
+) -> Plan:
+    """Find out what the first word of a command means, and what follows from it.
+
+    Args:
+        source: a folder, a table, a dataset's name, or a recipe.
+        out: folder of the run, if given.
+        asked: the recipe for images, if given.
+        changes: overrides of the recipe.
+        device: as `train` takes it.
+    """
+    if _names_recipe(source, asked):
+        recipe = Recipe.load(source, changes)
+        return Plan(recipe, *_place(out, recipe.name, recipe.data, (recipe.name,)))
+    given = merge({}, changes).get("data", {}).get("root")
+    if given is not None and source not in list_datasets():
+        raise RecipeError(f"the images are given twice: {source} and --data.root {given}")
+    try:
+        dataset, place = resolve_source(source, given)
+    except ValueError:
+        known = [*shipped_recipes(), *list_datasets()]
+        raise RecipeError(
+            f"{source!r} is no folder or table of images, no recipe and no dataset"
+            f"{closest(source, known)}"
+        ) from None
+    root = None if place is None else str(place.absolute())
+    changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
+    if asked is not None:
+        recipe = Recipe.load(asked, changes)
+        return Plan(recipe, *_place(out, _name(root or dataset), recipe.data, (recipe.name,)))
+    data = Recipe.load(ON_CPU, changes).data
+    folder, lines = _place(out, _name(root or dataset), data, (ON_GPU, ON_CPU))
+    name, why = _choose_recipe(folder, device)
+    return Plan(Recipe.load(name, changes), folder, (*why, *lines))
+
+
+def _names_recipe(word: str, asked: str | None) -> bool:
+    """Whether the first word is a recipe, and not images."""
+    path = Path(word).expanduser()
+    file = path.suffix in (".yaml", ".yml") and path.is_file()
+    shipped = word in shipped_recipes()
+    if shipped and path.is_dir() and asked is None:
+        raise RecipeError(
+            f"{word!r} is a shipped recipe and a folder here; write ./{word} to train on the "
+            "folder, or rename it to train with the recipe"
+        )
+    if file and asked is not None:
+        raise RecipeError(f"two recipes are given: {word} and --recipe {asked}")
+    return file or (shipped and asked is None)
+
+
+def _choose_recipe(place: Path, device: str | None) -> tuple[str, list[str]]:
+    """The default for the device, or that of the run that is continued; and lines about it."""
+    from proximetry._common import resolve_device
+
+    begun = _begun(place)
+    if begun is not None and begun.name in (ON_GPU, ON_CPU):
+        return begun.name, [f"recipe {begun.name}, with which the run in {place} was begun"]
+    on_gpu = resolve_device(device).type == "cuda"
+    name = ON_GPU if on_gpu else ON_CPU
+    model = Recipe.load(name).model
+    line = f"recipe {name} ({model.backbone}, {model.image_size} px)"
+    if on_gpu:
+        return name, [line]
+    missing = "on the CPU" if device else "no CUDA device"
+    return name, [f"{missing}: {line};", f"--recipe {ON_GPU} trains the larger one"]
+
+
+def _name(source: str) -> str:
+    """What to call a run on these images: after their folder, or the first telling one above."""
+    path = Path(source)
+    names = [path.stem if path.is_file() else path.name, *(above.name for above in path.parents)]
+    return next((name for name in names if name and name.lower() not in _GENERIC), "images")
+
+
+def _place(
+    out: Path | None, name: str, data: Any, recipes: tuple[str, ...]
+) -> tuple[Path, tuple[str, ...]]:
+    """The folder of the run: the one given, that of the same run before, or a free one."""
+    if out is not None:
+        return out, ()
+    found = next(path for path in _numbered(RUNS / name) if _is_free_or_ours(path, data, recipes))
+    return found, (f"run folder {found}",)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+
+
+def _is_free_or_ours(path: Path, data: Any, recipes: tuple[str, ...]) -> bool:
+    from proximetry.training.run_folder import RunError, RunFolder
+
+    if not path.exists():
+        return True
+    begun = _begun(path)
+    if begun is None:
+        try:
+            RunFolder(path).check(Recipe())
+        except RunError:
+            return False
+        return True
+    same = (begun.data.dataset, _absolute(begun.data.root)) == (data.dataset, _absolute(data.root))
+    return same and begun.name in recipes
+
+
+def _absolute(root: str | None) -> Path | None:
+    return None if root is None else Path(root).expanduser().absolute()
+
+
+def _begun(path: Path) -> Recipe | None:
+    """The recipe of the run in a folder, by the name it was asked for."""
+    from proximetry.training.run_folder import FIRST_STAGE, RunFolder
+
+    begun = RunFolder(path).begun() or RunFolder(path / FIRST_STAGE).begun()
+    if begun is None:
+        return None
+    return begun.override({"name": begun.name.removesuffix(", first stage")})
+
+
+def summary(results: Mapping[str, Any], plan: Plan) -> str:
+    """The table, where everything lies, and the next commands to type."""
+    from proximetry.training.reporting import metrics_table
+    from proximetry.training.run_folder import SECOND_STAGE
+
+    rows = {
+        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
+        for which in ("last", "selected")
+        for part in ("held_out", "test")
+        if part in results[which]
+    }
+    home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
+    run, images = _short(plan.out), _short(Path(plan.recipe.data.root or "IMAGES"))
+    other = images if "test" in results["selected"] else "OTHER_IMAGES"
+    next_commands = [
+        ["evaluate", run, other],
+        ["embed", run, images, "--out", "vectors.npz"],
+        ["export", run, f"{plan.out.name}.onnx"],
+    ]
+    return "\n".join(
+        [
+            *([metrics_table(rows), ""] if rows else []),
+            f"protocol: {results['protocol']}; epoch {results['selected']['epoch']} is saved",
+            f"embedder: {_short(home / 'embedder')}",
+            f"results:  {_short(home / 'results.json')}",
+            "",
+            "Next:",
+            *(_command(words) for words in next_commands),
+        ]
+    )
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it: from here, or from one's home."""
+    whole = path.absolute()
+    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if whole.is_relative_to(base) and whole != base:
+            return f"{prefix}{shlex.quote(str(whole.relative_to(base)))}"
+    return shlex.quote(str(whole))
+
+
+def _command(words: list[str]) -> str:
+    """A command to type, over several lines where it would be too long."""
+    lines = ["  proximetry"]
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > _WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

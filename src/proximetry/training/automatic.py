@@ -1,0 +1,156 @@
+"""What `auto` in a recipe stands for: the fastest way on this device, and how long to train.
+
+`choose` knows a device and the images by a few facts alone, so that it can be asked about any.
+"""
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from proximetry._common import readable_size, spaced
+from proximetry.training.recipe import AUTO, Recipe, flatten
+
+if TYPE_CHECKING:
+    from proximetry.training.distributed import World
+
+# `training.epochs: auto` lets a run see about so many images, within limits: a small set needs many
+# epochs for enough steps, a large one some epochs for the learning rates to decay.
+IMAGES_SEEN = 120_000
+FEWEST_EPOCHS = 20
+MOST_EPOCHS = 100
+
+# Pixels may take this part of a GPU's free memory. The rest is for activations, which take several
+# times the pixels of a batch in every layer, for the CUDA graph's own pool, and for evaluation.
+PIXELS_SHARE = 1 / 3
+
+BFLOAT16_SINCE = (8, 0)
+"""The first compute capability with bfloat16 in hardware."""
+
+# Keys that a continued run keeps as it was begun. Where pixels are read from may change: the
+# device may be another one by then, and it makes no difference to the result.
+_KEPT = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a choice depends on.
+
+    Attributes:
+        name: in a sentence.
+        cuda: whether it is a CUDA GPU.
+        capability: its compute capability.
+        free: bytes of its memory that nobody holds.
+        triton: whether Triton is there.
+        processes: how many train together.
+    """
+
+    name: str
+    cuda: bool = False
+    capability: tuple[int, int] = (0, 0)
+    free: int = 0
+    triton: bool = False
+    processes: int = 1
+
+
+def device_facts(world: "World") -> DeviceFacts:
+    """Ask the device of a run."""
+    import torch
+
+    if world.device.type != "cuda":
+        threads = torch.get_num_threads()
+        return DeviceFacts(f"the CPU ({threads} thread{'s' * (threads > 1)})", processes=world.size)
+    return DeviceFacts(
+        torch.cuda.get_device_name(world.device),
+        cuda=True,
+        capability=torch.cuda.get_device_capability(world.device),
+        free=torch.cuda.mem_get_info(world.device)[0],
+        triton=find_spec("triton") is not None,
+        processes=world.size,
+    )
+
+
+def choose(
+    recipe: Recipe, device: DeviceFacts, *, images: int, pixels: int
+) -> tuple[Recipe, list[str]]:
+    """Put values in the place of every ``auto``; return the recipe, and what to say about it.
+
+    What the recipe gives as a value stays, possible or not.
+
+    Args:
+        recipe: what was asked for.
+        device: what it runs on.
+        images: number of images to train on.
+        pixels: bytes of all pixel caches of the run.
+    """
+    asked = flatten(recipe.to_dict())
+    cache, where = _choose_cache(recipe, device, pixels)
+    precision, how = _choose_precision(recipe, device)
+    graph, recorded = _choose_graph(recipe, device)
+    epochs = choose_epochs(images) if recipe.training.epochs == AUTO else recipe.training.epochs
+    chosen: dict[str, Any] = {
+        "data.cache": cache,
+        "training.precision": precision,
+        "training.cuda_graph": graph,
+        "training.epochs": epochs,
+        "schedule.every": math.ceil(epochs / 3),
+    }
+    lines = [f"on {device.name}: {where}, {how}{recorded}"]
+    if recipe.training.epochs == AUTO:
+        lines.append(f"{epochs} epochs, by the number of training images ({spaced(images)})")
+    changes = {key: value for key, value in chosen.items() if asked[key] == AUTO}
+    return recipe.override(changes), lines
+
+
+def choose_epochs(images: int) -> int:
+    """The number of epochs for so many training images."""
+    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
+
+
+def keep_choices(recipe: Recipe, begun: Recipe) -> Recipe:
+    """Put what a run was begun with in the place of ``auto``."""
+    asked, before = flatten(recipe.to_dict()), flatten(begun.to_dict())
+    return recipe.override({key: before[key] for key in _KEPT if asked[key] == AUTO})
+
+
+def _choose_cache(recipe: Recipe, device: DeviceFacts, pixels: int) -> tuple[str, str]:
+    asked, size = recipe.data.cache, readable_size(pixels)
+    if asked != AUTO:
+        place = {"gpu": "on the GPU", "memory": "from memory", "disk": "from disk"}[asked]
+        return asked, f"pixels {place}"
+    if not device.cuda:
+        return "disk", "pixels from disk"
+    if pixels <= PIXELS_SHARE * device.free:
+        return "gpu", f"pixels on the GPU ({size})"
+    free = readable_size(device.free)
+    return "disk", f"pixels from disk ({size} are too much for the GPU, where {free} are free)"
+
+
+def _choose_precision(recipe: Recipe, device: DeviceFacts) -> tuple[str, str]:
+    asked = recipe.training.precision
+    if asked != AUTO:
+        return asked, asked
+    if not device.cuda:
+        return "float32", "float32"
+    if device.capability < BFLOAT16_SINCE:
+        return "float32", "float32 (this GPU has no bfloat16)"
+    return "bfloat16", "bfloat16"
+
+
+def _choose_graph(recipe: Recipe, device: DeviceFacts) -> tuple[bool, str]:
+    """Batches have one size in every run, so only who trains and how can be in the way."""
+    t, reason = recipe.training, None
+    if device.processes > 1:
+        reason = f"{device.processes} processes"
+    elif t.accumulate > 1:
+        # Chunks of a batch would share one graph, and with it one place for their embeddings.
+        reason = f"training.accumulate {t.accumulate}"
+    elif t.cuda_graph == AUTO and not device.triton:
+        reason = "Triton is not installed"
+    possible = device.cuda and reason is None
+    wanted = possible if t.cuda_graph == AUTO else t.cuda_graph
+    if not device.cuda:
+        return wanted, ""
+    if wanted and possible:
+        return wanted, ", CUDA graph"
+    return wanted, ", no CUDA graph" + (f" ({reason})" if reason else "")

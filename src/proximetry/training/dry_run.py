@@ -1,0 +1,234 @@
+"""What a run would take: everything is checked, some steps are measured, nothing is written."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proximetry._common import cache_folder, readable_size, spaced
+from proximetry.data.pixel_cache import estimate
+from proximetry.models import Embedder
+from proximetry.training.automatic import choose, device_facts
+from proximetry.training.data import (
+    check_space,
+    divide,
+    evaluated_rows,
+    make_sampler,
+    open_catalog,
+)
+from proximetry.training.distributed import World, join_processes
+from proximetry.training.recipe import Recipe
+from proximetry.training.reporting import Trackers
+from proximetry.training.run import first_stage, guest_of_torch, make_embedder, make_updater
+from proximetry.training.run_folder import FIRST_STAGE, RunFolder
+from proximetry.training.update import Updater, autocast
+
+STEPS = 2
+CPU_BATCH = 4  # a few seconds must do, and more images take proportionally longer there
+
+
+def dry_run(
+    recipe: Recipe, out: str | Path, *, device: str | None = None, resume: bool = True
+) -> dict[str, Any]:
+    """Check a run as `train` would, and return what it will take.
+
+    Raises what the run would raise: about the data, the weights, the loss, or the folder.
+    """
+    world = join_processes(device)
+    with guest_of_torch(world, out):
+        return _estimate_run(recipe, Path(out), world, resume)
+
+
+def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict[str, Any]:
+    notes, folder = [], RunFolder(out)
+    if recipe.training.two_stages:
+        notes.append("what follows is about the first of two stages")
+        recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
+    folder.check(recipe, resume)
+    Trackers.check(recipe)
+    recipe = folder.keep_choices(recipe, resume)
+    torch.manual_seed(recipe.training.seed)
+    embedder = make_embedder(recipe.model, recipe.evaluation.similarity, notes.append)
+    embedder.to(world.device)
+    catalog = open_catalog(recipe)
+    rows = divide(catalog, recipe)
+    parts = {name: catalog.subset(chosen) for name, chosen in rows.items()}
+    make_sampler(recipe, parts["train"].codes, world)
+
+    # The caches, as the run would build them.
+    resize = embedder.preprocessing.resize
+    short_side = recipe.data.short_side or resize
+    sizes = [(catalog, short_side)]
+    if short_side != resize:
+        every = torch.arange(len(catalog)).numpy()
+        sizes.append((catalog.subset(evaluated_rows(recipe, rows, every)), resize))
+    place, how = recipe.data.cache_dir, embedder.preprocessing.interpolation
+    caches = [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
+    missing = sum(size for there, size in caches if not there)
+    pixels = sum(size for _, size in caches)
+    free = check_space(recipe, missing)
+
+    facts = device_facts(world)
+    recipe, lines = choose(recipe, facts, images=len(parts["train"]), pixels=pixels)
+    updater = make_updater(recipe, embedder, parts["train"].class_names, world, notes.append)
+    counts = {name: len(part) for name, part in parts.items()}
+    classes = len(parts["train"].class_names)
+    rates, memory = _measure(recipe, updater, world, counts["train"], classes)
+    return {
+        "data": {
+            name: {"images": len(part), "classes": len(part.class_names)}
+            for name, part in parts.items()
+        },
+        "notes": [*catalog.notes, *notes],
+        "recipe": recipe.to_dict(),
+        "image_size": embedder.preprocessing.crop[0],
+        "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
+        "device": lines[0],
+        "folder": {"path": str(out), "state": _state(folder, resume)},
+        "cache": {
+            "folder": str(place or cache_folder() / "pixels"),
+            "bytes": pixels,
+            "missing_bytes": missing,
+            "free_bytes": free,
+        },
+        "memory_bytes": memory + (pixels if recipe.data.cache == "gpu" else 0),
+        "images_per_second": rates[0],
+        "seconds": {
+            "training": recipe.training.epochs * counts["train"] / rates[0],
+            "evaluation": _images_evaluated(recipe, counts) / rates[1],
+        },
+    }
+
+
+def _state(folder: RunFolder, resume: bool) -> str:
+    if resume and folder.results.exists():
+        return "complete already"
+    if resume and folder.last.exists():
+        return "continued"
+    return "new"
+
+
+def _images_evaluated(recipe: Recipe, counts: dict[str, int]) -> int:
+    """How many images are embedded over the whole run, to evaluate it."""
+    e, pca = recipe.evaluation, counts["train"] if recipe.model.pca_dim else 0
+    watched = {"held_out": counts["held_out"], "paper": counts["test"], "last": 0}[e.protocol]
+    if e.watch_test and e.protocol != "paper":
+        watched += counts["test"]
+    each = watched + pca if watched else 0
+    final = counts["held_out"] + counts["test"] * e.final_test + pca
+    return math.ceil(recipe.training.epochs / e.every) * each + final
+
+
+def _measure(
+    recipe: Recipe, updater: Updater, world: World, images: int, classes: int
+) -> tuple[tuple[float, float], int]:
+    """Images per second in training and in evaluation, on made-up pixels; bytes of memory."""
+    embedder, on_cuda = updater.embedder, world.device.type == "cuda"
+    own = max(1, min(recipe.data.batch_size, images) // world.size)
+    batch = own if on_cuda else min(own, CPU_BATCH)
+    height, width = embedder.preprocessing.crop
+    side = recipe.data.crop_size
+    crop = (side, side) if side else (height, width)
+    pixels = torch.randint(0, 256, (batch, 3, *crop), dtype=torch.uint8, device=world.device)
+    labels = (torch.arange(batch, device=world.device) // 2) % classes
+    before = _peak_memory()
+    updater.freeze_backbone(False)
+    embedder.train()
+    training = _rate(lambda step: updater(pixels, labels, step), batch * world.size, world)
+    views = torch.zeros((batch, 3, height, width), dtype=torch.uint8, device=world.device)
+    evaluation = _rate(
+        lambda step: _embed(embedder, views, recipe.training.precision), batch * world.size, world
+    )
+    if on_cuda:
+        return (training, evaluation), torch.cuda.max_memory_reserved(world.device)
+    return (training, evaluation), before + (_peak_memory() - before) * own // batch
+
+
+def _embed(embedder: Embedder, pixels: torch.Tensor, precision: str) -> None:
+    with torch.no_grad(), autocast(precision, pixels.device):
+        embedder.project(embedder.pixel_features(pixels))
+
+
+def _rate(step: Callable[[int], Any], images: int, world: World) -> float:
+    """Images per second of a step, after a first one in which kernels are chosen."""
+    step(0)
+    _wait(world)
+    started = time.perf_counter()
+    for number in range(1, STEPS + 1):
+        step(number)
+    _wait(world)
+    return STEPS * images / (time.perf_counter() - started)
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _peak_memory() -> int:
+    """Bytes this process has held at most."""
+    if sys.platform == "win32":
+        return 0  # which has no such call
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Say what `dry_run` found, in lines of at most 80 columns where paths allow it."""
+    data, recipe, cache = found["data"], Recipe.load(found["recipe"]), found["cache"]
+    counted = [
+        f"{_count(data[name]['images'], 'image')} of {_count(data[name]['classes'], 'class')} {use}"
+        for name, use in (("train", "to train on"), ("held_out", "held out"), ("test", "to test"))
+        if data[name]["images"]
+    ]
+    missing = cache["missing_bytes"]
+    size = readable_size(missing) if missing else "nothing"
+    seconds = found["seconds"]
+    total = readable_seconds(sum(seconds.values()))
+    decoding = " and the decoding" if missing else ""
+    m, t = recipe.model, recipe.training
+    lines = {
+        "data": counted,
+        "recipe": [
+            f"{recipe.name}: {m.backbone}, {found['image_size']} px, {m.pca_dim or m.dim}-d, "
+            f"{recipe.loss.name}",
+            f"{t.epochs} epochs, batches of {recipe.data.batch_size}",
+        ],
+        "weights": [found["weights"]],
+        "device": [found["device"].removeprefix("on ")],
+        "folder": [f"{found['folder']['path']} ({found['folder']['state']})"],
+        "cache": [
+            f"{size} to decode, {readable_size(cache['free_bytes'])} free",
+            f"in {cache['folder']}",
+        ],
+        "memory": [f"about {readable_size(found['memory_bytes'])}"],
+        "time": [
+            f"about {total}{decoding}: training {readable_seconds(seconds['training'])} "
+            f"({found['images_per_second']:.3g} images/s),",
+            f"evaluation {readable_seconds(seconds['evaluation'])}",
+        ],
+    }
+    text = [
+        f"{'' if number else name:9}{line}"
+        for name, several in lines.items()
+        for number, line in enumerate(several)
+    ]
+    return "\n".join([*found["notes"], *text, "Nothing was written."])
+
+
+def _count(number: int, what: str) -> str:
+    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{spaced(number)} {what}{plural}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Write a time for people: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

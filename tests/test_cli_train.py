@@ -1,0 +1,257 @@
+"""`proximetry train` with images alone: which recipe, which folder, what it says and writes."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from proximetry import cli
+from proximetry.cli import train_plan
+from proximetry.models import Embedder
+from proximetry.training import Recipe
+from tests.training.tiny import make_images
+
+# What makes the default recipes train on squares in a second.
+SMALL = {
+    "model.backbone": "small_convnet",
+    "model.weights": "none",
+    "model.dim": "8",
+    "model.pca-dim": "null",
+    "model.image-size": "24",
+    "model.resize": "24",
+    "data.batch-size": "8",
+    "training.epochs": "1",
+}
+
+
+def small(**others):
+    """The options, with others in their place: model_backbone for --model.backbone."""
+    changes = {key.replace("_", ".", 1).replace("_", "-"): value for key, value in others.items()}
+    given = SMALL | changes
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return [*words, "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    make_images(tmp_path / "flowers" / "train")
+    return tmp_path
+
+
+def call(capsys, *words):
+    code = cli.main(["train", *(str(word) for word in words)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def config(capsys, *words):
+    code, out, err = call(capsys, *words, "--print-config")
+    assert code == 0, err
+    return yaml.safe_load(out)
+
+
+def test_images_are_enough(capsys, home):
+    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    assert code == 0, err
+    assert "on the CPU: recipe default-cpu (tf_efficientnet_lite0, 224 px)" in out
+    assert "run folder runs/flowers\n" in out, "not after the folder train"
+    for line in (
+        "protocol: held_out; epoch 1 is saved",
+        "embedder: runs/flowers/embedder",
+        "  proximetry export runs/flowers flowers.onnx",
+    ):
+        assert line in out.splitlines()
+    commands = out.partition("Next:\n")[2]
+    assert max(map(len, commands.splitlines())) <= 80 or "\\" in commands
+    assert Embedder.load("runs/flowers/embedder").dim == 8
+    recipe = Recipe.load("runs/flowers/recipe.yaml")
+    assert recipe.data.root == str(home / "flowers" / "train")
+    code, out, _ = call(capsys, home / "flowers" / "train", *small())
+    assert code == 0
+    assert "runs/flowers is complete already" in out
+
+
+def test_images_of_the_same_name_get_a_folder_of_their_own(capsys, home):
+    make_images(home / "other" / "flowers", seed=1)
+    for images, folder in (
+        (home / "flowers" / "train", "runs/flowers"),
+        (home / "other" / "flowers", "runs/flowers-2"),
+        (home / "flowers" / "train", "runs/flowers"),
+        (home / "other" / "flowers", "runs/flowers-2"),
+    ):
+        code, out, err = call(capsys, images, *small())
+        assert code == 0, err
+        assert f"run folder {folder}\n" in out
+
+
+def test_another_recipe_gets_a_folder_of_its_own(capsys, home):
+    images = home / "flowers" / "train"
+    assert call(capsys, images, *small())[0] == 0
+    assert "run folder runs/flowers-2" in call(capsys, images, *small(), "--recipe", "default")[1]
+    assert "run folder runs/flowers\n" in call(capsys, images, *small())[1]
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(capsys, home):
+    place = home / "here" / "runs" / "flowers"
+    place.mkdir(parents=True)
+    (place / "letter.txt").write_text("mine")
+    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    assert code == 0, err
+    assert "run folder runs/flowers-2" in out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "device", "recipe", "line"),
+    [
+        (True, None, "default", "recipe default (tf_efficientnet_lite2, 288 px)"),
+        (False, None, "default-cpu", "no CUDA device: recipe default-cpu"),
+        (True, "cpu", "default-cpu", "on the CPU: recipe default-cpu"),
+    ],
+)
+def test_the_recipe_goes_by_the_device(home, monkeypatch, cuda, device, recipe, line):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    plan = train_plan.make_plan(str(home / "flowers" / "train"), None, None, {}, device)
+    assert plan.recipe.name == recipe
+    assert plan.lines[0].startswith(line)
+
+
+def test_a_run_goes_on_with_the_default_it_was_begun_with(capsys, home):
+    words = [home / "flowers" / "train", "mine", *small()]
+    assert call(capsys, *words, "--recipe", "default")[0] == 0
+    code, out, err = call(capsys, *words)
+    assert code == 0, err
+    assert "recipe default, with which the run in mine was begun" in out
+    assert "mine is complete already" in out
+
+
+def test_a_table_and_a_dataset_are_images_too(capsys, home):
+    rows = [f"{path},{path.parent.name}" for path in (home / "flowers").rglob("*.png")]
+    table = home / "roses.csv"
+    table.write_text("\n".join(["path,label", *rows]))
+    found = config(capsys, table)
+    assert (found["data"]["dataset"], found["data"]["root"]) == ("csv", str(table))
+    found = config(capsys, "cub", "--data.root", home)
+    assert (found["data"]["dataset"], found["data"]["root"]) == ("cub", str(home))
+    assert found["name"].startswith("default")
+
+
+def test_a_recipe_is_named_as_before(capsys, home):
+    assert config(capsys, "glyphs") == Recipe.load("glyphs").to_dict()
+    (home / "mine.yaml").write_text("base: glyphs\nmodel.dim: 16\n")
+    assert config(capsys, home / "mine.yaml")["model"]["dim"] == 16
+    found = config(capsys, home / "flowers" / "train", "--recipe", home / "mine.yaml")
+    assert (found["name"], found["data"]["dataset"]) == ("mine", "folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["glyps"], "'glyps' is no folder or table of images, no recipe and no dataset, did you"),
+        (["./nowhere"], "'./nowhere' is no folder or table of images"),
+        (["glyphs"], "'glyphs' is a shipped recipe and a folder here; write ./glyphs"),
+        (["mine.yaml", "--recipe", "default"], "two recipes are given"),
+        (["IMAGES", "--data.root", "elsewhere"], "the images are given twice"),
+        (["IMAGES", "--recipe", "defalt"], "no recipe 'defalt', did you mean 'default'"),
+    ],
+)
+def test_what_cannot_be_meant(capsys, home, words, message):
+    (home / "here" / "glyphs").mkdir()
+    (home / "here" / "mine.yaml").write_text("base: glyphs\n")
+    places = {"IMAGES": home / "flowers" / "train"}
+    code, _, err = call(capsys, *(places.get(word, word) for word in words))
+    assert code == 2
+    assert message in err
+    assert not (home / "here" / "runs").exists()
+
+
+def test_json_is_all_there_is_on_standard_output(capsys, home):
+    code, out, err = call(capsys, home / "flowers" / "train", *small(), "--json")
+    assert code == 0
+    assert json.loads(out)["selected"]["epoch"] == 1
+    assert "epoch   1" in err
+
+
+def files(folder):
+    return sorted(folder.rglob("*"))
+
+
+def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
+    words = [home / "flowers" / "train", *small(training_epochs=7), "--dry-run"]
+    before = files(home)
+    code, out, err = call(capsys, *words)
+    assert code == 0, err
+    for text in (
+        "36 images of 6 classes to train on",
+        "default-cpu: small_convnet, 24 px, 8-d, mpa_ap",
+        "7 epochs, batches of 8",
+        "runs/flowers (new)",
+        "83 kB to decode",
+        "images/s",
+        "Nothing was written.",
+    ):
+        assert text in out
+    code, out, _ = call(capsys, *words, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["data"]["held_out"] == {"images": 12, "classes": 2}
+    assert found["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
+    assert found["seconds"]["training"] == pytest.approx(7 * 36 / found["images_per_second"])
+    assert files(home) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model_backbone": "small_convnett"},
+        {"model_weights": "missing.pth"},
+        {"data_sampler": "balanced", "data_batch_size": 28},
+        {"loss_name": "pairs/triplet", "loss_exclusive": 1},
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(capsys, home, wrong):
+    start = [home / "flowers" / "train", "out", *small(**wrong)]
+    said = [call(capsys, *start, *more) for more in ([], ["--dry-run"])]
+    assert said[0][0] == said[1][0] > 0
+    assert said[0][2] == said[1][2]
+
+
+def test_too_little_disk_is_said_before_anything_is_decoded(capsys, home, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000}))
+    for more in ([], ["--dry-run"]):
+        code, _, err = call(capsys, home / "flowers" / "train", *small(), *more)
+        assert code == 1
+        assert "the pixel cache needs 83 kB" in err
+        assert "data.cache_dir" in err
+    assert not (home / "here" / "runs").exists()
+
+
+def test_a_transformer_takes_the_place_of_a_convolutional_network(capsys, home):
+    changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
+    code, out, err = call(capsys, home / "flowers" / "train", *small(**changes))
+    assert code == 0, err
+    assert "pooling token instead of gem: vit_tiny_patch16_224 gives tokens" in out
+    assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
+
+
+def test_weights_come_from_the_folder_of_another_run(capsys, home):
+    images = home / "flowers" / "train"
+    assert call(capsys, images, *small())[0] == 0
+    for number, folder in enumerate(("runs/flowers", "runs/flowers/embedder")):
+        code, _, err = call(capsys, images, f"next{number}", *small(model_weights=folder))
+        assert code == 0, err
+        results = json.loads((home / "here" / f"next{number}" / "results.json").read_text())
+        assert results["weights"]["source"] == "file"
+    for wrong, message in (
+        (
+            {"model_weights": "runs/flowers", "model_backbone": "resnet18"},
+            "runs/flowers/embedder holds weights for small_convnet, not for resnet18",
+        ),
+        ({"model_weights": "runs"}, "runs is no saved embedder"),
+    ):
+        code, _, err = call(capsys, images, "out", *small(**wrong))
+        assert code == 1
+        assert message in err

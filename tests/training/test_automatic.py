@@ -1,0 +1,128 @@
+"""What `auto` becomes on devices that are not here, and that a run keeps what was chosen."""
+
+from dataclasses import replace
+
+import pytest
+
+from proximetry.training import Recipe, RunError, train
+from proximetry.training import automatic as module
+from proximetry.training.automatic import DeviceFacts, choose
+from proximetry.training.reporting import PlainDisplay
+from tests.training.test_training import killed_at
+from tests.training.tiny import with_
+
+H200 = DeviceFacts("NVIDIA H200", True, capability=(9, 0), free=140 * 10**9, triton=True)
+CPU = DeviceFacts("the CPU (2 threads)")
+FAST = ("gpu", "bfloat16", True)
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "pixels", "chosen", "line"),
+    [
+        (H200, {}, 4.1 * GB, FAST, "pixels on the GPU (4.1 GB), bfloat16, CUDA graph"),
+        (
+            H200,
+            {},
+            60 * GB,
+            ("disk", "bfloat16", True),
+            "pixels from disk (60.0 GB are too much for the GPU, where 140.0 GB are free), "
+            "bfloat16, CUDA graph",
+        ),
+        (
+            replace(H200, capability=(7, 5)),
+            {},
+            GB,
+            ("gpu", "float32", True),
+            "pixels on the GPU (1.0 GB), float32 (this GPU has no bfloat16), CUDA graph",
+        ),
+        (
+            replace(H200, processes=2),
+            {},
+            GB,
+            ("gpu", "bfloat16", False),
+            "pixels on the GPU (1.0 GB), bfloat16, no CUDA graph (2 processes)",
+        ),
+        (
+            H200,
+            {"training.accumulate": 4},
+            GB,
+            ("gpu", "bfloat16", False),
+            "pixels on the GPU (1.0 GB), bfloat16, no CUDA graph (training.accumulate 4)",
+        ),
+        (
+            replace(H200, triton=False),
+            {},
+            GB,
+            ("gpu", "bfloat16", False),
+            "pixels on the GPU (1.0 GB), bfloat16, no CUDA graph (Triton is not installed)",
+        ),
+        (
+            H200,
+            {"data.cache": "memory", "training.precision": "float32", "training.cuda_graph": False},
+            GB,
+            ("memory", "float32", False),
+            "pixels from memory, float32, no CUDA graph",
+        ),
+        (
+            replace(H200, processes=2, free=0),
+            {"data.cache": "gpu", "training.precision": "float16", "training.cuda_graph": True},
+            GB,
+            ("gpu", "float16", True),
+            "pixels on the GPU, float16, no CUDA graph (2 processes)",
+        ),
+        (CPU, {}, GB, ("disk", "float32", False), "pixels from disk, float32"),
+        (
+            CPU,
+            {"training.precision": "bfloat16"},
+            GB,
+            ("disk", "bfloat16", False),
+            "pixels from disk, bfloat16",
+        ),
+    ],
+)
+def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
+    recipe, lines = choose(Recipe.load(asked), device, images=1000, pixels=int(pixels))
+    assert (recipe.data.cache, recipe.training.precision, recipe.training.cuda_graph) == chosen
+    assert lines == [f"on {device.name}: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("images", "epochs", "every"), [(10, 100, 34), (3000, 40, 14), (5864, 20, 7), (10**6, 20, 7)]
+)
+def test_epochs_go_by_the_number_of_images(images, epochs, every):
+    asked = Recipe.load({"training.epochs": "auto", "schedule.every": "auto"})
+    recipe, lines = choose(asked, CPU, images=images, pixels=1)
+    assert (recipe.training.epochs, recipe.schedule.every) == (epochs, every)
+    assert lines[1].startswith(f"{epochs} epochs, by the number of training images (")
+
+
+def test_a_run_records_what_was_chosen_and_says_so(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "FEWEST_EPOCHS", 1)
+    monkeypatch.setattr(module, "MOST_EPOCHS", 2)
+    recipe = with_(recipe, "training", epochs="auto")
+    results = train(recipe, tmp_path / "run", device="cpu", display=PlainDisplay())
+    out = capsys.readouterr().out
+    assert "pixels from disk, float32" in out
+    assert "2 epochs, by the number of training images (36)" in out
+    assert results["epochs"] == 2
+    recorded = Recipe.load(tmp_path / "run" / "recipe.yaml")
+    assert "auto" not in (recorded.data.cache, *recorded.training.model_dump().values())
+
+
+def test_a_continued_run_keeps_what_it_was_begun_with(recipe, tmp_path):
+    begun = recipe.override({"training.precision": "bfloat16", "data.cache": "memory"})
+    train(begun, tmp_path / "whole", device="cpu")
+    killed_at(5, begun, tmp_path / "cut")
+    train(recipe, tmp_path / "cut", device="cpu")  # which leaves the precision to auto
+    weights = [
+        next((tmp_path / name / "embedder").glob("*.safetensors")) for name in ("whole", "cut")
+    ]
+    assert weights[0].name == weights[1].name, "the name holds the checksum"
+    with pytest.raises(RunError, match=r"training\.precision 'bfloat16' → 'float32'"):
+        train(with_(recipe, "training", precision="float32"), tmp_path / "cut")
+
+
+def test_a_run_may_go_on_from_another_place_of_the_pixels(recipe, tmp_path):
+    killed_at(5, with_(recipe, "data", cache="memory"), tmp_path / "run")
+    assert train(with_(recipe, "data", cache="disk"), tmp_path / "run")["epochs"] == 3
