@@ -48,15 +48,18 @@ Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[Whole, Field(ge=1)]
 
+Protocol = Literal["held_out", "last", "paper"]
+
 # What a key is about, where that matters to those who compare recipes.
-Role = Literal["words", "place", "pace"]
+Role = Literal["words", "place", "pace", "end"]
 
 
 def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> Any:
     """Declare a key: its default, its help and its limits.
 
-    A key with a role does not change what a run computes: ``words`` are for people, a ``place``
-    is where something lies on this machine, and ``pace`` is about speed, safety and reporting.
+    A key with a role does not change what a step computes: ``words`` are for people, a ``place``
+    is where something lies on this machine, ``pace`` is about speed, safety and reporting, and
+    ``end`` says when the run is over.
     """
     return Field(default, description=about, json_schema_extra={"role": role}, **limits)
 
@@ -225,7 +228,7 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """The training loop."""
 
-    epochs: Count = _key(60, "number of epochs, warm-up included")
+    epochs: Count = _key(60, "number of epochs, warm-up included", role="end")
     seed: Whole = _key(0, "random seed of the whole run", ge=0)
     precision: Literal["float32", "bfloat16", "float16"] = _key(
         "float32", "of the network (autocast); proxies and loss stay in float32"
@@ -248,7 +251,10 @@ class TrainingConfig(Section):
         "with accumulate, it does nothing",
     )
     stop_after: Whole = _key(
-        0, "early stopping: evaluations without improvement before the run ends; 0 for never", ge=0
+        0,
+        "early stopping: evaluations without improvement before the run ends; 0 for never",
+        role="end",
+        ge=0,
     )
     checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="pace")
     checkpoint_steps: Whole = _key(
@@ -264,22 +270,36 @@ class TrainingConfig(Section):
     )
     wandb: str | None = _key(None, "project to report to at Weights & Biases", role="pace")
 
+    def is_over(self, epochs: int, stale: int) -> bool:
+        """Whether a run ends after so many epochs, so many evaluations after its last improvement.
+
+        All epochs are done, or early stopping ends it.
+        """
+        return epochs >= self.epochs or 0 < self.stop_after <= stale
+
 
 class EvaluationConfig(Section):
     """How the run is evaluated and which epoch is saved."""
 
-    protocol: Literal["held_out", "last", "paper"] = _key(
+    protocol: Protocol = _key(
         "held_out",
         "held_out selects the epoch on training classes left out of training; last takes the last "
         "epoch; paper selects on the test set, as many papers do",
     )
-    held_out: Number = _key(0.2, "fraction of the training classes held out", gt=0, lt=1)
+    held_out: Number = _key(
+        0.2, "fraction of the training classes held out, at least three classes", gt=0, lt=1
+    )
     every: Count = _key(1, "epochs between two evaluations")
     watch_test: Flag = _key(
         False, "also evaluate the test set each time, for the curve alone: it selects nothing"
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="pace")
-    select_by: str = _key("recall@1", "the metric that selects the epoch")
+    untrained: Flag = _key(
+        True, "evaluate the untrained embedder first, as the baseline of every table", role="pace"
+    )
+    select_by: str = _key(
+        "map@r", "the metric that selects the epoch; of equal epochs the later one is taken"
+    )
     metrics: Metrics = _key(Metrics(), "what is computed")
     similarity: Similarity = _key("cosine", "how embeddings are compared")
     eval_dims: tuple[Count, ...] = _key(
@@ -318,13 +338,11 @@ class Recipe(Section):
                 f"evaluation.eval_dims must differ and be below the embedding's {width} "
                 f"dimensions, got {list(dims)}"
             )
-        if self.evaluation.protocol == "last" and (
-            self.schedule.name == "plateau" or self.training.stop_after
-        ):
+        if self.evaluation.protocol == "last" and self.schedule.name == "plateau":
             raise ValueError(
-                "schedule plateau and training.stop_after go by a selection metric, which "
-                "evaluation.protocol 'last' does not have; use held_out, or another schedule and "
-                "training.stop_after 0"
+                "schedule.name plateau goes by a selection metric, which evaluation.protocol last "
+                "does not have; choose another schedule.name, such as step, or "
+                "evaluation.protocol held_out"
             )
         return self
 
@@ -337,6 +355,12 @@ class Recipe(Section):
         Keys left out take the value of the recipe named as ``base``, else their default. Keys may
         be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
         """
+        given = flatten(_lay_over({}, overrides or {}))
+        if given.get("evaluation.protocol") == "last" and given.get("training.stop_after"):
+            raise RecipeError(
+                "training.stop_after goes by a selection metric, which evaluation.protocol last "
+                "does not have; leave out one of them"
+            )
         values = merge(plain_values(source), overrides or {})
         try:
             return cls.model_validate(values)
@@ -503,6 +527,8 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str"))
     value, context = first["input"], first.get("ctx", {})
     match first["type"]:
+        case "missing":
+            return f"{where} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
             section, _, key = where.rpartition(".")
             return f"unknown key {where!r}{closest(key, _known_keys(model, section))}"
