@@ -65,17 +65,12 @@ def train(
         print(chosen.to_yaml(), end="")
         return
     from proximetry.training import train as run
-    from proximetry.training.reporting import make_display, metrics_table
+    from proximetry.training.reporting import make_display, metrics_table, result_rows
 
     results = run(chosen, out, device=device, resume=not fresh, display=make_display())
     if os.environ.get("RANK", "0") != "0":  # of several processes one prints
         return
-    rows = {
-        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
-        for which in ("last", "selected")
-        for part in ("held_out", "test")
-        if part in results[which]
-    }
+    rows = result_rows(results)
     if rows:
         print(metrics_table(rows))
     print(f"protocol: {results['protocol']}; embedder and results in {out}")
