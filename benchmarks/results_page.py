@@ -94,9 +94,14 @@ def _training(record: Record) -> dict[str, Any]:
     }
 
 
+def _losses(record: Record) -> tuple[float, ...]:
+    """The loss of every epoch; the untrained embedder has none."""
+    return tuple(line["loss"] for line in record.curve if "loss" in line)
+
+
 def spread(group: Sequence[Record]) -> tuple[float, float, float]:
     """How far runs differ, in the order of `TOLERANCES`."""
-    losses = zip(*([line["loss"] for line in record.curve] for record in group), strict=True)
+    losses = zip(*(_losses(record) for record in group), strict=True)
     recalls = [
         [100 * line["test"]["recall@1"] for line in record.curve if "test" in line]
         for record in group
@@ -121,7 +126,7 @@ def _about_repeats(group: Sequence[Record]) -> str:
 
 def same_losses(group: Sequence[Record]) -> bool:
     """Whether the losses of all epochs are equal to the last bit."""
-    return len({tuple(line["loss"] for line in record.curve) for record in group}) == 1
+    return len({_losses(record) for record in group}) == 1
 
 
 def _about_twins(group: Sequence[Record]) -> str:
@@ -129,7 +134,7 @@ def _about_twins(group: Sequence[Record]) -> str:
     equal = "are equal to the last bit" if same_losses(group) else "are **not** equal"
     return (
         f"{rows}, seed {group[0].seed}: they train alike and are evaluated differently. The losses "
-        f"of all {len(group[0].curve)} epochs {equal}.\n"
+        f"of all {len(_losses(group[0]))} epochs {equal}.\n"
     )
 
 

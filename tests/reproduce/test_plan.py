@@ -134,6 +134,16 @@ def test_a_table_may_decide_what_a_gpu_does(tmp_path):
     assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size
 
 
+def test_a_table_may_show_the_untrained_embedder(tmp_path):
+    values = table_values(tmp_path)
+    for table, untrained in (
+        (Table.load(values), False),
+        (Table.load(with_base(values, "evaluation", untrained=True)), True),
+    ):
+        for run in plan(table, ReproduceOptions()):
+            assert run.recipe.evaluation.untrained == untrained
+
+
 def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
     values = table_values(tmp_path, protocol="held_out", selection=False, claims=[], figure=None)
     table = Table.load({**values, "dims": [4, 2]})

@@ -88,18 +88,28 @@ def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
 
 
 @pytest.mark.parametrize(
-    ("images", "epochs", "every"), [(10, 100, 34), (3000, 40, 14), (5864, 20, 7), (10**6, 20, 7)]
+    ("device", "images", "epochs", "every"),
+    [
+        (CPU, 10, 150, 50),
+        (CPU, 3000, 12, 4),
+        (H200, 180, 75, 25),  # two steps each
+        (H200, 3000, 30, 10),
+        (H200, 10**6, 10, 4),
+        (H200, 10**8, 5, 2),
+    ],
 )
-def test_epochs_go_by_the_number_of_images(images, epochs, every):
-    asked = Recipe.load({"training.epochs": "auto", "schedule.every": "auto"})
-    recipe, lines = choose(asked, CPU, images=images, pixels=1)
+def test_epochs_go_by_the_device_and_the_number_of_images(device, images, epochs, every):
+    asked = Recipe.load(
+        {"data.batch_size": 90, "training.epochs": "auto", "schedule.every": "auto"}
+    )
+    recipe, lines = choose(asked, device, images=images, pixels=1)
     assert (recipe.training.epochs, recipe.schedule.every) == (epochs, every)
     assert lines[1].startswith(f"{epochs} epochs, by the number of training images (")
 
 
 def test_a_run_records_what_was_chosen_and_says_so(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "FEWEST_EPOCHS", 1)
-    monkeypatch.setattr(module, "MOST_EPOCHS", 2)
+    monkeypatch.setattr(module, "EPOCHS_ON_CPU", 2)
+    monkeypatch.setattr(module, "LEAST_STEPS", 1)
     recipe = with_(recipe, "training", epochs="auto")
     results = train(recipe, tmp_path / "run", device="cpu", display=PlainDisplay())
     out = capsys.readouterr().out

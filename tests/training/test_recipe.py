@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from proximetry.models import Embedder
 from proximetry.training import Recipe, RecipeError, shipped_recipes
-from proximetry.training.recipe import recipe_keys
+from proximetry.training.recipe import Section, recipe_keys, validation_sentence
 from proximetry.training.run import make_embedder
 
 
@@ -138,7 +139,10 @@ def test_what_was_said_is_told_apart_from_defaults():
         ({"evaluation": {"select_by": "recall@3"}}, "'recall@3' is not computed"),
         ({"evaluation": {"metrics": {"recall_att": [1]}}}, "did you mean 'recall_at'"),
         ({"evaluation": {"metrics": {"recall_at": [0]}}}, "recall_at"),
-        ({"evaluation": {"protocol": "last"}, "training": {"stop_after": 3}}, "use held_out"),
+        (
+            {"evaluation": {"protocol": "last"}, "schedule": {"name": "plateau"}},
+            "choose another schedule.name, such as step",
+        ),
         ({"schedule": {"name": "milestones", "at": [3, 2]}}, r"must rise, got \[3, 2\]"),
         ({"model.dim.x": 3}, "model.dim must be a valid integer"),
         ({3: 4}, "keys must be text"),
@@ -147,6 +151,42 @@ def test_what_was_said_is_told_apart_from_defaults():
 def test_mistakes_are_named(values, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.load(values)
+
+
+def test_the_last_epoch_can_be_asked_of_a_recipe_that_stops_early():
+    last = Recipe.load({"training": {"stop_after": 6}}, {"evaluation.protocol": "last"})
+    assert last.override({"training.epochs": 2}).evaluation.protocol == "last"
+    both = {"evaluation.protocol": "last", "training.stop_after": 6}
+    with pytest.raises(RecipeError, match=r"training\.stop_after goes by .*leave out one of them"):
+        Recipe.load("glyphs", both)
+
+
+def test_the_epoch_is_selected_by_map_at_r_unless_a_paper_did_otherwise():
+    assert Recipe().evaluation.select_by == "map@r"
+    for name in shipped_recipes():
+        published = name not in ("default", "default-cpu", "glyphs")
+        expected = "recall@1" if published else "map@r"
+        assert Recipe.load(name).evaluation.select_by == expected, name
+
+
+def test_another_image_size_leaves_the_sizes_of_the_old_one_behind():
+    recipe = Recipe.load("default", {"model.image_size": 112})
+    sizes = recipe.model.resize, recipe.data.crop_size, recipe.data.short_side
+    assert sizes == (None, None, None)
+    same = Recipe.load("default", {"model.image_size": 288})
+    assert (same.model.resize, same.data.crop_size) == (320, 256)
+    both = Recipe.load("default", {"model": {"image_size": 112, "resize": 128}})
+    assert (both.model.resize, both.data.crop_size) == (128, None)
+
+
+def test_a_missing_key_is_named_without_everything_else():
+    class Person(Section):
+        name: str
+        age: int
+
+    with pytest.raises(ValidationError) as caught:
+        Person.model_validate({"name": "x"})
+    assert validation_sentence(caught.value, Person) == "age is missing"
 
 
 def test_files_that_are_no_recipes(tmp_path):

@@ -1,13 +1,21 @@
 """What a run tells: TensorBoard, Weights & Biases, a live display, plain lines."""
 
 import io
+import re
 import sys
 import types
 
 import pytest
 
 from proximetry.training import train
-from proximetry.training.reporting import Display, PlainDisplay, RichDisplay, make_display
+from proximetry.training.reporting import (
+    Display,
+    PlainDisplay,
+    RichDisplay,
+    describe_epoch,
+    make_display,
+    result_rows,
+)
 from tests.training.tiny import with_
 
 
@@ -16,13 +24,14 @@ def test_tensorboard_events_are_written_when_it_is_installed(recipe, tmp_path):
 
     train(with_(recipe, "training", epochs=2), tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("held_out/recall@1")] == [1, 2]
+    assert [event.step for event in events.Scalars("held_out/recall@1")] == [0, 1, 2]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
 
 
 def test_weights_and_biases_gets_every_epoch_when_asked(recipe, tmp_path, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values["loss"])),
+        log=lambda values, step: calls.append((step, "loss" in values)),
         finish=lambda: calls.append("finished"),
     )
     fake = types.ModuleType("wandb")
@@ -30,8 +39,7 @@ def test_weights_and_biases_gets_every_epoch_when_asked(recipe, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train(with_(recipe, "training", epochs=2, wandb="birds"), tmp_path / "run")
     assert calls[0] == ("birds", "tiny")
-    assert [call[0] for call in calls[1:3]] == [4, 8]
-    assert calls[3] == "finished"
+    assert calls[1:] == [(0, False), (4, True), (8, True), "finished"]
 
 
 def test_weights_and_biases_that_is_not_installed(recipe, tmp_path, monkeypatch):
@@ -49,9 +57,34 @@ def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
     assert lines[0] == "decoding 48 images into the cache (83 kB)…"
     assert lines[1].startswith("decoded 48 images in ")
     assert lines[2].startswith("on the CPU (1 thread): ")
-    assert lines[3].startswith("epoch   1  loss")
-    assert "held-out R@1" in lines[3]
-    assert len(lines) == 6
+    assert lines[3].startswith("untrained  held-out R@1")
+    assert lines[4].startswith("epoch   1  loss")
+    assert re.search(r"held-out R@1 +\d+\.\d  MAP@R +\d+\.\d$", lines[4])
+    assert len(lines) == 7
+
+
+def test_a_rate_that_was_not_measured_is_not_shown():
+    line = {"epoch": 1, "loss": 2.0}
+    for rate, shown in ((None, False), (0.0, False), (0.04, False), (0.3, True), (900.0, True)):
+        assert ("img/s" in describe_epoch({**line, "images_per_second": rate})) == shown, rate
+
+
+def test_the_untrained_embedder_is_the_first_row_of_the_table():
+    scores = {"recall@1": 0.5}
+    results = {
+        "untrained": {"epoch": 0, "held_out": scores, "test": scores},
+        "last": {"epoch": 3, "held_out": scores, "test": scores},
+        "selected": {"epoch": 2, "held_out": scores},
+    }
+    assert list(result_rows(results)) == [
+        "untrained, held-out",
+        "untrained, test",
+        "last epoch (3), held-out",
+        "last epoch (3), test",
+        "selected epoch (2), held-out",
+    ]
+    del results["untrained"]
+    assert next(iter(result_rows(results))) == "last epoch (3), held-out"
 
 
 def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):

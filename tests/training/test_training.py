@@ -32,6 +32,9 @@ from proximetry.training.checkpoint import (
     save_checkpoint,
 )
 from proximetry.training.clock import Stopwatch
+from proximetry.training.evaluator import Evaluator
+from proximetry.training.reporting import PlainDisplay
+from proximetry.training.run_folder import describe_environment
 from proximetry.training.state import TrainState
 from tests.training.tiny import make_recipe, with_
 
@@ -77,14 +80,14 @@ def test_a_run_writes_everything_down(recipe, tmp_path):
     assert environment["packages"]["torch"]
     assert environment["seed"] == 0
     history = RunFolder(out).history()
-    assert [line["epoch"] for line in history] == [1, 2, 3]
-    assert [line["lr"] for line in history] == [1e-3, 1e-3, 5e-4]
+    assert [line["epoch"] for line in history] == [0, 1, 2, 3]
+    assert [line["lr"] for line in history[1:]] == [1e-3, 1e-3, 5e-4]
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["best.safetensors", "epoch-0002.safetensors", "last.safetensors"]
     embedder = Embedder.load(out / "embedder")
     assert embedder.recipe == recipe.to_dict()
     assert embedder.metrics["protocol"] == "held_out"
-    assert len(embedder.class_names) == 6
+    assert len(embedder.class_names) == 9
     assert not list(out.rglob("*.part"))
 
 
@@ -103,7 +106,7 @@ def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_p
         evaluation={"protocol": "last", "watch_test": True, "every": 3},
     )
     results = train(base, tmp_path / "watched")
-    history = RunFolder(tmp_path / "watched").history()
+    history = RunFolder(tmp_path / "watched").history()[1:]
     assert ["test" in line for line in history] == [False, False, True, True]
     assert history[-1]["test"] == results["last"]["test"]
     assert results["selected"] == results["last"]
@@ -253,8 +256,11 @@ def test_training_learns_unseen_classes(images, cache, tmp_path):
     recipe = make_recipe(images, cache, training={"epochs": 12}, evaluation={"held_out": 0.4})
     results = train(recipe, tmp_path / "run")
     history = RunFolder(tmp_path / "run").history()
-    assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+    assert history[-1]["loss"] < 0.5 * history[1]["loss"]
     assert results["selected"]["held_out"]["recall@1"] > 0.8
+    assert (
+        results["selected"]["held_out"]["map@r"] > 0.1 + results["untrained"]["held_out"]["map@r"]
+    )
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path):
@@ -277,6 +283,8 @@ def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, stop_at):
     recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
     train(recipe, tmp_path / "whole")
     killed_at(stop_at, recipe, tmp_path / "cut")
+    if stop_at > 4:
+        assert Embedder.load(tmp_path / "cut" / "embedder").metrics["epoch"] <= stop_at // 4
     train(recipe, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
@@ -313,6 +321,9 @@ def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monke
             train(recipe, tmp_path / f"cut{number}")
         if not killed:
             break
+        evaluated = [line["epoch"] for line in RunFolder(tmp_path / f"cut{number}").history()]
+        if evaluated and evaluated[-1] > 0:  # what there is so far can be used
+            Embedder.load(tmp_path / f"cut{number}" / "embedder")
         train(recipe, tmp_path / f"cut{number}")
         assert_same_run(tmp_path / "whole", tmp_path / f"cut{number}")
     assert number > 7, "recipe, environment, checkpoints, embedder, results"
@@ -343,15 +354,17 @@ def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypat
     assert number > 6
 
 
-def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path):
-    # One held-out class cannot be confused with another: no epoch is better than the first.
-    recipe = recipe.override(
-        {
-            "schedule": {"name": "plateau", "patience": 1},
-            "training.epochs": 6,
-            "evaluation.held_out": 0.1,
-        }
+def observed(monkeypatch, values):
+    """Let the selection metric have these values, epoch by epoch."""
+    observe = TrainState.observe
+    monkeypatch.setattr(
+        TrainState, "observe", lambda state, _: observe(state, values[state.epoch - 1])
     )
+
+
+def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path, monkeypatch):
+    observed(monkeypatch, [0.5, 0.4, 0.5, 0.3, 0.5, 0.2])  # an equal epoch is no better one
+    recipe = recipe.override({"schedule": {"name": "plateau", "patience": 1}, "training.epochs": 6})
     results = train(recipe, tmp_path / "whole")
     assert results["drops"] == [3, 5]
     killed_at(5 * 4, recipe, tmp_path / "cut")
@@ -418,7 +431,7 @@ def test_a_signal_saves_and_leaves(recipe, tmp_path, number):
     assert "Stopped: stopped after step" in errors
     state = state_of(RunFolder(tmp_path / "run").last)["state"]
     assert f"stopped after step {state['step']}" in errors
-    with pytest.raises(RunError, match=r"training\.epochs 200 → 1"):
+    with pytest.raises(RunError, match=r"in its epoch 2 already, past training\.epochs 1;"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
 
@@ -459,8 +472,10 @@ def interrupt():
 
 def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it"):
+    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it$"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(4, interrupt)])
+    with pytest.raises(Stopped, match=r"after step 6.*continues it, and the embedder so far can"):
+        train(recipe, tmp_path / "run", callbacks=[OnStep(6, interrupt)])
     assert signal.getsignal(signal.SIGINT) is handler
     train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
@@ -510,7 +525,7 @@ def test_a_process_group_of_the_callers_stays(recipe, tmp_path, monkeypatch):
 def test_every_loss_trains(images, cache, tmp_path, name):
     recipe = make_recipe(images, cache, loss={"name": name}, training={"epochs": 1})
     train(recipe, tmp_path / "run")
-    assert RunFolder(tmp_path / "run").history()[0]["loss"] > 0 or name == "proxy_nca"
+    assert RunFolder(tmp_path / "run").history()[-1]["loss"] > 0 or name == "proxy_nca"
 
 
 @pytest.mark.parametrize(
@@ -580,26 +595,29 @@ def test_frozen_statistics_stay(images, cache, tmp_path):
     assert (mean == 0).all()
 
 
-def test_the_best_epoch_is_the_first_of_equals():
+def test_the_best_epoch_is_the_last_of_equals():
     state = TrainState(torch.zeros(()))
     improved = []
-    for value in (0.5, 0.6, 0.4, 0.6, 0.3):
+    for value in (0.5, 0.6, 0.4, 0.6, 0.3):  # an equal one is selected, but no improvement
         state.epoch += 1
         improved.append(state.observe(value))
     assert improved == [True, True, False, False, False]
-    assert (state.best_epoch, state.best_value, state.stale) == (2, 0.6, 3)
+    assert (state.best_epoch, state.best_value, state.stale) == (4, 0.6, 3)
 
 
-def test_early_stopping_saves_the_selected_epoch(images, cache, tmp_path):
-    # One held-out class cannot be confused with another: the first epoch is never beaten.
-    recipe = make_recipe(
-        images,
-        cache,
-        training={"epochs": 20, "stop_after": 3},
-        evaluation={"held_out": 0.1},
-    )
-    results = train(recipe, tmp_path / "run")
+def test_early_stopping_saves_the_selected_epoch_and_says_why(
+    images, cache, tmp_path, monkeypatch, capsys
+):
+    observed(monkeypatch, [0.9, 0.8, 0.7, 0.6])
+    recipe = make_recipe(images, cache, training={"epochs": 20, "stop_after": 3})
+    results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert results["epochs"] == 4
+    sentence = (
+        "stopped early after epoch 4: no improvement of held-out MAP@R in 3 evaluations; "
+        "best epoch 1"
+    )
+    assert results["stopped_early"] == sentence
+    assert sentence in capsys.readouterr().out.splitlines()
     assert results["selected"]["epoch"] == 1
     saved = Embedder.load(tmp_path / "run" / "embedder").state_dict()
     best, last = tensors(tmp_path / "run", "best"), tensors(tmp_path / "run")
@@ -626,8 +644,10 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
         Embedder.load(tmp_path / "run" / stage / "embedder").class_names
         for stage in ("first-stage", "second-stage")
     ]
-    assert [len(names) for names in stages] == [4, 8]
+    assert [len(names) for names in stages] == [6, 12]
     assert results["first_stage"] == first["selected"]
+    with pytest.raises(RunError, match=r"in two stages and cannot be extended.*--fresh"):
+        train(with_(recipe, "training", epochs=9), tmp_path / "run")
     # A first stage that begins anew makes the second one worthless.
     stop = OnStep(1, lambda: fail(SystemError("killed")))
     with pytest.raises(SystemError):
@@ -638,7 +658,7 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
 
 def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, tmp_path):
     rows = [f"{p.relative_to(images)},{p.parent.name}" for p in sorted(images.rglob("*.png"))]
-    lines = [f"{row},{'train' if row < 'class05' else 'test'}" for row in rows]
+    lines = [f"{row},{'train' if row < 'class10' else 'test'}" for row in rows]
     table = images / "table.csv"
     table.write_text("path,label,split\n" + "\n".join(lines) + "\n")
     for protocol in ("paper", "held_out", "last"):
@@ -653,11 +673,11 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
         assert results["protocol"] == protocol
         assert "test" in results["selected"]
         history = RunFolder(tmp_path / protocol).history()
-        assert ("test" in history[0]) == (protocol == "paper")
-        assert ("held_out" in history[0]) == (protocol == "held_out")
+        assert ("test" in history[1]) == (protocol == "paper")
+        assert ("held_out" in history[1]) == (protocol == "held_out")
         saved = Embedder.load(tmp_path / protocol / "embedder")
         assert saved.metrics["protocol"] == protocol
-        assert len(saved.class_names) == (3 if protocol == "held_out" else 5)
+        assert len(saved.class_names) == (6 if protocol == "held_out" else 10)
     table.unlink()
 
 
@@ -678,8 +698,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
 def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(RunError, match="not empty and holds no run"):
-        train(recipe, tmp_path / "mine")
+    (tmp_path / "others" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "others" / "checkpoints" / "epoch=3.ckpt").write_text("of another program")
+    for name in ("mine", "others"):
+        with pytest.raises(RunError, match="not empty and holds no run"):
+            train(recipe, tmp_path / name)
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunError, match=r"file is a file; choose"):
@@ -698,7 +721,7 @@ def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
     (tmp_path / "run" / "notes.txt").write_text("mine")
     train(changed, tmp_path / "run", resume=False)
     assert Recipe.load(tmp_path / "run" / "recipe.yaml").optimizer == changed.optimizer
-    assert len(RunFolder(tmp_path / "run").history()) == 1
+    assert [line["epoch"] for line in RunFolder(tmp_path / "run").history()] == [0, 1]
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     # Checkpoints and results whose recipe is gone are not known to be of this one.
     (tmp_path / "run" / "recipe.yaml").unlink()
@@ -801,8 +824,195 @@ def test_dropout_drops_while_training_alone(recipe, tmp_path):
     for name, share in (("none", 0.0), ("some", 0.5), ("again", 0.5)):
         train(with_(recipe, "model", dropout=share), tmp_path / name)
     assert_same_run(tmp_path / "some", tmp_path / "again")
-    none, some = (RunFolder(tmp_path / name).history()[0]["loss"] for name in ("none", "some"))
+    none, some = (RunFolder(tmp_path / name).history()[1]["loss"] for name in ("none", "some"))
     assert none != some
     embedder = Embedder.load(tmp_path / "some" / "embedder")
     pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
     assert torch.equal(embedder.embed(pixels), embedder.embed(pixels))
+
+
+class Interrupted(Callback):
+    """Asks for a stop in the evaluation before the first step or after the last one."""
+
+    def __init__(self, monkeypatch, *, epoch):
+        evaluate = Evaluator.evaluate
+
+        def interrupted(evaluator, *args, **options):
+            if self.run.state.epoch == epoch and options.get("full_precision"):
+                interrupt()
+            return evaluate(evaluator, *args, **options)
+
+        monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+
+    def on_start(self, run):
+        self.run = run
+
+
+@pytest.mark.parametrize(("epoch", "when"), [(0, "before the first step"), (2, "in the final")])
+def test_an_evaluation_can_be_stopped_where_nothing_is_lost(
+    recipe, tmp_path, monkeypatch, epoch, when
+):
+    recipe = recipe.override({"training": {"epochs": 2, "precision": "bfloat16"}})
+    with monkeypatch.context() as patch:
+        stop = Interrupted(patch, epoch=epoch)
+        with pytest.raises(Stopped, match=rf"stopped {when}.*continues it"):
+            train(recipe, tmp_path / "run", callbacks=[stop])
+    train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_untrained_embedder_is_evaluated_first_and_changes_nothing(
+    recipe, tmp_path, monkeypatch
+):
+    observed(monkeypatch, [0.0, 0.0])  # worse than any baseline
+    recipe = recipe.override({"training": {"epochs": 2, "ema": 0.9}, "model": {"dropout": 0.3}})
+    results = train(recipe, tmp_path / "with")
+    without = train(with_(recipe, "evaluation", untrained=False), tmp_path / "without")
+    assert "untrained" not in without
+    assert results["selected"] == without["selected"]
+    one, two = tensors(tmp_path / "with"), tensors(tmp_path / "without")
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    line = RunFolder(tmp_path / "with").history()[0]
+    assert (line["epoch"], line["step"], "loss" in line) == (0, 0, False)
+    assert results["untrained"] == {"epoch": 0, "held_out": line["held_out"]}
+    # It is the network as the seed makes it.
+    frozen = recipe.override({"optimizer.lr": 1e-20, "training.ema": 0.0})
+    still = train(with_(frozen, "model", freeze_batchnorm=True), tmp_path / "still")
+    assert still["last"]["held_out"] == results["untrained"]["held_out"]
+
+
+def test_a_continued_run_keeps_its_baseline(recipe, tmp_path):
+    killed_at(6, recipe, tmp_path / "run")
+    seen = []
+
+    class Watch(Callback):
+        def on_untrained(self, run, line):
+            seen.append(line)
+
+    results = train(recipe, tmp_path / "run", callbacks=[Watch()])
+    assert seen == []
+    assert results["untrained"]["held_out"] == RunFolder(tmp_path / "run").history()[0]["held_out"]
+
+
+def test_a_saturated_metric_is_said_once(recipe, tmp_path, monkeypatch, capsys):
+    observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
+    recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
+    sentence = "held-out recall@1 is 100 %: it cannot tell epochs apart"
+    killed_at(13, recipe, tmp_path / "run")
+    results = train(recipe, tmp_path / "run", display=PlainDisplay())
+    assert sentence in results["notes"]
+    assert sentence not in capsys.readouterr().out, "it was said before the run was cut off"
+    train(recipe, tmp_path / "whole", display=PlainDisplay())
+    assert capsys.readouterr().out.count(sentence) == 1
+    best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
+    assert train(best, tmp_path / "other")["notes"] == []
+
+
+def test_the_embedder_is_there_from_the_first_evaluated_epoch_on(recipe, tmp_path, monkeypatch):
+    observed(monkeypatch, [0.2, 0.1, 0.2])
+    saved = []
+
+    class Watch(Callback):
+        def on_epoch_end(self, run, line):
+            saved.append(Embedder.load(run.folder.embedder).metrics["epoch"])
+
+    train(recipe, tmp_path / "held_out", callbacks=[Watch()])
+    assert saved == [1, 1, 3]
+    saved.clear()
+    train(with_(recipe, "evaluation", protocol="last"), tmp_path / "last", callbacks=[Watch()])
+    assert saved == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kept", ["checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt"])
+def test_files_that_are_not_of_the_run_are_kept(recipe, tmp_path, kept):
+    recipe = with_(recipe, "training", epochs=1)
+    out = tmp_path / "run"
+    train(recipe, out)
+    (out / kept).write_text("mine")
+    train(with_(recipe, "optimizer", lr=0.5), out, resume=False)
+    assert (out / kept).read_text() == "mine"
+
+
+def test_a_run_does_not_start_over_among_files_beside_the_embedder(recipe, tmp_path):
+    recipe = with_(recipe, "training", epochs=1)
+    results = train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "embedder" / "mine.onnx").write_text("mine")
+    assert train(recipe, tmp_path / "run") == results
+    with pytest.raises(RunError, match=r"holds other files \(mine\.onnx\).*move them elsewhere"):
+        train(recipe, tmp_path / "run", resume=False)
+    (tmp_path / "run" / "embedder" / "mine.onnx").unlink()
+    train(recipe, tmp_path / "run", resume=False)
+
+
+def test_pace_and_places_may_change_when_a_run_continues(recipe, tmp_path):
+    train(recipe, tmp_path / "whole")
+    killed_at(6, recipe, tmp_path / "cut")
+    changed = recipe.override({"training.checkpoint_steps": 1, "data.cache": "memory"})
+    train(changed, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert Recipe.load(tmp_path / "cut" / "recipe.yaml") == changed
+
+
+@pytest.mark.parametrize("schedule", ["step", "plateau"])
+def test_an_extended_run_is_the_longer_run(recipe, tmp_path, capsys, schedule):
+    recipe = recipe.override({"schedule.name": schedule, "schedule.patience": 1})
+    short, long = (with_(recipe, "training", epochs=epochs) for epochs in (2, 4))
+    train(long, tmp_path / "whole")
+    first = train(short, tmp_path / "run")
+    with pytest.raises(SystemError):  # cut off, it is still not complete
+        train(
+            long,
+            tmp_path / "run",
+            display=PlainDisplay(),
+            callbacks=[OnStep(10, lambda: fail(SystemError("killed")))],
+        )
+    assert "extended from 2 to 4 epochs" in capsys.readouterr().out
+    assert RunFolder(tmp_path / "run").read_results() == first
+    train(long, tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert Recipe.load(tmp_path / "run" / "recipe.yaml") == long
+    with pytest.raises(
+        RunError, match=r"in its epoch 4 already, past training\.epochs 2;.*--fresh"
+    ):
+        train(short, tmp_path / "run")
+
+
+def test_an_extension_that_is_not_possible_is_refused(recipe, tmp_path):
+    cosine = recipe.override({"schedule.name": "cosine", "training.epochs": 1})
+    train(cosine, tmp_path / "run")
+    longer = with_(cosine, "training", epochs=2)
+    with pytest.raises(RunError, match=r"cosine schedule is laid out over 1 epochs;.*--fresh"):
+        train(longer, tmp_path / "run")
+    assert train(longer, tmp_path / "run", resume=False)["epochs"] == 2
+    (tmp_path / "run" / "checkpoints" / "last.safetensors").unlink()
+    constant = recipe.override({"schedule.name": "constant", "training.epochs": 1})
+    train(constant, tmp_path / "other")
+    (tmp_path / "other" / "checkpoints" / "last.safetensors").unlink()
+    with pytest.raises(RunError, match=r"its checkpoint .* is gone"):
+        train(with_(constant, "training", epochs=2), tmp_path / "other")
+    assert train(constant, tmp_path / "other")["epochs"] == 1
+
+
+def test_a_run_that_stopped_early_goes_on_when_asked(recipe, tmp_path, monkeypatch, capsys):
+    observed(monkeypatch, [0.9, 0.8, 0.7, 0.95, 0.6, 0.5])
+    recipe = with_(recipe, "training", epochs=5, stop_after=2)
+    stopped = train(recipe, tmp_path / "run")
+    assert stopped["epochs"] == 3
+    # More epochs alone would stop at once again, which is said.
+    longer = with_(recipe, "training", epochs=6)
+    assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
+    assert "a larger training.stop_after goes on" in capsys.readouterr().out
+    patient = with_(longer, "training", stop_after=3)
+    results = train(patient, tmp_path / "run")
+    assert (results["epochs"], results["selected"]["epoch"]) == (6, 4)
+    assert results["stopped_early"] is None
+    train(patient, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_environment_names_the_device_of_the_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    for name, expected in (("cuda:1", "GPU 1"), ("cpu", "cpu")):
+        assert describe_environment(0, torch.device(name))["device"] == expected

@@ -6,7 +6,7 @@ from PIL import Image
 from proximetry.training import Recipe
 
 
-def make_images(root, classes=8, each=6, side=24, seed=0):
+def make_images(root, classes=12, each=4, side=24, seed=0):
     """Folders of class folders; a class is a hue and a stripe pattern, with noise."""
     draw = np.random.default_rng(seed)
     for c in range(classes):
@@ -16,7 +16,7 @@ def make_images(root, classes=8, each=6, side=24, seed=0):
         for i in range(each):
             image = np.tile(base, (side, side, 1)).astype(float)
             image[:, :: c % 4 + 2] *= 0.5
-            image += draw.normal(0, 10, image.shape)
+            image += draw.normal(0, 10, image.shape) + draw.normal(0, 16, 3)  # other light
             Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
     return root
 

@@ -148,15 +148,10 @@ def _begun(path: Path) -> Recipe | None:
 
 def summary(results: Mapping[str, Any], plan: Plan) -> str:
     """The table, where everything lies, and the next commands to type."""
-    from proximetry.training.reporting import metrics_table
+    from proximetry.training.reporting import metrics_table, result_rows
     from proximetry.training.run_folder import SECOND_STAGE
 
-    rows = {
-        f"{which} epoch ({results[which]['epoch']}), {part.replace('_', '-')}": results[which][part]
-        for which in ("last", "selected")
-        for part in ("held_out", "test")
-        if part in results[which]
-    }
+    rows = result_rows(results)
     home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(plan.recipe.data.root or "IMAGES"))
     other = images if "test" in results["selected"] else "OTHER_IMAGES"

@@ -100,7 +100,9 @@ def make_run(
     on_gpu: bool = False,
 ) -> Run:
     """The run of one row and seed."""
-    defaults: dict[str, Any] = {"evaluation.protocol": "last", "evaluation.watch_test": True}
+    defaults: dict[str, Any] = {
+        "evaluation": {"protocol": "last", "watch_test": True, "untrained": False}
+    }
     changes = {
         "name": f"{table.name}: {row.name}",
         "about": table.title,

@@ -275,7 +275,7 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
     if not table.views:
         return None
     embedder = Embedder.load(job.folder.embedder, device=job.device)
-    held_out = catalog.subset(divide(catalog, job.run.recipe)["held_out"])
+    held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
     own, found = embedder.preprocessing, {}
     for crop, side in table.views:
         embedder.preprocessing = replace(own, crop=(crop, crop), resize=side)

@@ -14,11 +14,11 @@ from proximetry.training.recipe import AUTO, Recipe, flatten
 if TYPE_CHECKING:
     from proximetry.training.distributed import World
 
-# `training.epochs: auto` lets a run see about so many images, within limits: a small set needs many
-# epochs for enough steps, a large one some epochs for the learning rates to decay.
-IMAGES_SEEN = 120_000
-FEWEST_EPOCHS = 20
-MOST_EPOCHS = 100
+# What `training.epochs: auto` becomes, as found in benchmarks/defaults. A tiny set needs more
+# epochs for enough steps; that a large one is done after so many images was not measured.
+EPOCHS, EPOCHS_ON_CPU, FEWEST_EPOCHS = 30, 12, 5
+LEAST_STEPS = 150
+MOST_IMAGES = 10_000_000
 
 # Pixels may take this part of a GPU's free memory. The rest is for activations, which take several
 # times the pixels of a batch in every layer, for the CUDA graph's own pool, and for evaluation.
@@ -87,7 +87,9 @@ def choose(
     cache, where = _choose_cache(recipe, device, pixels)
     precision, how = _choose_precision(recipe, device)
     graph, recorded = _choose_graph(recipe, device)
-    epochs = choose_epochs(images) if recipe.training.epochs == AUTO else recipe.training.epochs
+    epochs = recipe.training.epochs
+    if epochs == AUTO:
+        epochs = choose_epochs(images, recipe.data.batch_size, device.cuda)
     chosen: dict[str, Any] = {
         "data.cache": cache,
         "training.precision": precision,
@@ -102,9 +104,12 @@ def choose(
     return recipe.override(changes), lines
 
 
-def choose_epochs(images: int) -> int:
+def choose_epochs(images: int, batch_size: int, cuda: bool) -> int:
     """The number of epochs for so many training images."""
-    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
+    usual = EPOCHS if cuda else EPOCHS_ON_CPU
+    steps_per_epoch = max(1, images // batch_size)
+    wanted = max(usual, math.ceil(LEAST_STEPS / steps_per_epoch))
+    return min(wanted, max(FEWEST_EPOCHS, MOST_IMAGES // images))
 
 
 def keep_choices(recipe: Recipe, begun: Recipe) -> Recipe:

@@ -18,6 +18,9 @@ class Callback:
     def on_start(self, run: "Run") -> None:
         """Before the first step; a continued run has its state restored."""
 
+    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
+        """After the evaluation of the untrained embedder; ``line`` has epoch 0 and no loss."""
+
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
         """After an update; reading ``loss`` from a GPU waits for it."""
 

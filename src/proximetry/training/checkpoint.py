@@ -78,6 +78,13 @@ def load_checkpoint(
     return state
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the plain state of a checkpoint, without reading its tensors."""
+    header, _ = _open(path, tensors=False)
+    state: dict[str, Any] = header["state"]
+    return state
+
+
 def _lay_out(optimizer: Optimizer) -> None:
     """Give the state of each parameter its memory format, by which fused optimisers go."""
     for parameter, values in optimizer.state.items():
@@ -86,11 +93,12 @@ def _lay_out(optimizer: Optimizer) -> None:
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _open(path: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("proximetry")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            wanted = file.keys() if tensors else ()
+            found = {key: file.get_tensor(key) for key in wanted}
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except (SafetensorError, OSError) as error:
@@ -103,4 +111,4 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path} has format {header.get('format')}, this version reads {FORMAT}; "
             "use the version of proximetry that wrote it"
         )
-    return header, tensors
+    return header, found

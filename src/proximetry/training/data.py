@@ -31,7 +31,7 @@ from proximetry.data.augment.resample import Windows
 from proximetry.data.pixel_cache import estimate
 from proximetry.models import Preprocessing
 from proximetry.training.distributed import World
-from proximetry.training.recipe import Recipe, RecipeError
+from proximetry.training.recipe import Protocol, Recipe, RecipeError
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
 
@@ -53,9 +53,11 @@ class TrainingData:
 
     Attributes:
         rows: rows of the catalogue to ``train`` on, the ``held_out`` classes, the ``test`` set.
+        protocol: how the epoch is selected: as the recipe says, or ``last`` where no class can be
+            held out.
         class_names: of the training classes, in the order of their labels.
         sampler: which of the training rows make up which batch.
-        notes: what the reader of the data had to say.
+        notes: what there is to say about the data.
     """
 
     def __init__(
@@ -69,17 +71,14 @@ class TrainingData:
         self.world, self._recipe, self._display = world, recipe, display
         self._filter = preprocessing.interpolation
         catalog = open_catalog(recipe)
+        divide(catalog, recipe)  # which may refuse it, before hours of decoding
         cache = self._build(catalog, d.short_side or preprocessing.resize)
         self.catalog = cache.catalog
-        self.notes = [*self.catalog.notes, *(f"left out {p}: {why}" for p, why in cache.bad)]
+        self.rows, self.protocol, self.pca_dim, notes = divide(self.catalog, recipe)
+        left_out = [f"left out {path}: {why}" for path, why in cache.bad]
+        self.notes = [*self.catalog.notes, *left_out, *notes]
         for note in self.notes:
             display.message(note)
-        self.rows = divide(self.catalog, recipe)
-        images, pca_dim = len(self.rows["train"]), recipe.model.pca_dim or 0
-        if images < pca_dim:
-            fewer = f"model.pca_dim {pca_dim} becomes {images}: there are no more training images"
-            self.notes.append(fewer)
-            display.message(fewer)
         self._cache = cache
         self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize)
         train = self.catalog.subset(self.rows["train"])
@@ -288,37 +287,114 @@ def evaluated_rows(recipe: Recipe, rows: dict[str, Rows], every: Rows) -> Rows:
     return rows["test"]
 
 
-def divide(catalog: Catalog, recipe: Recipe) -> dict[str, Rows]:
+class Division(NamedTuple):
+    """Rows of a catalogue by their purpose, and what they allow.
+
+    Attributes:
+        protocol: how the epoch is selected.
+        pca_dim: dimensions after PCA, if any.
+        notes: where that is not what the recipe says, and why.
+    """
+
+    rows: dict[str, Rows]
+    protocol: Protocol
+    pca_dim: int | None
+    notes: list[str]
+
+
+def divide(catalog: Catalog, recipe: Recipe) -> Division:
     """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
 
     Classes are held out by a fixed draw, the same for every seed of a run, unless the catalogue
     has a split "val" of its own. Without a split at all, everything is there to be trained on.
     """
-    splits = np.asarray(catalog.splits)
+    splits, protocol = np.asarray(catalog.splits), recipe.evaluation.protocol
     train = np.flatnonzero((splits == "train") | (splits == "all"))
     rows = {
         "train": train,
         "held_out": np.flatnonzero(splits == "val"),
         "test": np.flatnonzero(splits == "test"),
     }
-    e = recipe.evaluation
-    if e.protocol == "held_out" and len(rows["held_out"]) == 0:
+    notes = _leave_out_what_shows_nothing(catalog, rows, protocol)
+    _check_classes(catalog.subset(train))
+    if protocol == "held_out" and len(rows["held_out"]) == 0:
         part = catalog.subset(train)
-        classes = len(part.class_names)
-        held = min(classes - 1, max(1, round(e.held_out * classes)))
-        if classes < 3:
+        names, reason = _hold_out(part, recipe.evaluation.held_out)
+        if reason and recipe.schedule.name == "plateau":
             raise RunError(
-                f"{classes} training classes are too few to hold some out; "
-                "use evaluation.protocol last (with training.stop_after 0)"
+                f"{reason}, and schedule.name plateau goes by held-out classes; choose another "
+                "schedule.name, such as step, and training.two_stages false"
             )
-        names = part.split_classes((classes - held, held), seed=0)[1].class_names
+        if reason:
+            protocol = "last"
+            notes.append(f"{reason}: trained on all of them, the last epoch is taken")
         out = np.isin(np.asarray(part.labels), names)
         rows["train"], rows["held_out"] = train[~out], train[out]
-    if len(rows["train"]) == 0:
-        raise RunError("there is no image to train on: the catalogue has no rows of split train")
-    if e.protocol == "paper" and len(rows["test"]) == 0:
+    if protocol == "last" and recipe.training.stop_after:
+        notes.append(
+            f"training.stop_after {recipe.training.stop_after} has no effect: without a metric "
+            "that selects the epoch, all epochs are trained"
+        )
+    if protocol == "paper" and len(rows["test"]) == 0:
         raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
-    return rows
+    images, pca_dim = len(rows["train"]), recipe.model.pca_dim
+    if pca_dim is not None and images < pca_dim:
+        notes.append(
+            f"the embedding keeps its {recipe.model.dim} dimensions: PCA to {pca_dim} takes as "
+            f"many training images, and there are {images}"
+        )
+        pca_dim = None
+    return Division(rows, protocol, pca_dim, notes)
+
+
+def _check_classes(train: Catalog) -> None:
+    if len(train) == 0:
+        raise RunError("there is no image to train on: the catalogue has no rows of split train")
+    if len(train.class_names) == 1:
+        raise RunError(
+            f"all images to train on are of one class, {train.class_names[0]!r}; an embedder "
+            "learns to tell classes apart and needs two or more, each in a folder of its own"
+        )
+
+
+def _leave_out_what_shows_nothing(
+    catalog: Catalog, rows: dict[str, Rows], protocol: Protocol
+) -> list[str]:
+    """Empty splits in which no image can be found again, or none confused; return notes on that."""
+    notes = []
+    for name, split, selects in (("held_out", "val", "held_out"), ("test", "test", "paper")):
+        images = np.bincount(catalog.subset(rows[name]).codes)
+        if len(images) == 0 or (len(images) > 1 and images.max() > 1):
+            continue
+        why = f"split {split} needs two classes, one of them with two images or more"
+        if protocol == selects:
+            raise RunError(f"{why}, to select an epoch; mend it, or use evaluation.protocol last")
+        notes.append(f"{why}: it is not evaluated")
+        rows[name] = rows[name][:0]
+    return notes
+
+
+FEWEST_CLASSES = 10
+"""With fewer training classes none are held out."""
+FEWEST_HELD_OUT = 3
+"""Among fewer classes nearly everything is found, and epochs cannot be told apart."""
+
+
+def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
+    """Return the classes to hold out or, where that cannot be done, none and the reason."""
+    images = np.bincount(train.codes)
+    pairs = train.subset(images[train.codes] > 1)  # an image alone in its class finds nothing
+    classes, able = len(images), len(pairs.class_names)
+    held = max(FEWEST_HELD_OUT, round(fraction * able))
+    if classes < FEWEST_CLASSES:
+        return (), f"{classes} training classes are too few to hold some out"
+    if able < held:
+        return (), f"{able} training classes with two images or more are too few to hold some out"
+    if classes - held < 2:
+        return (), f"evaluation.held_out {fraction} leaves too few of {classes} classes to train on"
+    if able == held:
+        return pairs.class_names, ""
+    return pairs.split_classes((able - held, held), seed=0)[1].class_names, ""
 
 
 def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:

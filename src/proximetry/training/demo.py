@@ -10,10 +10,10 @@ import torch
 
 from proximetry.data import glyphs
 from proximetry.metrics import evaluate
-from proximetry.training.evaluator import evaluate_embedder
+from proximetry.models import Embedder
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, metrics_table
-from proximetry.training.run import make_embedder, train
+from proximetry.training.run import train
 
 COLUMNS = ("recall@1", "recall@2", "recall@4", "recall@8", "map@r", "ndcg@4", "ndcg@8")
 
@@ -31,15 +31,13 @@ def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[st
         f"{len(test)} images of {len(test.class_names)} others to find again."
     )
     results = train(recipe, folder, display=display)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        untrained = make_embedder(recipe.model)
-    pixels = [untrained.preprocessing.pixels(test.file(row)) for row in range(len(test))]
+    preprocessing = Embedder.load(folder / "embedder").preprocessing
+    pixels = [preprocessing.pixels(test.file(row)) for row in range(len(test))]
     # As vectors of their own: what an embedder has to beat. Ink counts, paper does not.
     raw = 255.0 - torch.stack(pixels)[:, 0].flatten(1).float()
     rows = {
         "raw pixels": evaluate(raw, np.asarray(test.labels)),
-        "untrained embedder": evaluate_embedder(untrained, test),
+        "untrained embedder": results["untrained"]["test"],
         "trained embedder": results["selected"]["test"],
     }
     gain = 100 * (rows["trained embedder"]["recall@1"] - rows["raw pixels"]["recall@1"])

@@ -14,6 +14,7 @@ from proximetry.data.pixel_cache import estimate
 from proximetry.models import Embedder
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.data import (
+    Division,
     check_space,
     divide,
     evaluated_rows,
@@ -55,8 +56,8 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     embedder = make_embedder(recipe.model, recipe.evaluation.similarity, notes.append)
     embedder.to(world.device)
     catalog = open_catalog(recipe)
-    rows = divide(catalog, recipe)
-    parts = {name: catalog.subset(chosen) for name, chosen in rows.items()}
+    division = divide(catalog, recipe)
+    parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
     make_sampler(recipe, parts["train"].codes, world)
 
     # The caches, as the run would build them.
@@ -65,7 +66,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     sizes = [(catalog, short_side)]
     if short_side != resize:
         every = torch.arange(len(catalog)).numpy()
-        sizes.append((catalog.subset(evaluated_rows(recipe, rows, every)), resize))
+        sizes.append((catalog.subset(evaluated_rows(recipe, division.rows, every)), resize))
     place, how = recipe.data.cache_dir, embedder.preprocessing.interpolation
     caches = [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
     missing = sum(size for there, size in caches if not there)
@@ -83,8 +84,9 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
             name: {"images": len(part), "classes": len(part.class_names)}
             for name, part in parts.items()
         },
-        "notes": [*catalog.notes, *notes],
+        "notes": [*catalog.notes, *division.notes, *notes],
         "recipe": recipe.to_dict(),
+        "dim": division.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0],
         "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
         "device": lines[0],
@@ -99,7 +101,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "images_per_second": rates[0],
         "seconds": {
             "training": recipe.training.epochs * counts["train"] / rates[0],
-            "evaluation": _images_evaluated(recipe, counts) / rates[1],
+            "evaluation": _images_evaluated(recipe, division, counts) / rates[1],
         },
     }
 
@@ -112,15 +114,17 @@ def _state(folder: RunFolder, resume: bool) -> str:
     return "new"
 
 
-def _images_evaluated(recipe: Recipe, counts: dict[str, int]) -> int:
+def _images_evaluated(recipe: Recipe, division: Division, counts: dict[str, int]) -> int:
     """How many images are embedded over the whole run, to evaluate it."""
-    e, pca = recipe.evaluation, counts["train"] if recipe.model.pca_dim else 0
-    watched = {"held_out": counts["held_out"], "paper": counts["test"], "last": 0}[e.protocol]
-    if e.watch_test and e.protocol != "paper":
+    e, pca = recipe.evaluation, counts["train"] if division.pca_dim else 0
+    watched = {"held_out": counts["held_out"], "paper": counts["test"], "last": 0}[
+        division.protocol
+    ]
+    if e.watch_test and division.protocol != "paper":
         watched += counts["test"]
     each = watched + pca if watched else 0
     final = counts["held_out"] + counts["test"] * e.final_test + pca
-    return math.ceil(recipe.training.epochs / e.every) * each + final
+    return math.ceil(recipe.training.epochs / e.every) * each + final * (1 + e.untrained)
 
 
 def _measure(
@@ -196,7 +200,7 @@ def describe(found: dict[str, Any]) -> str:
     lines = {
         "data": counted,
         "recipe": [
-            f"{recipe.name}: {m.backbone}, {found['image_size']} px, {m.pca_dim or m.dim}-d, "
+            f"{recipe.name}: {m.backbone}, {found['image_size']} px, {found['dim']}-d, "
             f"{recipe.loss.name}",
             f"{t.epochs} epochs, batches of {recipe.data.batch_size}",
         ],

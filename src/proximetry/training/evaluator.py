@@ -189,9 +189,9 @@ class Evaluator:
 
     def _with_pca(self, full_precision: bool) -> Embedder:
         """Return the embedder with PCA fitted on the training images, where the recipe has it."""
-        if self.recipe.model.pca_dim is None:
+        dim = self.data.pca_dim
+        if dim is None:
             return self.embedder
-        dim = min(self.recipe.model.pca_dim, len(self.data.rows["train"]))
         parts = self._embed(self.embedder, self.data.rows["train"][self._own], full_precision)
         moments = reduce(torch.add, map(second_moments, parts))
         # About the mean only for plain distances: those between unit vectors are angles too.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from proximetry.training.callbacks import Callback
@@ -15,11 +17,16 @@ from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
 from proximetry.training.recipe import Recipe
+from proximetry.training.reporting import metric_title
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import TrainState
-from proximetry.training.stopping import Stopped
+from proximetry.training.stopping import Stopped, StopRequests
 from proximetry.training.update import Updater
+
+AGAIN = "the same command continues it"
+SATURATED = 0.9995
+"""A selection metric from here on cannot tell epochs apart."""
 
 
 @dataclass
@@ -35,6 +42,7 @@ class Run:
     rates: LearningRates
     clock: Stopwatch
     state: TrainState
+    report: Callable[[str], None]
     callbacks: Sequence[Callback] = ()
 
     def modules(self) -> dict[str, nn.Module]:
@@ -45,9 +53,12 @@ class Run:
 
     def is_over(self) -> bool:
         """Whether all epochs are done, or early stopping ends the run."""
-        t = self.recipe.training
-        stale = t.stop_after > 0 and self.state.stale >= t.stop_after
-        return stale or self.state.epoch >= t.epochs
+        return self.recipe.training.is_over(self.state.epoch, self.state.stale)
+
+    def selection(self) -> tuple[str, str] | None:
+        """The split and the metric that select the epoch, if they do."""
+        split = {"held_out": "held_out", "paper": "test"}.get(self.data.protocol)
+        return None if split is None else (split, self.recipe.evaluation.select_by)
 
     def notify(self, event: str, *values: Any) -> None:
         """Tell every callback about an event."""
@@ -69,26 +80,59 @@ class Run:
         )
 
 
-def fit(run: Run, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
     """Train from where the state stands to the end, save the embedder, return the results."""
     evaluated: Evaluated | None = None
     run.notify("on_start")
+    if run.recipe.evaluation.untrained and run.state.step == 0 and _final_splits(run):
+        with _stopping(run, stop_requested, "stopped before the first step"):
+            line = _evaluate_untrained(run)
+        run.notify("on_untrained", line)
     while not run.is_over():
         evaluated = None
         seen, seconds = _train_epoch(run, stop_requested)
         line = _describe_epoch(run, seen, seconds)
-        splits = _splits_to_watch(run)
-        if splits:
+        if _is_evaluated(run):
             run.clock.enter("evaluation")
-            evaluated = run.evaluator.evaluate(splits)
+            evaluated = run.evaluator.evaluate(_splits_to_watch(run))
             line |= evaluated.scores
             _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
-    return _finish(run, evaluated)
+    early = _early_stop(run)
+    if early:
+        run.report(early)
+    with _stopping(run, stop_requested, "stopped in the final evaluation"):
+        results, final = _evaluate_at_the_end(run, evaluated)
+    return _finish(run, results, final)
 
 
-def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, float]:
+def _stopping(run: Run, stop_requested: StopRequests, what: str) -> AbstractContextManager[None]:
+    """Let a request to stop end an evaluation at once; several processes wait for each other."""
+    if run.world.size > 1:
+        return nullcontext()
+    return stop_requested.at_once(f"{what} of the run in {run.folder.path}; {AGAIN}")
+
+
+def _evaluate_untrained(run: Run) -> dict[str, Any]:
+    """Evaluate before the first step what is evaluated at the end; return line 0 of metrics.jsonl.
+
+    Every step has a seed of its own: nothing that is trained depends on this.
+    """
+    run.clock.enter("evaluation")
+    scores = _evaluate_finally(run, None).scores
+    torch.cuda.empty_cache()  # the first step finds the memory as if nothing had been before it
+    seconds = run.clock.enter("startup")
+    return {
+        "epoch": 0,
+        "step": 0,
+        "seconds": 0.0,
+        **scores,
+        "evaluation_seconds": round(seconds, 3),
+    }
+
+
+def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
     """Train the rest of an epoch; return the images whose steps were timed, and their seconds."""
     state = run.state
     run.rates.apply(run.updater.optimizer, state.epoch)
@@ -114,8 +158,7 @@ def _train_epoch(run: Run, stop_requested: Callable[[], bool]) -> tuple[int, flo
             run.clock.enter("other")
             run.notify("on_stop")
             raise Stopped(
-                f"stopped after step {state.step}, saved in {run.folder.path}; the same command "
-                "continues it"
+                f"stopped after step {state.step}, saved in {run.folder.path}; {_usable(run)}"
             )
     run.check_finite()  # which waits for the device
     return seen, run.clock.enter("other")
@@ -138,57 +181,121 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def _usable(run: Run) -> str:
+    """Say how a stopped run goes on, and what it has come to."""
+    if not run.folder.embedder.exists():
+        return AGAIN
+    return f"{AGAIN}, and the embedder so far can be used"
+
+
+def _is_evaluated(run: Run) -> bool:
+    """Whether there is an evaluation after this epoch."""
+    epoch = run.state.epoch
+    return epoch % run.recipe.evaluation.every == 0 or epoch == run.recipe.training.epochs
+
+
 def _splits_to_watch(run: Run) -> list[str]:
-    """The splits that are evaluated after this epoch."""
-    e = run.recipe.evaluation
-    if run.state.epoch % e.every and run.state.epoch != run.recipe.training.epochs:
-        return []
-    splits = {"held_out": ["held_out"], "paper": ["test"], "last": []}[e.protocol]
-    watch = e.watch_test and len(run.data.rows["test"]) > 0 and "test" not in splits
-    return [*splits, "test"] if watch else splits
+    """The splits that are evaluated after an epoch."""
+    selection = run.selection()
+    splits = [] if selection is None else [selection[0]]
+    watched = run.recipe.evaluation.watch_test and len(run.data.rows["test"]) > 0
+    return [*splits, "test"] if watched and "test" not in splits else splits
 
 
 def _observe(run: Run, evaluated: Evaluated) -> None:
-    """Select this epoch if it is the best so far; the schedule may go by that too."""
-    e = run.recipe.evaluation
-    if e.protocol != "last":
-        split = "test" if e.protocol == "paper" else "held_out"
-        improved = run.state.observe(evaluated.scores[split][e.select_by])
-        run.rates.observe(improved, run.state.epoch - 1)
+    """Select this epoch if it is the best so far and save it; the schedule may go by that too."""
+    state, selection = run.state, run.selection()
+    if selection is not None:
+        split, metric = selection
+        was_saturated = _saturation(run)
+        improved = state.observe(evaluated.scores[split][metric])
+        run.rates.observe(improved, state.epoch - 1)
+        saturated = _saturation(run)
+        if saturated and not was_saturated:
+            run.report(saturated)
+    if selection is None or state.best_epoch == state.epoch:
+        _save_embedder(run, {"epoch": state.epoch, **evaluated.scores}, evaluated)
 
 
-def _finish(run: Run, evaluated: Evaluated | None) -> dict[str, Any]:
-    """Evaluate the last and the selected epoch, save the embedder, write the results."""
+def _saturation(run: Run) -> str:
+    """Say that the selection metric is as good as it can be, if it is."""
+    selection, value = run.selection(), run.state.best_value
+    if selection is None or value is None or value < SATURATED:
+        return ""
+    which = _describe_selection(run)
+    return f"{which} is {100 * value:.4g} %: it cannot tell epochs apart"
+
+
+def _describe_selection(run: Run) -> str:
+    split, metric = run.selection() or ("", "")
+    return f"{split.replace('_', '-')} {metric_title(metric)}"
+
+
+def _early_stop(run: Run) -> str:
+    """Say why a run has ended before its last epoch, if it has."""
+    state = run.state
+    if state.epoch >= run.recipe.training.epochs:
+        return ""
+    return (
+        f"stopped early after epoch {state.epoch}: no improvement of {_describe_selection(run)} "
+        f"in {state.stale} evaluations; best epoch {state.best_epoch}"
+    )
+
+
+def _save_embedder(run: Run, scores: dict[str, Any], evaluated: Evaluated) -> None:
+    """Save the embedder of the selected epoch so far; the one before stays until then."""
+    if run.world.leads:
+        evaluated.embedder.save(
+            run.folder.embedder,
+            class_names=run.data.class_names,
+            metrics={"protocol": run.data.protocol, **scores},
+            recipe=run.recipe.to_dict(),
+        )
+
+
+def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any], Evaluated]:
+    """Evaluate the last and the selected epoch; return the results, and the embedder to save."""
     state, recipe = run.state, run.recipe
     last = final = _evaluate_finally(run, evaluated)
+    notes = [*run.data.notes, _saturation(run)]
     results: dict[str, Any] = {
-        "protocol": recipe.evaluation.protocol,
+        "protocol": run.data.protocol,
         "seed": recipe.training.seed,
         "epochs": state.epoch,
+        "stopped_early": _early_stop(run) or None,
         "drops": run.rates.drops,
         "weights": asdict(run.updater.embedder.weights),
-        "notes": list(run.data.notes),
+        "notes": [note for note in notes if note],
         "seconds": round(run.clock.seconds["training"], 3),
         "startup_seconds": round(run.clock.seconds["startup"], 3),
-        "last": {"epoch": state.epoch, **last.scores},
     }
-    results["selected"] = results["last"]
+    for line in run.folder.history()[:1]:
+        if line["epoch"] == 0:
+            parts = ("epoch", "held_out", "test")
+            results["untrained"] = {key: line[key] for key in parts if key in line}
+    results["last"] = results["selected"] = {"epoch": state.epoch, **last.scores}
     if state.best_epoch not in (None, state.epoch):
         run.world.wait()
         load_checkpoint(run.folder.best, run.modules())
         final = _evaluate_finally(run, None)
         results["selected"] = {"epoch": state.best_epoch, **final.scores}
+    return results, final
+
+
+def _finish(run: Run, results: dict[str, Any], final: Evaluated) -> dict[str, Any]:
+    """Save the selected embedder and the results."""
+    _save_embedder(run, results["selected"], final)
     if run.world.leads:
-        final.embedder.save(
-            run.folder.embedder,
-            class_names=run.data.class_names,
-            metrics={"protocol": results["protocol"], **results["selected"]},
-            recipe=recipe.to_dict(),
-        )
         run.folder.write_results(results)
     run.world.wait()
     run.notify("on_end", results)
     return run.folder.read_results()
+
+
+def _final_splits(run: Run) -> list[str]:
+    """The splits that are evaluated at the end."""
+    wanted = ("held_out", "test") if run.recipe.evaluation.final_test else ("held_out",)
+    return [name for name in wanted if len(run.data.rows[name])]
 
 
 def _evaluate_finally(run: Run, evaluated: Evaluated | None) -> Evaluated:
@@ -196,8 +303,7 @@ def _evaluate_finally(run: Run, evaluated: Evaluated | None) -> Evaluated:
 
     What was evaluated already with these weights, in that precision, is not evaluated again.
     """
-    wanted = ("held_out", "test") if run.recipe.evaluation.final_test else ("held_out",)
-    splits = [name for name in wanted if len(run.data.rows[name])]
+    splits = _final_splits(run)
     if evaluated is None or run.recipe.training.precision != "float32":
         return run.evaluator.evaluate(splits, full_precision=True)
     missing = [name for name in splits if name not in evaluated.scores]

@@ -62,16 +62,18 @@ AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
 OrAuto = (WrapValidator(_or_auto), PlainSerializer(lambda value: value, return_type=Any))
 AutoCount = Annotated[Count, *OrAuto]
 AutoFlag = Annotated[Flag, *OrAuto]
+Protocol = Literal["held_out", "last", "paper"]
 
 # What a key is about, where that matters to those who compare recipes.
-Role = Literal["words", "place", "pace"]
+Role = Literal["words", "place", "pace", "end"]
 
 
 def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> Any:
     """Declare a key: its default, its help and its limits.
 
-    A key with a role does not change what a run computes: ``words`` are for people, a ``place``
-    is where something lies on this machine, and ``pace`` is about speed, safety and reporting.
+    A key with a role does not change what a step computes: ``words`` are for people, a ``place``
+    is where something lies on this machine, ``pace`` is about speed, safety and reporting, and
+    ``end`` says when the run is over.
     """
     return Field(default, description=about, json_schema_extra={"role": role}, **limits)
 
@@ -247,7 +249,9 @@ class TrainingConfig(Section):
     """The training loop."""
 
     epochs: AutoCount = _key(
-        60, "number of epochs, warm-up included; auto goes by the number of training images"
+        60,
+        "number of epochs, warm-up included; auto goes by the number of training images",
+        role="end",
     )
     seed: Whole = _key(0, "random seed of the whole run", ge=0)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
@@ -273,7 +277,10 @@ class TrainingConfig(Section):
         "with accumulate, it does nothing. auto does so where it can",
     )
     stop_after: Whole = _key(
-        0, "early stopping: evaluations without improvement before the run ends; 0 for never", ge=0
+        0,
+        "early stopping: evaluations without improvement before the run ends; 0 for never",
+        role="end",
+        ge=0,
     )
     checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="pace")
     checkpoint_steps: Whole = _key(
@@ -289,22 +296,36 @@ class TrainingConfig(Section):
     )
     wandb: str | None = _key(None, "project to report to at Weights & Biases", role="pace")
 
+    def is_over(self, epochs: int, stale: int) -> bool:
+        """Whether a run ends after so many epochs, so many evaluations after its last improvement.
+
+        All epochs are done, or early stopping ends it.
+        """
+        return epochs >= self.epochs or 0 < self.stop_after <= stale
+
 
 class EvaluationConfig(Section):
     """How the run is evaluated and which epoch is saved."""
 
-    protocol: Literal["held_out", "last", "paper"] = _key(
+    protocol: Protocol = _key(
         "held_out",
         "held_out selects the epoch on training classes left out of training; last takes the last "
         "epoch; paper selects on the test set, as many papers do",
     )
-    held_out: Number = _key(0.2, "fraction of the training classes held out", gt=0, lt=1)
+    held_out: Number = _key(
+        0.2, "fraction of the training classes held out, at least three classes", gt=0, lt=1
+    )
     every: Count = _key(1, "epochs between two evaluations")
     watch_test: Flag = _key(
         False, "also evaluate the test set each time, for the curve alone: it selects nothing"
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="pace")
-    select_by: str = _key("recall@1", "the metric that selects the epoch")
+    untrained: Flag = _key(
+        True, "evaluate the untrained embedder first, as the baseline of every table", role="pace"
+    )
+    select_by: str = _key(
+        "map@r", "the metric that selects the epoch; of equal epochs the later one is taken"
+    )
     metrics: Metrics = _key(Metrics(), "what is computed")
     similarity: Similarity = _key("cosine", "how embeddings are compared")
     eval_dims: tuple[Count, ...] = _key(
@@ -343,13 +364,11 @@ class Recipe(Section):
                 f"evaluation.eval_dims must differ and be below the embedding's {width} "
                 f"dimensions, got {list(dims)}"
             )
-        if self.evaluation.protocol == "last" and (
-            self.schedule.name == "plateau" or self.training.stop_after
-        ):
+        if self.evaluation.protocol == "last" and self.schedule.name == "plateau":
             raise ValueError(
-                "schedule plateau and training.stop_after go by a selection metric, which "
-                "evaluation.protocol 'last' does not have; use held_out, or another schedule and "
-                "training.stop_after 0"
+                "schedule.name plateau goes by a selection metric, which evaluation.protocol last "
+                "does not have; choose another schedule.name, such as step, or "
+                "evaluation.protocol held_out"
             )
         return self
 
@@ -360,9 +379,21 @@ class Recipe(Section):
         """Make a recipe of a YAML file, a shipped recipe's name or plain values, and overrides.
 
         Keys left out take the value of the recipe named as ``base``, else their default. Keys may
-        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
+        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``. An
+        override of model.image_size leaves the sizes behind that went with the old one.
         """
-        values = merge(plain_values(source), overrides or {})
+        given = flatten(_lay_over({}, overrides or {}))
+        if given.get("evaluation.protocol") == "last" and given.get("training.stop_after"):
+            raise RecipeError(
+                "training.stop_after goes by a selection metric, which evaluation.protocol last "
+                "does not have; leave out one of them"
+            )
+        values = plain_values(source)
+        size = given.get("model.image_size")
+        if size is not None and size != values.get("model", {}).get("image_size"):
+            for section, key in _SIZES:
+                values.get(section, {}).pop(key, None)
+        values = merge(values, overrides or {})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -410,6 +441,8 @@ def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
             yield name, field
 
 
+# What goes with model.image_size.
+_SIZES = (("model", "resize"), ("data", "crop_size"), ("data", "short_side"))
 # Keys that hold a value each, though the value is a dictionary.
 _WHOLE = ("loss.settings", "evaluation.metrics")
 
@@ -528,6 +561,8 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str"))
     value, context = first["input"], first.get("ctx", {})
     match first["type"]:
+        case "missing":
+            return f"{where} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
             section, _, key = where.rpartition(".")
             return f"unknown key {where!r}{closest(key, _known_keys(model, section))}"

@@ -46,6 +46,10 @@ class Trackers(Callback):
                 dir=str(run.folder.path),
             )
 
+    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
+        """Report where the curves begin."""
+        self.on_epoch_end(run, line)
+
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Report the numbers of an epoch."""
         flat = {
@@ -94,13 +98,17 @@ class PlainDisplay(Display):
         """Print a line."""
         print(text, file=self._file, flush=True)
 
+    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
+        """Print the baseline."""
+        self.on_epoch_end(run, line)
+
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Print a line per epoch."""
         self.message(describe_epoch(line))
 
 
 class RichDisplay(PlainDisplay):
-    """A live progress bar: epoch, loss, images per second, recall@1, time left."""
+    """A live progress bar: epoch, loss, images per second, metrics, time left."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         from rich.console import Console
@@ -114,7 +122,7 @@ class RichDisplay(PlainDisplay):
             console=Console(file=file),
             transient=True,
         )
-        self._recall = ""
+        self._scores = ""
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
@@ -151,29 +159,33 @@ class RichDisplay(PlainDisplay):
             completed=run.state.step,
             figures="",
         )
-        self._first, self._began = run.state.step, time.monotonic()
+        self._first = run.state.step
+        self._began: float | None = None
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
         """Move the bar, at most ten times a second."""
         now, step = time.monotonic(), run.state.step
+        if self._began is None:  # the first step is slow
+            self._first, self._began = step, now
         if now - self._drawn < 0.1:
             return
         self._drawn = now
         # Reading the loss from a GPU waits for it, so not at every step.
         shown = f"loss {loss.item():.3f}  " if loss.device.type == "cpu" or step % 20 == 0 else ""
         images = (step - self._first) * run.recipe.data.batch_size
+        rate = _rate(images / (now - self._began) if images else None)
         self._progress.update(
             self._task,
             completed=step,
             description=f"epoch {run.state.epoch + 1}",
-            figures=f"{shown}{images / (now - self._began):.0f} img/s{self._recall}",
+            figures=f"{shown}{rate}{self._scores}",
         )
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Print a line per epoch above the bar."""
         for name in ("held_out", "test"):
             if name in line:
-                self._recall = f"  {_recall(line[name])}"
+                self._scores = f"  {_scores(line[name])}"
         super().on_epoch_end(run, line)
 
 
@@ -185,19 +197,46 @@ def make_display(file: TextIO | None = None) -> Display:
 
 def describe_epoch(line: Mapping[str, Any]) -> str:
     """One readable line for an epoch."""
-    text = f"epoch {line['epoch']:3d}  loss {line['loss']:8.4f}"
-    if line["images_per_second"] is not None:
-        text += f"  {line['images_per_second']:7.1f} img/s"
+    text = "untrained"
+    if line["epoch"] > 0:
+        text = f"epoch {line['epoch']:3d}  loss {line['loss']:8.4f}"
+        text += _rate(line["images_per_second"])
     for name in ("held_out", "test"):
         if name in line:
-            text += f"  {name.replace('_', '-')} {_recall(line[name])}"
+            text += f"  {name.replace('_', '-')} {_scores(line[name])}"
     return text
 
 
-def _recall(scores: Mapping[str, Any]) -> str:
-    """The smallest recall@k there is, or the first metric."""
-    name = next((key for key in scores if key.startswith("recall@")), next(iter(scores)))
-    return f"{name.replace('recall@', 'R@')} {100 * scores[name]:5.1f}"
+def _rate(images_per_second: float | None) -> str:
+    """Images per second, if any were timed and they do not round to nothing."""
+    if images_per_second is None or images_per_second < 0.05:
+        return ""
+    return f"  {images_per_second:7.1f} img/s"
+
+
+def _scores(scores: Mapping[str, Any]) -> str:
+    """The smallest recall@k there is and MAP@R, or the first metric."""
+    recall = [key for key in scores if key.startswith("recall@")][:1]
+    names = [*recall, *(key for key in scores if key == "map@r")] or [next(iter(scores))]
+    short = {name: metric_title(name).replace("recall@", "R@") for name in names}
+    return "  ".join(f"{short[name]} {100 * scores[name]:5.1f}" for name in names)
+
+
+def metric_title(name: str) -> str:
+    """The name of a metric as people write it."""
+    return name.upper() if name.startswith("map@") else name
+
+
+def result_rows(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a run's table: the untrained, the last and the selected embedder, by split."""
+    found = {}
+    for which in ("untrained", "last", "selected"):
+        part = results.get(which, {})
+        title = which if which == "untrained" else f"{which} epoch ({part['epoch']})"
+        for split in ("held_out", "test"):
+            if split in part:
+                found[f"{title}, {split.replace('_', '-')}"] = part[split]
+    return found
 
 
 # Columns that tables may take up, and of these the names of the rows.

@@ -77,12 +77,16 @@ def _train_stage(
 
     A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
     """
-    world.first(lambda: folder.check(recipe, resume))
     asked = recipe
     recipe = world.first(lambda: folder.keep_choices(asked, resume))
-    if resume and world.first(folder.results.exists):
+    begun = world.first(lambda: folder.check(recipe, resume))
+    _check_end(begun, recipe, folder, in_stages=outdates is not None)
+    if begun is not None and world.first(lambda: folder.is_complete(recipe)):
+        results = folder.read_results()
         display.message(f"{folder.path} is complete already")
-        return folder.read_results()
+        if results.get("stopped_early"):
+            display.message(f"{results['stopped_early']}; a larger training.stop_after goes on")
+        return results
     world.first(lambda: Trackers.check(recipe))
     # A graph that was not asked for by name may also fail.
     run = prepare(recipe, folder, world, display, needs_graph=asked.training.cuda_graph is True)
@@ -90,9 +94,13 @@ def _train_stage(
     run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
     world.first(folder.acquire)
     try:
-        if world.first(lambda: folder.begin(run.recipe, resume)):
+        if world.first(lambda: folder.begin(run.recipe, resume, world.device)):
             restore_state(folder.last, run)
             world.first(lambda: folder.forget_after(run.state.epoch))
+            if begun is not None and begun.training.epochs != recipe.training.epochs:
+                before, now = begun.training.epochs, recipe.training.epochs
+                how = "extended" if now > before else "shortened"
+                display.message(f"{how} from {before} to {now} epochs")
             display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
         elif outdates is not None:
             world.first(outdates.remove)
@@ -100,6 +108,19 @@ def _train_stage(
             return fit(run, stop_requested)
     finally:
         folder.release()
+
+
+def _check_end(begun: Recipe | None, recipe: Recipe, folder: RunFolder, in_stages: bool) -> None:
+    """Refuse to move the end of a first stage, from which everything about the second follows."""
+    if begun is None or not in_stages:
+        return
+    before, now = begun.training, recipe.training
+    if (before.epochs, before.stop_after) != (now.epochs, now.stop_after):
+        raise RunError(
+            f"the run in {folder.path.parent} is in two stages and cannot be extended: the second "
+            "stage repeats what the first one found; choose another folder, or start over with "
+            "--fresh"
+        )
 
 
 def prepare(
@@ -138,6 +159,7 @@ def prepare(
         rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
         clock=clock,
         state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
+        report=display.message,
     )
 
 

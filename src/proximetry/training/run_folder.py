@@ -11,15 +11,16 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from filelock import FileLock, Timeout
 
 from proximetry import __version__
-from proximetry._common import PART_SUFFIX, atomic_write
+from proximetry._common import PART_SUFFIX, atomic_write, some
 from proximetry.training.automatic import keep_choices
-from proximetry.training.recipe import Recipe, differences
+from proximetry.training.checkpoint import read_state
+from proximetry.training.recipe import Recipe, Role, differences
 
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
@@ -29,6 +30,12 @@ FIRST_STAGE, SECOND_STAGE = "first-stage", "second-stage"
 
 # What a run has written by the time its recipe is there.
 _BEFORE_RECIPE = ("checkpoints", "environment.json", LOCK)
+# What a run writes into folders of its own; other files there are not its own.
+_OURS = {
+    "checkpoints": ("last.safetensors", "best.safetensors", "epoch-*.safetensors"),
+    "embedder": ("embedder.json", "embedder-*.safetensors"),
+    "tensorboard": ("events.out.tfevents.*",),
+}
 
 
 class RunError(ValueError):
@@ -62,46 +69,99 @@ class RunFolder:
         """The kept checkpoint of an epoch."""
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
 
-    def begin(self, recipe: Recipe, resume: bool) -> bool:
+    def begin(self, recipe: Recipe, resume: bool, device: torch.device) -> bool:
         """Begin a run here, or continue one; return whether there is a checkpoint to continue.
 
         A folder without a checkpoint is free: nothing was trained in it yet. Without ``resume``
         a run that is there is removed first.
         """
-        self.check(recipe, resume)
+        begun = self.check(recipe, resume)
         for leftover in self.path.glob(f"**/.*{PART_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-        if resume and self.last.exists():
+        if begun is not None and self.last.exists():
+            if begun != recipe:
+                recipe.save(self.recipe)
             return True
         self.remove()
-        (self.path / "checkpoints").mkdir(parents=True)
-        environment = json.dumps(describe_environment(recipe.training.seed), indent=2)
+        self.last.parent.mkdir(parents=True, exist_ok=True)
+        environment = json.dumps(describe_environment(recipe.training.seed, device), indent=2)
         atomic_write(self.environment, environment.encode())
         recipe.save(self.recipe)
         return False
 
-    def check(self, recipe: Recipe, resume: bool = True) -> None:
-        """Refuse a folder that holds something else, or a run that was started differently."""
+    def check(self, recipe: Recipe, resume: bool = True) -> Recipe | None:
+        """Refuse a folder that holds something else, or a run that was started differently.
+
+        Returns the recipe of the run that is to be continued, if there is one. Where things lie,
+        the pace and the end may change from then to now.
+        """
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise RunError(f"{there} is a file; choose another folder")
         if not os.access(there, os.W_OK | os.X_OK):
             raise RunError(f"{there} cannot be written to; choose another folder")
         if there != self.path:
-            return
+            return None
         if not self.recipe.exists():
             names = {path.name for path in self.path.iterdir() if path.suffix != PART_SUFFIX}
-            if self.last.exists() or names.difference(_BEFORE_RECIPE):
+            if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
                 raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
         elif resume and (begun := self.begun()) is not None:
-            asked = keep_choices(recipe, begun).override({"data.cache": begun.data.cache})
-            changed = differences(begun.portable(), asked.portable())
-            if changed:
-                raise RunError(
-                    f"the run in {self.path} was started with another recipe: "
-                    f"{', '.join(changed)}; continue it with the same recipe, choose another "
-                    "folder, or start over with --fresh"
-                )
+            self._check_same(begun, keep_choices(recipe, begun))
+            return begun
+        self._check_embedder()
+        return None
+
+    def _check_same(self, begun: Recipe, recipe: Recipe) -> None:
+        roles: tuple[Role, ...] = get_args(Role)
+        changed = differences(begun.portable(without=roles), recipe.portable(without=roles))
+        other = "choose another folder, or start over with --fresh"
+        if changed:
+            raise RunError(
+                f"the run in {self.path} was started with another recipe: {', '.join(changed)}; "
+                f"continue it with the same recipe, {other}"
+            )
+        before, now = begun.training.epochs, recipe.training.epochs
+        if before == now:
+            return
+        if recipe.schedule.name == "cosine":
+            raise RunError(
+                f"the run in {self.path} cannot go on to training.epochs {now}: its cosine "
+                f"schedule is laid out over {before} epochs; {other}"
+            )
+        if not self.last.exists():
+            raise RunError(
+                f"the run in {self.path} cannot go on to training.epochs {now}: its checkpoint "
+                f"{self.last} is gone; {other}"
+            )
+        state = read_state(self.last)["state"]
+        done = state["epoch"] + (state["batch"] > 0)
+        if now < done:
+            raise RunError(
+                f"the run in {self.path} is in its epoch {done} already, past training.epochs "
+                f"{now}; {other}"
+            )
+
+    def _check_embedder(self) -> None:
+        """Refuse to begin where the new embedder would have to be saved among other files."""
+        ours = {path for name in _OURS["embedder"] for path in self.embedder.glob(name)}
+        inside = self.embedder.iterdir() if self.embedder.is_dir() else ()
+        foreign = [path.name for path in inside if path not in ours and path.suffix != PART_SUFFIX]
+        if foreign:
+            raise RunError(
+                f"{self.embedder} holds other files ({some(sorted(foreign), 3)}), which are kept; "
+                "move them elsewhere, or choose another folder"
+            )
+
+    def is_complete(self, recipe: Recipe) -> bool:
+        """Whether the results that are here are those at the end of this recipe."""
+        if not self.results.exists():
+            return False
+        epochs, wanted = self.read_results()["epochs"], recipe.training
+        if epochs == wanted.epochs or not self.last.exists():
+            return True
+        state = read_state(self.last)["state"]
+        return bool(state["epoch"] == epochs and wanted.is_over(epochs, state["stale"]))
 
     def begun(self) -> Recipe | None:
         """The recipe of the run that is here, unless nothing was trained yet."""
@@ -136,12 +196,13 @@ class RunFolder:
         """
         self.results.unlink(missing_ok=True)
         self.last.unlink(missing_ok=True)
-        for name in ("checkpoints", "embedder", "tensorboard", "wandb"):
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        for folder, names in _OURS.items():
+            for file in [file for name in names for file in (self.path / folder).glob(name)]:
+                file.unlink()
+            with suppress(OSError):  # it is not there, or holds what others have put there
+                (self.path / folder).rmdir()
+        if (self.path / "wandb").is_dir():
+            shutil.rmtree(self.path / "wandb")
         for file in (self.metrics, self.environment, self.recipe):
             file.unlink(missing_ok=True)
 
@@ -178,8 +239,8 @@ class RunFolder:
         return results
 
 
-def describe_environment(seed: int) -> dict[str, Any]:
-    """Versions, seed, command and state of the code: what a figure needs to be believed."""
+def describe_environment(seed: int, device: torch.device) -> dict[str, Any]:
+    """Versions, seed, command, device, state of the code: what a figure needs to be believed."""
     packages = {"proximetry": __version__}
     for name in ("torch", "torchvision", "timm", "numpy", "pillow"):
         with suppress(PackageNotFoundError):
@@ -192,7 +253,7 @@ def describe_environment(seed: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": packages,
         "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "git": _git_state(),
     }
 

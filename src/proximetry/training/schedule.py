@@ -53,7 +53,7 @@ class LearningRates:
             group["lr"] = rate * self.factor(epoch)
 
     def observe(self, improved: bool, epoch: int) -> None:
-        """Take whether an epoch (counted from 0) was the best so far."""
+        """Take whether an epoch (counted from 0) was better than any before."""
         self.stale = 0 if improved else self.stale + 1
         if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
             self.drops.append(epoch + 1)

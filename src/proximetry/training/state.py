@@ -26,7 +26,7 @@ class TrainState:
         step: steps of the run.
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
-        stale: evaluations since then.
+        stale: evaluations since the last improvement.
     """
 
     loss_sum: Tensor
@@ -50,12 +50,16 @@ class TrainState:
         self.step += 1
 
     def observe(self, value: float) -> bool:
-        """Take the selection metric after an epoch; return whether it is the best so far."""
-        if self.best_value is not None and value <= self.best_value:
-            self.stale += 1
-            return False
-        self.best_epoch, self.best_value, self.stale = self.epoch, value, 0
-        return True
+        """Take the selection metric after an epoch; return whether it is better than any before.
+
+        Of equal epochs the last one is selected: it has been trained for longer. For the patience
+        of schedule and early stopping it is no improvement.
+        """
+        improved = self.best_value is None or value > self.best_value
+        if improved or value == self.best_value:
+            self.best_epoch, self.best_value = self.epoch, value
+        self.stale = 0 if improved else self.stale + 1
+        return improved
 
 
 def save_state(path: Path, run: "Run") -> None:
@@ -95,6 +99,11 @@ def restore_state(path: Path, run: "Run") -> None:
 class Checkpoints(Callback):
     """Writes metrics.jsonl, and the last and the best state where the recipe says so."""
 
+    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
+        """Note the baseline."""
+        if run.world.leads:
+            run.folder.log(line)
+
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
         """Save within an epoch."""
         every = run.recipe.training.checkpoint_steps
@@ -106,11 +115,11 @@ class Checkpoints(Callback):
         if run.world.leads:
             run.folder.log(line)
         t, epoch = run.recipe.training, run.state.epoch
-        improved = run.state.best_epoch == epoch
-        if improved:
+        selected = run.state.best_epoch == epoch
+        if selected:
             save_state(run.folder.best, run)
         # With the best, so that a run never continues from before the best it has on disk.
-        if improved or epoch % t.checkpoint_epochs == 0 or run.is_over():
+        if selected or epoch % t.checkpoint_epochs == 0 or run.is_over():
             save_state(run.folder.last, run)
         if t.keep_checkpoint_every and epoch % t.keep_checkpoint_every == 0:
             save_state(run.folder.of_epoch(epoch), run)
