@@ -90,9 +90,9 @@ def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
 @pytest.mark.parametrize(
     ("device", "images", "epochs", "every"),
     [
-        (CPU, 10, 150, 50),
+        (CPU, 10, 100, 34),
         (CPU, 3000, 12, 4),
-        (H200, 180, 75, 25),  # two steps each
+        (H200, 180, 50, 17),  # two steps each
         (H200, 3000, 30, 10),
         (H200, 10**6, 10, 4),
         (H200, 10**8, 5, 2),

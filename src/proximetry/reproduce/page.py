@@ -317,9 +317,13 @@ def _versions(results: Results) -> str:
 def _epochs(results: Results) -> str:
     """How many epochs were run, and of how many if there should be more or less."""
     table = results.table
-    ran = _values(sorted({record.recipe["training"]["epochs"] for record in results.runs}))
-    wanted = _values({table.epochs(table.row(record.row)): None for record in results.runs})
-    if wanted in (ran, AUTO):
+    epochs = {
+        (record.recipe["training"]["epochs"], table.epochs(table.row(record.row)))
+        for record in results.runs
+    }
+    ran = _values(sorted({done for done, _ in epochs}))
+    wanted = _values(sorted({done if asked == AUTO else asked for done, asked in epochs}))
+    if ran == wanted:
         return f"{ran} epochs"
     published = table.published.epochs
     of = f"published {published}" if published else f"table's {wanted}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # What `training.epochs: auto` becomes, as found in benchmarks/defaults. A tiny set needs more
 # epochs for enough steps; that a large one is done after so many images was not measured.
 EPOCHS, EPOCHS_ON_CPU, FEWEST_EPOCHS = 30, 12, 5
-LEAST_STEPS = 150
+LEAST_STEPS = 100
 MOST_IMAGES = 10_000_000
 
 # Pixels may take this part of a GPU's free memory. The rest is for activations, which take several

@@ -58,7 +58,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     catalog = open_catalog(recipe)
     division = divide(catalog, recipe)
     parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
-    make_sampler(recipe, parts["train"].codes, world)
+    sampler = make_sampler(recipe, parts["train"].codes, world)
 
     # The caches, as the run would build them.
     resize = embedder.preprocessing.resize
@@ -78,6 +78,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     updater = make_updater(recipe, embedder, parts["train"].class_names, world, notes.append)
     counts = {name: len(part) for name, part in parts.items()}
     classes = len(parts["train"].class_names)
+    per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
     rates, memory = _measure(recipe, updater, world, counts["train"], classes)
     return {
         "data": {
@@ -100,7 +101,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "memory_bytes": memory + (pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
-            "training": recipe.training.epochs * counts["train"] / rates[0],
+            "training": recipe.training.epochs * per_epoch / rates[0],
             "evaluation": _images_evaluated(recipe, division, counts) / rates[1],
         },
     }
