@@ -185,8 +185,8 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
     code, out, err = call(capsys, *words)
     assert code == 0, err
     for text in (
-        "36 images of 6 classes to train on",
-        "default-cpu: small_convnet, 24 px, 8-d, mpa_ap",
+        "36 images of 9 classes to train on",
+        "default-cpu: small_convnet, 24 px, 8-d, proxy_anchor",
         "7 epochs, batches of 8",
         "runs/flowers (new)",
         "83 kB to decode",
@@ -197,7 +197,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
     code, out, _ = call(capsys, *words, "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["data"]["held_out"] == {"images": 12, "classes": 2}
+    assert found["data"]["held_out"] == {"images": 12, "classes": 3}
     assert found["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
     assert found["seconds"]["training"] == pytest.approx(7 * 36 / found["images_per_second"])
     assert files(home) == before
@@ -208,7 +208,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
     [
         {"model_backbone": "small_convnett"},
         {"model_weights": "missing.pth"},
-        {"data_sampler": "balanced", "data_batch_size": 28},
+        {"data_sampler": "balanced", "data_batch_size": 40},
         {"loss_name": "pairs/triplet", "loss_exclusive": 1},
     ],
 )
