@@ -299,6 +299,8 @@ def _write(folder: Path, images: Iterable[Array | str]) -> None:
         index: list[tuple[int, int, int]] = []
         reasons: list[str] = []
         offset = 0
+        # Not forced to the disk, which takes seconds: what a power cut spoils does not have its
+        # checksum, and is made again.
         with (part / "pixels.bin").open("wb") as stream:
             for image in images:
                 if isinstance(image, str):
@@ -308,8 +310,6 @@ def _write(folder: Path, images: Iterable[Array | str]) -> None:
                     stream.write(image.data)
                     index.append((offset, *image.shape[:2]))
                     offset += image.size
-            stream.flush()
-            os.fsync(stream.fileno())
         np.save(part / "index.npy", np.array(index, dtype=np.int64))
         header = {"key": folder.name, **_checksums(part), "bad": reasons}
         # A reason may quote a file name that is not UTF-8: JSON escapes it.
