@@ -1,0 +1,80 @@
+"""A table whose rows differ in recipe and dataset."""
+
+import csv
+import shutil
+
+import pytest
+
+from proximetry.reproduce import Table
+from proximetry.reproduce.plan import command_for
+from proximetry.reproduce.records import read_records
+from proximetry.reproduce.table import ReproduceError
+from tests.reproduce.small import make_data, make_table, run_table, table_values
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The same images as folder/ and, without two classes, as csv/."""
+    home = tmp_path / "all"
+    home.mkdir()
+    shutil.move(make_data(tmp_path), home / "folder")
+    rows = [
+        {"path": f"folder/{split}/{name}/{i}.png", "label": name, "split": split}
+        for split, names in (("train", range(8)), ("test", range(10, 16)))
+        for name in (f"class{number:02d}" for number in names)
+        for i in range(6)
+    ]
+    with (home / "csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["path", "label", "split"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return home
+
+
+ROWS = [
+    {"name": "squares", "changes": {"evaluation.untrained": True}},
+    {"name": "fewer squares", "changes": {"data.dataset": "csv"}},
+]
+PLAIN = {"selection": False, "claims": [], "figure": None, "seconds": True, "rows": ROWS}
+
+
+def test_rows_may_differ_in_dataset(data, tmp_path):
+    table = make_table(tmp_path / "cache", **PLAIN)
+    home = run_table(table, data, tmp_path / "out")
+    records = read_records(home)
+    images = {record.row: record.images["train"] for record in records.values()}
+    assert images == {"squares": 60, "fewer squares": 48}
+    page = (home / "README.md").read_text()
+    assert "your own images: 60 training" in page
+    assert "your own table: 48 training" in page
+    assert "--data DATA" in page
+    squares = next(record for record in records.values() if record.row == "squares")
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    untrained = next(line for line in lines if line[1] == "untrained")
+    assert untrained[0] == "| squares"
+    assert untrained[2] == f"{100 * squares.metrics(0)['recall@1']:.1f}"
+    ours = next(line for line in lines if line[0] == "| fewer squares")
+    assert ours[-1].rstrip(" |").isdecimal(), "seconds are the last column"
+
+
+def test_a_row_may_have_a_recipe_of_its_own(tmp_path):
+    rows = [{"name": "glyphs", "recipe": "glyphs"}, {"name": "plain"}]
+    table = Table.load(table_values(tmp_path, **PLAIN | {"rows": rows, "base": {}}))
+    assert table.dataset(table.rows[0]) == "glyphs"
+    assert table.dataset(table.rows[1]) == "folder"
+    recipe = table.recipe_values(table.rows[0])
+    assert recipe["model"]["backbone"] == "small_convnet"
+    words = command_for(
+        table, "glyphs", [0], {"model": recipe["model"], "training": recipe["training"]}, False
+    )
+    assert "--backbone" not in words
+    with pytest.raises(ReproduceError, match="no recipe 'nothing'"):
+        Table.load(table_values(tmp_path, **PLAIN | {"rows": [{"name": "x", "recipe": "nothing"}]}))
+
+
+def test_a_dataset_that_is_missing_is_named(data, tmp_path):
+    table = make_table(tmp_path / "cache", **PLAIN)
+    (data / "csv").unlink()
+    with pytest.raises(ReproduceError, match=r"Pass as --data a folder that holds your own table"):
+        run_table(table, data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
