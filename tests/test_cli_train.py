@@ -255,3 +255,90 @@ def test_weights_come_from_the_folder_of_another_run(capsys, home):
         code, _, err = call(capsys, images, "out", *small(**wrong))
         assert code == 1
         assert message in err
+
+
+def test_overrides_are_checked_against_the_recipe_that_is_taken(home, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    changes = {"model.pca_dim": 1024}  # more than default-cpu has
+    plan = train_plan.make_plan(str(home / "flowers" / "train"), None, None, changes, None)
+    assert plan.recipe.model.pca_dim == 1024
+
+
+def test_a_given_dataset_says_how_the_folder_is_read(capsys, home):
+    images = home / "flowers" / "train"
+    assert config(capsys, images, "--data.dataset", "faces")["data"]["dataset"] == "faces"
+    code, _, err = call(capsys, "cub", "--data.dataset", "cars", "--data.root", images)
+    assert code == 2
+    assert "the images are given twice: cub and --data.dataset cars" in err
+
+
+def test_a_recipe_that_cannot_be_read_locks_no_folder(capsys, home):
+    place = home / "here" / "runs" / "flowers"
+    assert call(capsys, home / "flowers" / "train", *small())[0] == 0
+    recipe = (place / "recipe.yaml").read_text()
+    (place / "recipe.yaml").write_text(f"{recipe}\ngone: 1\n")
+    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    assert code == 0, err
+    assert "run folder runs/flowers-2" in out
+    code, out, err = call(capsys, home / "flowers" / "train", place, *small(), "--fresh")
+    assert code == 0, err
+
+
+def test_starting_over_takes_the_recipe_of_the_device(capsys, home):
+    words = [home / "flowers" / "train", "mine", *small()]
+    assert call(capsys, *words, "--recipe", "default")[0] == 0
+    code, out, err = call(capsys, *words, "--fresh")
+    assert code == 0, err
+    assert "recipe default-cpu" in out
+
+
+@pytest.mark.parametrize("word", ["auto", "true", "false"])
+def test_a_key_that_may_be_auto_takes_a_word(capsys, home, word):
+    found = config(capsys, home / "flowers" / "train", "--training.cuda-graph", word)
+    assert found["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
+
+
+def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
+    words = [home / "flowers" / "train", *small(training_epochs=2)]
+    assert call(capsys, *words)[0] == 0
+    found = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
+    assert found["folder"]["state"] == "complete already"
+    assert found["seconds"] == {"training": 0, "evaluation": 0}
+    longer = [home / "flowers" / "train", *small(training_epochs=3), "--dry-run", "--json"]
+    found = json.loads(call(capsys, *longer)[1])
+    assert found["folder"]["state"] == "continued"
+    assert found["seconds"]["training"] == pytest.approx(32 / found["images_per_second"])
+
+
+def test_the_next_commands_name_images_as_evaluate_takes_them(home):
+    images = home / "flowers" / "train"
+    results = {
+        "protocol": "last",
+        "selected": {"epoch": 1, "test": {"recall@1": 0.5}},
+        "last": {"epoch": 1},
+    }
+    for source, changes, expected in (
+        ("faces", {"data.root": str(images)}, f"evaluate out faces --root {images}"),
+        ("glyphs", {}, "evaluate out glyphs"),
+        (str(images), {}, f"evaluate out {images}"),
+    ):
+        plan = train_plan.make_plan(source, home / "here" / "out", None, changes, "cpu")
+        text = train_plan.summary(results, plan).replace(" \\\n     ", "")
+        assert expected in text
+
+
+def test_a_run_folder_serves_as_weights(capsys, home):
+    images = home / "flowers" / "train"
+    stages = {"training_epochs": 2, "schedule_warmup-epochs": 0}
+    words = [images, "two", *small(**stages), "--training.two-stages"]
+    code, _, err = call(capsys, *words)
+    assert code == 0, err
+    assert Embedder.load("two").dim == 8
+    code, _, err = call(capsys, images, "more", *small(model_weights="two"))
+    assert code == 0, err
+
+
+def test_home_is_understood_in_recipes(capsys, home, monkeypatch):
+    monkeypatch.setenv("HOME", str(home))
+    (home / "mine.yaml").write_text("base: glyphs\ndata: {dataset: folder, root: ~/flowers}\n")
+    assert config(capsys, home / "mine.yaml")["data"]["root"] == str(home / "flowers")

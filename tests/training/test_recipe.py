@@ -156,9 +156,6 @@ def test_mistakes_are_named(values, message):
 def test_the_last_epoch_can_be_asked_of_a_recipe_that_stops_early():
     last = Recipe.load({"training": {"stop_after": 6}}, {"evaluation.protocol": "last"})
     assert last.override({"training.epochs": 2}).evaluation.protocol == "last"
-    both = {"evaluation.protocol": "last", "training.stop_after": 6}
-    with pytest.raises(RecipeError, match=r"training\.stop_after goes by .*leave out one of them"):
-        Recipe.load("glyphs", both)
 
 
 def test_the_epoch_is_selected_by_map_at_r_unless_a_paper_did_otherwise():

@@ -47,7 +47,7 @@ def train(
     config: Path | None = None,
     print_config: Annotated[bool, Parameter(negative=())] = False,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJson = False,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
     """Train an embedder on your images or as a recipe says, or continue where it was cut off.
@@ -55,8 +55,8 @@ def train(
     Every key of the recipe can be overridden: --optimizer.lr 2e-4 --training.epochs 30
 
     Args:
-        images: a folder of class folders, a table (.csv, .parquet), or a dataset's name; or a
-            recipe, shipped or a YAML file, that says where they are or gets --data.root.
+        images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
+            name; or a recipe, shipped or a YAML file, that names them or gets --data.root.
         out: folder of the run; a run that is there is continued. Default: below runs/, named
             after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
@@ -66,14 +66,13 @@ def train(
         config: a YAML file with overrides; those on the command line come after it.
         print_config: print the recipe with all overrides, and leave.
         dry_run: check everything, say what time, disk and memory it will take, write nothing.
-        json_: print the results, or what the dry run found, as JSON and nothing else.
         overrides: keys of the recipe.
     """
     from proximetry.cli.train_plan import make_plan, summary
     from proximetry.training.recipe import merge, read_yaml
 
     more = read_yaml(config, "overrides") if config is not None else {}
-    plan = make_plan(images, out, recipe, merge(more, overrides), device)
+    plan = make_plan(images, out, recipe, merge(more, overrides), device, fresh)
     if print_config:
         print(plan.recipe.to_yaml(), end="")
         return
@@ -85,16 +84,16 @@ def train(
     leads = os.environ.get("RANK", "0") == "0"  # of several processes one prints
     if leads:
         for line in plan.lines:
-            print(line, file=sys.stderr if json_ else sys.stdout, flush=True)
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     if dry_run:
         found = check(plan.recipe, plan.out, device=device, resume=not fresh)
         text = describe(found)
     else:
-        display = make_display(sys.stderr if json_ else None)
+        display = make_display(sys.stderr if as_json else None)
         found = run(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
         text = summary(found, plan)
     if leads:
-        print(json.dumps(found, indent=2) if json_ else text)
+        tell(as_json, found, text)
 
 
 def evaluate(
@@ -129,6 +128,7 @@ def evaluate(
     """
     from proximetry.cli import evaluation
     from proximetry.data import open_dataset, resolve_source
+    from proximetry.training.evaluator import score_embedder
 
     name, place = resolve_source(source, root)
     model = _load(embedder, device)
@@ -139,7 +139,7 @@ def evaluate(
         )
     catalog, chosen = evaluation.choose_split(open_dataset(name, place), split, source)
     with _progress("evaluating") as report:
-        scored = evaluation.run(model, catalog, metrics, eval_dims, batch_size, report)
+        scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
     document: dict[str, Any] = {
         "embedder": str(embedder),
         "dataset": name,
@@ -147,7 +147,7 @@ def evaluate(
         "split": chosen,
         "images": len(catalog),
         "classes": len(catalog.class_names),
-        **evaluation.describe(scored, per_class=per_class, confusions=confusions),
+        **evaluation.describe(*scored, per_class=per_class, confusions=confusions),
         "notes": catalog.notes,
     }
     if out is not None:
@@ -237,7 +237,7 @@ def reproduce(
 
     Args:
         table: name of a table, or a YAML file of your own; see --list.
-        data: folder of the table's dataset, or one that holds it as cub/ or cars/.
+        data: folder of the dataset, or one that holds the datasets as cub/, cars/, flowers/.
         out: where the folder of the table is made: JSON per run, README.md, pictures.
         list_: list the tables and leave.
     """
@@ -275,11 +275,8 @@ def _load(folder: Path, device: str | None) -> "Embedder":
     """Read an embedder, given its folder or that of the run that saved it."""
     from proximetry._common import resolve_device
     from proximetry.models import Embedder
-    from proximetry.training.run_folder import SECOND_STAGE
 
-    places = (folder / "embedder", folder / SECOND_STAGE / "embedder")
-    found = next((place for place in places if place.is_dir()), folder)
-    return Embedder.load(found, device=resolve_device(device))
+    return Embedder.load(folder, device=resolve_device(device))
 
 
 @contextmanager

@@ -2,32 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from proximetry._common import Progress
 from proximetry.data import Catalog
-from proximetry.metrics import Evaluation, Metrics, retrieve
-from proximetry.models import Embedder
-from proximetry.training.evaluator import (
-    compared,
-    encode_catalog,
-    means,
-    score_queries,
-    without_idle_roles,
-)
+from proximetry.metrics import Evaluation, retrieve
+from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
 
 # How many of the worst classes are shown.
 WORST = 10
-
-
-class Scored(NamedTuple):
-    """Every query's scores by dimensions, all of them first, and what was compared."""
-
-    queries: dict[int, Evaluation]
-    compared: dict[str, Any]
 
 
 def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
@@ -39,32 +22,23 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
     return found, chosen
 
 
-def run(
-    embedder: Embedder,
-    catalog: Catalog,
-    wanted: Metrics,
-    eval_dims: Sequence[int],
-    batch_size: int | None,
-    progress: Progress,
-) -> Scored:
-    """Embed the images and score every query."""
-    vectors: Tensor = encode_catalog(embedder, catalog, batch_size, progress)
-    catalog, similarity = without_idle_roles(catalog), embedder.architecture.similarity
-    queries = score_queries(vectors, catalog, similarity, wanted, eval_dims, progress=progress)
-    return Scored(queries, compared(vectors, catalog, similarity))
-
-
-def describe(scored: Scored, *, per_class: bool, confusions: int) -> dict[str, Any]:
+def describe(
+    queries: Mapping[int, Evaluation],
+    compared: Mapping[str, Any],
+    *,
+    per_class: bool,
+    confusions: int,
+) -> dict[str, Any]:
     """Return the metrics with 95 % intervals and, if wanted, classes and confusions."""
-    whole = next(iter(scored.queries.values()))
+    whole = next(iter(queries.values()))
     found: dict[str, Any] = {
-        "metrics": means(scored.queries),
+        "metrics": means(queries),
         "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
     }
     if per_class:
         found["per_class"] = _classes(whole)
     if confusions:
-        found["confusions"] = _confusions(scored.compared)[:confusions]
+        found["confusions"] = _confusions(compared)[:confusions]
     return found
 
 

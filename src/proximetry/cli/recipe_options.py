@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from cyclopts import Parameter, Token
 
-from proximetry.training.recipe import Recipe, Section
+from proximetry.training.recipe import AUTO, Recipe, Section
 
 
 def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
@@ -42,6 +42,9 @@ def _option(kind: Any, default: Any, about: str) -> Any:
     if kind is str and optional:
         text = Parameter(help=about, metavar="STR", converter=_text_or_none)
         return Annotated[Any, text]
+    if kind is bool and default == AUTO:
+        words = Parameter(help=about, metavar="auto|true|false", converter=_as_yaml)
+        return Annotated[Any, words]
     if kind in (bool, str) or get_origin(kind) is Literal:
         return Annotated[kind, Parameter(help=about, show_default=False)]
     if get_origin(kind) is dict:

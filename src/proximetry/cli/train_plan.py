@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from proximetry._common import closest
 from proximetry.data.datasets import list_datasets, resolve_source
-from proximetry.training.recipe import Recipe, RecipeError, merge, shipped_recipes
+from proximetry.training.recipe import DataConfig, Recipe, RecipeError, merge, shipped_recipes
 
 ON_GPU, ON_CPU = "default", "default-cpu"
 RUNS = Path("runs")
@@ -26,7 +26,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    source: str, out: Path | None, asked: str | None, changes: Mapping[str, Any], device: str | None
+    source: str,
+    out: Path | None,
+    asked: str | None,
+    changes: Mapping[str, Any],
+    device: str | None,
+    fresh: bool = False,
 ) -> Plan:
     """Find out what the first word of a command means, and what follows from it.
 
@@ -36,30 +41,43 @@ def make_plan(
         asked: the recipe for images, if given.
         changes: overrides of the recipe.
         device: as `train` takes it.
+        fresh: whether a run that is there will be removed.
     """
     if _names_recipe(source, asked):
         recipe = Recipe.load(source, changes)
-        return Plan(recipe, *_place(out, recipe.name, recipe.data, (recipe.name,)))
-    given = merge({}, changes).get("data", {}).get("root")
-    if given is not None and source not in list_datasets():
-        raise RecipeError(f"the images are given twice: {source} and --data.root {given}")
+        data = recipe.data.dataset, recipe.data.root
+        return Plan(recipe, *_place(out, recipe.name, data, (recipe.name,)))
+    dataset, root = _find_images(source, merge({}, changes).get("data", {}))
+    changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
+    name = _name(root or dataset)
+    if asked is not None:
+        recipe = Recipe.load(asked, changes)
+        return Plan(recipe, *_place(out, name, (dataset, root), (recipe.name,)))
+    folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
+    chosen, why = _choose_recipe(folder, device, fresh)
+    return Plan(Recipe.load(chosen, changes), folder, (*why, *lines))
+
+
+def _find_images(source: str, given: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The dataset and the root that are meant by the first word and --data.dataset, --data.root."""
+    dataset, root = given.get("dataset"), given.get("root")
+    if source in list_datasets():
+        twice = f"--data.dataset {dataset}" if dataset not in (None, source) else None
+    else:
+        twice = f"--data.root {root}" if root is not None else None
+    if twice:
+        raise RecipeError(f"the images are given twice: {source} and {twice}")
     try:
-        dataset, place = resolve_source(source, given)
-    except ValueError:
+        found, place = resolve_source(source, root)
+    except ValueError as error:
         known = [*shipped_recipes(), *list_datasets()]
+        if Path(source).expanduser().exists():
+            raise RecipeError(str(error)) from None
         raise RecipeError(
             f"{source!r} is no folder or table of images, no recipe and no dataset"
             f"{closest(source, known)}"
         ) from None
-    root = None if place is None else str(place.absolute())
-    changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
-    if asked is not None:
-        recipe = Recipe.load(asked, changes)
-        return Plan(recipe, *_place(out, _name(root or dataset), recipe.data, (recipe.name,)))
-    data = Recipe.load(ON_CPU, changes).data
-    folder, lines = _place(out, _name(root or dataset), data, (ON_GPU, ON_CPU))
-    name, why = _choose_recipe(folder, device)
-    return Plan(Recipe.load(name, changes), folder, (*why, *lines))
+    return dataset or found, None if place is None else str(place.absolute())
 
 
 def _names_recipe(word: str, asked: str | None) -> bool:
@@ -77,11 +95,11 @@ def _names_recipe(word: str, asked: str | None) -> bool:
     return file or (shipped and asked is None)
 
 
-def _choose_recipe(place: Path, device: str | None) -> tuple[str, list[str]]:
+def _choose_recipe(place: Path, device: str | None, fresh: bool) -> tuple[str, list[str]]:
     """The default for the device, or that of the run that is continued; and lines about it."""
     from proximetry._common import resolve_device
 
-    begun = _begun(place)
+    begun = None if fresh else _begun(place)
     if begun is not None and begun.name in (ON_GPU, ON_CPU):
         return begun.name, [f"recipe {begun.name}, with which the run in {place} was begun"]
     on_gpu = resolve_device(device).type == "cuda"
@@ -102,7 +120,7 @@ def _name(source: str) -> str:
 
 
 def _place(
-    out: Path | None, name: str, data: Any, recipes: tuple[str, ...]
+    out: Path | None, name: str, data: tuple[str, str | None], recipes: tuple[str, ...]
 ) -> tuple[Path, tuple[str, ...]]:
     """The folder of the run: the one given, that of the same run before, or a free one."""
     if out is not None:
@@ -116,19 +134,17 @@ def _numbered(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
-def _is_free_or_ours(path: Path, data: Any, recipes: tuple[str, ...]) -> bool:
+def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[str, ...]) -> bool:
     from proximetry.training.run_folder import RunError, RunFolder
 
-    if not path.exists():
-        return True
-    begun = _begun(path)
-    if begun is None:
-        try:
+    try:
+        begun = _begun(path)
+        if begun is None:
             RunFolder(path).check(Recipe())
-        except RunError:
-            return False
-        return True
-    same = (begun.data.dataset, _absolute(begun.data.root)) == (data.dataset, _absolute(data.root))
+            return True
+    except (RunError, RecipeError):
+        return False
+    same = (begun.data.dataset, _absolute(begun.data.root)) == (data[0], _absolute(data[1]))
     return same and begun.name in recipes
 
 
@@ -148,15 +164,15 @@ def _begun(path: Path) -> Recipe | None:
 
 def summary(results: Mapping[str, Any], plan: Plan) -> str:
     """The table, where everything lies, and the next commands to type."""
+    from proximetry.models.storage import SECOND_STAGE
     from proximetry.training.reporting import metrics_table, result_rows
-    from proximetry.training.run_folder import SECOND_STAGE
 
     rows = result_rows(results)
     home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(plan.recipe.data.root or "IMAGES"))
-    other = images if "test" in results["selected"] else "OTHER_IMAGES"
+    tested = "test" in results["selected"]
     next_commands = [
-        ["evaluate", run, other],
+        ["evaluate", run, *(_test_images(plan.recipe.data) if tested else ["OTHER_IMAGES"])],
         ["embed", run, images, "--out", "vectors.npz"],
         ["export", run, f"{plan.out.name}.onnx"],
     ]
@@ -171,6 +187,15 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             *(_command(words) for words in next_commands),
         ]
     )
+
+
+def _test_images(data: DataConfig) -> list[str]:
+    """How `evaluate` is told the images of a recipe."""
+    if data.root is None:
+        return [data.dataset]
+    if resolve_source(data.root)[0] == data.dataset:
+        return [_short(Path(data.root))]
+    return [data.dataset, "--root", _short(Path(data.root))]
 
 
 def _short(path: Path) -> str:

@@ -109,7 +109,7 @@ class PixelCache:
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
         _check(catalog, short_side, interpolation)
-        home = _home(root)
+        home = cache_home(root)
         folder = home / _key(_contents(catalog, home), short_side, interpolation)
         found = _open(folder, catalog)
         if found is None:
@@ -204,7 +204,7 @@ def estimate(
     another place is found by `build`, but not here.
     """
     _check(catalog, short_side, interpolation)
-    home = _home(root)
+    home = cache_home(root)
     known = _remembered(catalog, home)
     if known.is_file():
         contents = known.read_text(encoding="ascii")
@@ -233,7 +233,8 @@ def _check(catalog: Catalog, short_side: int, interpolation: str) -> None:
         raise ValueError("the catalogue is empty: there is nothing to decode")
 
 
-def _home(root: str | os.PathLike[str] | None) -> Path:
+def cache_home(root: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of caches: the one given, or the user's."""
     return cache_folder() / "pixels" if root is None else Path(root)
 
 

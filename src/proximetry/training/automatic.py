@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,23 @@ class DeviceFacts:
 
 
 def device_facts(world: "World") -> DeviceFacts:
-    """Ask the device of a run."""
+    """Ask the device of a run; all processes ask together, and go by the weakest device."""
+    own = _own_facts(world)
+    if world.size == 1:
+        return own
+    import torch.distributed as dist
+
+    every: list[Any] = [own] * world.size
+    dist.all_gather_object(every, own)
+    return replace(
+        own,
+        capability=min(facts.capability for facts in every),
+        free=min(facts.free for facts in every),
+        triton=all(facts.triton for facts in every),
+    )
+
+
+def _own_facts(world: "World") -> DeviceFacts:
     import torch
 
     if world.device.type != "cuda":

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import cache_folder, readable_size, spaced
+from proximetry._common import readable_size, spaced
 from proximetry.data import (
     Catalog,
     CenterCrop,
@@ -28,7 +27,7 @@ from proximetry.data import (
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.pixel_cache import estimate
+from proximetry.data.pixel_cache import cache_home, estimate
 from proximetry.models import Preprocessing
 from proximetry.training.distributed import World
 from proximetry.training.recipe import Protocol, Recipe, RecipeError
@@ -270,7 +269,7 @@ def open_catalog(recipe: Recipe) -> Catalog:
 
 def check_space(recipe: Recipe, size: int) -> int:
     """Return the free bytes of the disk of the pixel cache; refuse a cache that is larger."""
-    home = Path(recipe.data.cache_dir or cache_folder()).absolute()
+    home = cache_home(recipe.data.cache_dir).absolute()
     free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
     if size > free:
         raise RunError(
@@ -315,7 +314,7 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
         "held_out": np.flatnonzero(splits == "val"),
         "test": np.flatnonzero(splits == "test"),
     }
-    notes = _leave_out_what_shows_nothing(catalog, rows, protocol)
+    notes = _drop_unusable_splits(catalog, rows, protocol)
     _check_classes(catalog.subset(train))
     if protocol == "held_out" and len(rows["held_out"]) == 0:
         part = catalog.subset(train)
@@ -357,9 +356,7 @@ def _check_classes(train: Catalog) -> None:
         )
 
 
-def _leave_out_what_shows_nothing(
-    catalog: Catalog, rows: dict[str, Rows], protocol: Protocol
-) -> list[str]:
+def _drop_unusable_splits(catalog: Catalog, rows: dict[str, Rows], protocol: Protocol) -> list[str]:
     """Empty splits in which no image can be found again, or none confused; return notes on that."""
     notes = []
     for name, split, selects in (("held_out", "val", "held_out"), ("test", "test", "paper")):
@@ -368,7 +365,7 @@ def _leave_out_what_shows_nothing(
             continue
         why = f"split {split} needs two classes, one of them with two images or more"
         if protocol == selects:
-            raise RunError(f"{why}, to select an epoch; mend it, or use evaluation.protocol last")
+            raise RunError(f"{why}, to select an epoch; fix it, or use evaluation.protocol last")
         notes.append(f"{why}: it is not evaluated")
         rows[name] = rows[name][:0]
     return notes

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from proximetry._common import cache_folder, readable_size, spaced
-from proximetry.data.pixel_cache import estimate
+from proximetry._common import readable_size, spaced
+from proximetry.data.pixel_cache import cache_home, estimate
 from proximetry.models import Embedder
 from proximetry.training.automatic import choose, device_facts
+from proximetry.training.checkpoint import read_state
 from proximetry.training.data import (
     Division,
     check_space,
@@ -49,9 +50,9 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     if recipe.training.two_stages:
         notes.append("what follows is about the first of two stages")
         recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
+    recipe = folder.keep_choices(recipe, resume)
     folder.check(recipe, resume)
     Trackers.check(recipe)
-    recipe = folder.keep_choices(recipe, resume)
     torch.manual_seed(recipe.training.seed)
     embedder = make_embedder(recipe.model, recipe.evaluation.similarity, notes.append)
     embedder.to(world.device)
@@ -78,6 +79,8 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     updater = make_updater(recipe, embedder, parts["train"].class_names, world, notes.append)
     counts = {name: len(part) for name, part in parts.items()}
     classes = len(parts["train"].class_names)
+    state, done = _state(folder, recipe, resume)
+    left = recipe.training.epochs - done
     per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
     rates, memory = _measure(recipe, updater, world, counts["train"], classes)
     return {
@@ -91,9 +94,9 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "image_size": embedder.preprocessing.crop[0],
         "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
         "device": lines[0],
-        "folder": {"path": str(out), "state": _state(folder, resume)},
+        "folder": {"path": str(out), "state": state},
         "cache": {
-            "folder": str(place or cache_folder() / "pixels"),
+            "folder": str(cache_home(place)),
             "bytes": pixels,
             "missing_bytes": missing,
             "free_bytes": free,
@@ -101,31 +104,33 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "memory_bytes": memory + (pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
-            "training": recipe.training.epochs * per_epoch / rates[0],
-            "evaluation": _images_evaluated(recipe, division, counts) / rates[1],
+            "training": left * per_epoch / rates[0],
+            "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
     }
 
 
-def _state(folder: RunFolder, resume: bool) -> str:
-    if resume and folder.results.exists():
-        return "complete already"
-    if resume and folder.last.exists():
-        return "continued"
-    return "new"
+def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
+    """What becomes of the folder, and how many epochs are done in it."""
+    if not resume or folder.begun() is None:
+        return "new", 0
+    if folder.is_complete(recipe):
+        return "complete already", recipe.training.epochs
+    return "continued", read_state(folder.last)["state"]["epoch"]
 
 
-def _images_evaluated(recipe: Recipe, division: Division, counts: dict[str, int]) -> int:
-    """How many images are embedded over the whole run, to evaluate it."""
+def _images_evaluated(
+    recipe: Recipe, division: Division, counts: dict[str, int], epochs: int
+) -> int:
+    """How many images are embedded to evaluate so many epochs, the first and the last time too."""
     e, pca = recipe.evaluation, counts["train"] if division.pca_dim else 0
-    watched = {"held_out": counts["held_out"], "paper": counts["test"], "last": 0}[
-        division.protocol
-    ]
-    if e.watch_test and division.protocol != "paper":
-        watched += counts["test"]
-    each = watched + pca if watched else 0
-    final = counts["held_out"] + counts["test"] * e.final_test + pca
-    return math.ceil(recipe.training.epochs / e.every) * each + final * (1 + e.untrained)
+    watched = counts["test"] if division.protocol == "paper" or e.watch_test else 0
+    watched += counts["held_out"] if division.protocol == "held_out" else 0
+    # With PCA an embedder cannot be saved without the training images either.
+    each = watched + pca
+    final = counts["held_out"] + counts["test"] * e.final_test
+    passes = (1 + e.untrained) * (final + pca) if final else pca
+    return math.ceil(epochs / e.every) * each + passes
 
 
 def _measure(

@@ -104,15 +104,23 @@ def evaluate_embedder(
             trained with, so that the figures are the same to the last digit.
         progress: called with (done, total) while images are embedded and neighbours searched.
     """
-    scored = score_queries(
-        encode_catalog(embedder, catalog, batch_size, progress),
-        without_idle_roles(catalog),
-        embedder.architecture.similarity,
-        wanted or Metrics(),
-        eval_dims,
-        progress=progress,
-    )
-    return means(scored)
+    metrics = wanted or Metrics()
+    return means(score_embedder(embedder, catalog, metrics, eval_dims, batch_size, progress)[0])
+
+
+def score_embedder(
+    embedder: Embedder,
+    catalog: Catalog,
+    wanted: Metrics,
+    eval_dims: Sequence[int],
+    batch_size: int | None,
+    progress: Progress | None,
+) -> tuple[dict[int, Evaluation], dict[str, Any]]:
+    """Score every query as `evaluate_embedder` does; also return what was compared."""
+    vectors = encode_catalog(embedder, catalog, batch_size, progress)
+    catalog, similarity = without_idle_roles(catalog), embedder.architecture.similarity
+    scored = score_queries(vectors, catalog, similarity, wanted, eval_dims, progress=progress)
+    return scored, compared(vectors, catalog, similarity)
 
 
 def encode_catalog(

@@ -124,6 +124,11 @@ class DataConfig(Section):
         "error", "stop at unreadable images, or leave them out and name them"
     )
 
+    @field_validator("root", "cache_dir")
+    @classmethod
+    def _expand_home(cls, path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser())
+
     @field_validator("dataset")
     @classmethod
     def _known_dataset(cls, name: str) -> str:
@@ -383,11 +388,6 @@ class Recipe(Section):
         override of model.image_size leaves the sizes behind that went with the old one.
         """
         given = flatten(_lay_over({}, overrides or {}))
-        if given.get("evaluation.protocol") == "last" and given.get("training.stop_after"):
-            raise RecipeError(
-                "training.stop_after goes by a selection metric, which evaluation.protocol last "
-                "does not have; leave out one of them"
-            )
         values = plain_values(source)
         size = given.get("model.image_size")
         if size is not None and size != values.get("model", {}).get("image_size"):

@@ -15,6 +15,7 @@ from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
 from proximetry.models.embedder import NoFeatureMapError
 from proximetry.models.names import Similarity
+from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
@@ -25,7 +26,7 @@ from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run_folder import FIRST_STAGE, SECOND_STAGE, RunError, RunFolder
+from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, restore_state
 from proximetry.training.stopping import stop_requests
@@ -140,7 +141,7 @@ def prepare(
     similarity = recipe.evaluation.similarity
     embedder = make_embedder(recipe.model, similarity, display.message).to(world.device)
     data = TrainingData(recipe, embedder.preprocessing, world, display)
-    facts = world.first(lambda: device_facts(world))
+    facts = device_facts(world)
     recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.pixels)
     for line in lines:
         display.message(line)

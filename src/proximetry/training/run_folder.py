@@ -25,7 +25,7 @@ from proximetry.training.recipe import Recipe, Role, differences
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
 """How long a run waits for another one to leave its folder."""
-FIRST_STAGE, SECOND_STAGE = "first-stage", "second-stage"
+FIRST_STAGE = "first-stage"
 """Where the two runs of ``training.two_stages`` lie in their folder."""
 
 # What a run has written by the time its recipe is there.
@@ -107,7 +107,7 @@ class RunFolder:
             if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
                 raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
         elif resume and (begun := self.begun()) is not None:
-            self._check_same(begun, keep_choices(recipe, begun))
+            self._check_same(begun, recipe)
             return begun
         self._check_embedder()
         return None
