@@ -342,3 +342,30 @@ def test_home_is_understood_in_recipes(capsys, home, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     (home / "mine.yaml").write_text("base: glyphs\ndata: {dataset: folder, root: ~/flowers}\n")
     assert config(capsys, home / "mine.yaml")["data"]["root"] == str(home / "flowers")
+
+
+def test_what_looks_like_an_override_is_no_folder(capsys, home):
+    code, _, err = call(capsys, home / "flowers" / "train", "training.epochs=2")
+    assert code == 2
+    assert "write --training.epochs 2" in err
+    assert not (home / "here" / "training.epochs=2").exists()
+
+
+def test_a_run_without_figures_says_so(capsys, home):
+    make_images(home / "few", classes=4)
+    code, out, err = call(capsys, home / "few", *small())
+    assert code == 0, err
+    assert "Nothing was measured: no classes were held out" in out
+
+
+def test_the_json_of_a_run_says_where_it_lies(capsys, home):
+    out = call(capsys, home / "flowers" / "train", "mine", *small(), "--json")[1]
+    assert json.loads(out)["folder"] == "mine"
+
+
+def test_images_that_were_skipped_are_skipped_by_the_next_command(capsys, home):
+    images = home / "flowers" / "train"
+    (images / "class00" / "broken.png").write_bytes(b"no image")
+    code, out, err = call(capsys, images, "mine", *small(**{"data_bad_images": "skip"}))
+    assert code == 0, err
+    assert "--bad-images skip" in out.partition("Next:")[2]

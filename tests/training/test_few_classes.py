@@ -151,7 +151,7 @@ def divided(images, fraction=0.2):
         ([2] * 10, 0.8, 8, ""),
         ([2] * 10, 0.9, 0, r"evaluation\.held_out 0\.9 leaves too few of 10 classes"),
         ([2] * 100, 0.2, 20, ""),
-        ([2] * 2 + [1] * 98, 0.2, 0, "2 training classes with two images or more are too few"),
+        ([2] * 2 + [1] * 98, 0.2, 0, "of 100 training classes only 2 have two images, too few"),
         ([2] * 3 + [1] * 97, 0.2, 3, ""),
         ([2] * 40 + [1] * 60, 0.2, 8, ""),
     ],

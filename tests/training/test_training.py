@@ -1017,3 +1017,13 @@ def test_the_environment_names_the_device_of_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     for name, expected in (("cuda:1", "GPU 1"), ("cpu", "cpu")):
         assert describe_environment(0, torch.device(name))["device"] == expected
+
+
+def test_training_that_gains_nothing_is_said(recipe, tmp_path, capsys):
+    changes = {"optimizer.lr": 1e-12, "training.epochs": 1, "model.freeze_batchnorm": True}
+    still = recipe.override(changes)
+    results = train(still, tmp_path / "run", display=PlainDisplay())
+    assert results["selected"]["held_out"]["map@r"] == results["untrained"]["held_out"]["map@r"]
+    note = next(note for note in results["notes"] if "training has gained nothing" in note)
+    assert note.startswith("held-out MAP@R is ")
+    assert note in capsys.readouterr().out

@@ -92,6 +92,7 @@ def train(
         display = make_display(sys.stderr if as_json else None)
         found = run(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
         text = summary(found, plan)
+        found = {"folder": str(plan.out), **found}
     if leads:
         tell(as_json, found, text)
 

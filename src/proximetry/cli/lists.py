@@ -108,7 +108,8 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
         text = find_recipe(name).read_text(encoding="utf-8")
         tell(as_json, Recipe.load(name).to_dict() if as_json else None, text.rstrip("\n"))
         return
-    every = {name: plain_values(name) for name in shipped_recipes()}
+    names = sorted(shipped_recipes(), key=lambda name: not name.startswith("default"))
+    every = {name: plain_values(name) for name in names}
     document = {
         name: {"about": values["about"], "dataset": values["data"]["dataset"]}
         for name, values in every.items()

@@ -8,13 +8,24 @@ from typing import Any, NamedTuple
 
 from proximetry._common import closest
 from proximetry.data.datasets import list_datasets, resolve_source
-from proximetry.training.recipe import DataConfig, Recipe, RecipeError, merge, shipped_recipes
+from proximetry.training.recipe import (
+    DataConfig,
+    Recipe,
+    RecipeError,
+    merge,
+    recipe_keys,
+    shipped_recipes,
+)
 
 ON_GPU, ON_CPU = "default", "default-cpu"
 RUNS = Path("runs")
 # Names that say nothing about the images in the folder.
 _GENERIC = {"data", "dataset", "images", "imgs", "photos", "pictures", "train", "training"}
 _WIDTH = 80
+_NOTHING_MEASURED = [
+    "Nothing was measured: no classes were held out, and there is no test set. Evaluate",
+    "the embedder on images of other classes.",
+]
 
 
 class Plan(NamedTuple):
@@ -43,6 +54,9 @@ def make_plan(
         device: as `train` takes it.
         fresh: whether a run that is there will be removed.
     """
+    key, sign, value = str(out or "").partition("=")
+    if sign and key in dict(recipe_keys()):
+        raise RecipeError(f"{out} is no folder for the run; write --{key} {value}")
     if _names_recipe(source, asked):
         recipe = Recipe.load(source, changes)
         data = recipe.data.dataset, recipe.data.root
@@ -171,14 +185,16 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(plan.recipe.data.root or "IMAGES"))
     tested = "test" in results["selected"]
+    skip = ["--bad-images", "skip"] if plan.recipe.data.bad_images == "skip" else []
     next_commands = [
         ["evaluate", run, *(_test_images(plan.recipe.data) if tested else ["OTHER_IMAGES"])],
-        ["embed", run, images, "--out", "vectors.npz"],
+        ["embed", run, images, "--out", "vectors.npz", *skip],
         ["export", run, f"{plan.out.name}.onnx"],
     ]
     return "\n".join(
         [
-            *([metrics_table(rows), ""] if rows else []),
+            *([metrics_table(rows)] if rows else _NOTHING_MEASURED),
+            "",
             f"protocol: {results['protocol']}; epoch {results['selected']['epoch']} is saved",
             f"embedder: {_short(home / 'embedder')}",
             f"results:  {_short(home / 'results.json')}",

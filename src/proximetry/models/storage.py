@@ -122,6 +122,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.exists():
+            raise ValueError(f"there is no folder {folder}") from error
         raise ValueError(f"{folder} is no saved embedder: it has no {DESCRIPTION}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -386,7 +386,8 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     if classes < FEWEST_CLASSES:
         return (), f"{classes} training classes are too few to hold some out"
     if able < held:
-        return (), f"{able} training classes with two images or more are too few to hold some out"
+        few = f"only {able}" if able else "none"
+        return (), f"of {classes} training classes {few} have two images, too few to hold some out"
     if classes - held < 2:
         return (), f"evaluation.held_out {fraction} leaves too few of {classes} classes to train on"
     if able == held:

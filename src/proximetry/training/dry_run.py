@@ -30,7 +30,7 @@ from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 from proximetry.training.update import Updater, autocast
 
 STEPS = 2
-CPU_BATCH = 4  # a few seconds must do, and more images take proportionally longer there
+CPU_BATCH = 16  # a few seconds must do, and more images take proportionally longer there
 
 
 def dry_run(

@@ -279,7 +279,23 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         load_checkpoint(run.folder.best, run.modules())
         final = _evaluate_finally(run, None)
         results["selected"] = {"epoch": state.best_epoch, **final.scores}
+    results["notes"] += _no_gain(run, results)
     return results, final
+
+
+def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:
+    """Say that training has gained nothing, if it has not."""
+    before, after = results.get("untrained", {}), results["selected"]
+    metric = run.recipe.evaluation.select_by
+    worse = [
+        f"{split.replace('_', '-')} {metric_title(metric)} is {100 * after[split][metric]:.1f} %, "
+        f"and was {100 * before[split][metric]:.1f} % untrained: training has gained nothing"
+        for split in ("held_out", "test")
+        if split in before and split in after and after[split][metric] <= before[split][metric]
+    ]
+    for line in worse:
+        run.report(line)
+    return worse
 
 
 def _finish(run: Run, results: dict[str, Any], final: Evaluated) -> dict[str, Any]:

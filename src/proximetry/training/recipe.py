@@ -573,9 +573,12 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
             reason = str(context["error"])
             if reason.split(maxsplit=1)[0] in _known_keys(model, where):
                 return f"{where}.{reason}".lstrip(".")
+            if reason.startswith(f"{where} "):
+                return reason
             joint = " " if reason.startswith(("must ", "is ")) else ": "
             return f"{where}{joint}{reason}" if where else reason
     reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    reason = reason.partition(", unable to parse")[0]
     return f"{where} {reason}, got {value!r}"
 
 
