@@ -18,6 +18,7 @@ from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run
 from proximetry.reproduce.records import Record, Results, check_same, read_records
 from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
+from proximetry.training.automatic import choose_epochs
 from proximetry.training.recipe import AUTO, Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -58,9 +59,9 @@ def check_folder(home: Path, table: Table) -> Iterator[str]:
         yield f"{home / 'README.md'} is not what its JSON files say; render it anew"
     for record in results.everything:
         row = table.row(record.row)
-        automatic = table.epochs(row) == AUTO
-        epochs = None if automatic else record.recipe["training"]["epochs"]
-        options = ReproduceOptions(epochs=epochs)
+        epochs = record.recipe["training"]["epochs"]
+        automatic = table.epochs(row) == AUTO and not record.epochs_given
+        options = ReproduceOptions(epochs=None if automatic else epochs)
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
         path = home / f"{run.id}.json"
         if not path.exists():
@@ -69,6 +70,12 @@ def check_folder(home: Path, table: Table) -> Iterator[str]:
             check_same(path, record.recipe, run)
         except ReproduceError as error:
             yield str(error)
+        # Runs that hold classes out do not tell how many images are left to train on.
+        if automatic and record.kind == "full" and record.images is not None:
+            batch_size = record.recipe["data"]["batch_size"]
+            usual = choose_epochs(record.images["train"], batch_size, record.device != "CPU")
+            if epochs != usual:
+                yield f"{path} says nothing of --epochs and has {epochs} epochs, not {usual}"
 
 
 def check_page() -> Iterator[str]:

@@ -1,10 +1,10 @@
 """How good the epoch is that held-out classes select, on classes never seen.
 
-    for seed in 0 1 2; do proximetry train PICTURES runs/cub-$seed --training.seed $seed \
+    for seed in 0 1 2; do proximetry train IMAGES runs/cub-$seed --training.seed $seed \
         --evaluation.watch-test; done
     python -m benchmarks.selection runs/cub-* --out benchmarks/defaults/selection.json
 
-PICTURES has train/ and test/ with different classes. The test set is evaluated for the curve alone;
+IMAGES has train/ and test/ with different classes. The test set is evaluated for the curve alone;
 the difference is that between its MAP@R at the selected epoch and at its best epoch.
 """
 

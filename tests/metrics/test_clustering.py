@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 from sklearn.cluster import KMeans
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proximetry.metrics import ami, cluster, clustering, kmeans, nmi, pairwise_f1
 
@@ -202,6 +203,22 @@ def test_start_draws_in_proportion_to_the_squared_distance(share, monkeypatch):
     for key, probability in expected.items():
         error = math.sqrt(probability * (1 - probability) / draws)
         assert abs(found[key] / draws - probability) < 5 * error + 1e-9
+
+
+def test_start_keeps_to_the_device_of_the_rows(monkeypatch):
+    """Fake tensors know their device and refuse to mix two; they have no values to draw from."""
+    monkeypatch.setattr(torch, "randint", lambda *size, generator: np.array([3]))
+    with FakeTensorMode():
+        rows = torch.ones(5, 2, device="cuda")
+        assert clustering._start(rows, 1, 2, torch.Generator()).device.type == "cuda"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_kmeans_on_a_gpu():
+    values, _ = blobs(12, 9)
+    here, there = (kmeans(torch.from_numpy(values).to(at), 12) for at in ("cpu", "cuda"))
+    assert torch.equal(here.assignments, there.assignments.cpu())
+    torch.testing.assert_close(here.centers, there.centers.cpu())
 
 
 def test_kmeans_is_repeatable():

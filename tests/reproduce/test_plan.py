@@ -119,6 +119,15 @@ def test_scaling_keeps_the_shape(published, epochs, every, at):
     assert same.evaluation == recipe.evaluation
 
 
+@pytest.mark.parametrize("row", ["birds: default", "birds: default-cpu"])
+def test_drops_that_follow_the_number_of_epochs_are_left_to_follow(row):
+    table = Table.load("defaults")
+    recipe = recipe_of(table, table.rows.index(table.row(row)), epochs=6)
+    assert (recipe.training.epochs, recipe.schedule.every) == (6, "auto")
+    with pytest.raises(ReproduceError, match="Take at least 2"):
+        recipe_of(table, table.rows.index(table.row(row)), epochs=1)
+
+
 def test_no_epochs_at_all():
     with pytest.raises(ReproduceError, match="at least 1, got 0"):
         scale(Recipe(), 0)

@@ -37,6 +37,22 @@ def test_a_family_of_metrics_stays_in_one_block():
     assert first == ["recall@1", "r_precision", "ndcg@2", "nmi"]
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [((3, 3), "3 queries"), ((0, 3), "up to 3 queries"), ((5, 0), "up to 5 queries"), ((0, 0), "")],
+)
+def test_queries_that_do_not_count_are_told_of_all_rows(counts, said):
+    rows = {
+        f"row {i}": {"recall@1": 0.5, "queries_without_positive": float(count)}
+        for i, count in enumerate(counts)
+    }
+    last = metrics_table(rows).splitlines()[-1]
+    if said:
+        assert last == f"{said} have no other image of their class and do not count"
+    else:
+        assert last.startswith("row 1")
+
+
 def test_a_metric_that_a_row_lacks_is_left_blank():
     rows = {"untrained": {"recall@1": 0.25}, "trained": {"recall@1": 0.5, "map@r": 0.125}}
     lines = [line.split() for line in metrics_table(rows).splitlines()]

@@ -239,21 +239,21 @@ def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator)
     """
     squares = rows.square().sum(1)
     chosen = torch.randint(len(rows), (1,), generator=generator).tolist()
-    distances = _apart(rows, squares, torch.tensor(chosen))[0]
+    distances = _apart(rows, squares, torch.tensor(chosen, device=rows.device))[0]
     most = by_device(rows.device, **_AHEAD) // len(rows)
     while len(chosen) < clusters:
         centers = min(len(chosen) // _SHARE_AHEAD, most // trials, clusters - len(chosen))
         before, place = distances.double().cpu(), 0
         count = trials * max(1, centers)
-        luck = torch.rand((2, count), dtype=torch.float64, generator=generator)
+        uniform = torch.rand((2, count), dtype=torch.float64, generator=generator)
         total = before.cumsum(0)
-        drawn = torch.searchsorted(total, luck[0] * total[-1], right=True)
+        drawn = torch.searchsorted(total, uniform[0] * total[-1], right=True)
         drawn.clamp_(max=len(rows) - 1)
-        bars = (luck[1] * before[drawn]).to(rows.device)
+        thresholds = (uniform[1] * before[drawn]).to(rows.device)
         drawn = drawn.to(rows.device)
         apart = _apart(rows, squares, drawn)
         while len(chosen) < clusters:
-            kept = (bars[place:] <= distances[drawn[place:]]).nonzero()[:trials, 0] + place
+            kept = (thresholds[place:] <= distances[drawn[place:]]).nonzero()[:trials, 0] + place
             if len(kept) < trials:
                 break
             # The squared distance of every row to its nearest centre if a drawn one is added.

@@ -46,13 +46,13 @@ def _hashes(matrix: Tensor, rows: Tensor) -> Tensor:
     return hashes
 
 
-def join(count: int, one: Tensor, two: Tensor) -> Tensor:
-    """Number 0 … count by groups: ``one[i]`` and ``two[i]`` are in the same, for every i."""
-    groups = torch.arange(count, device=one.device)
+def connected_components(count: int, one: Tensor, two: Tensor) -> Tensor:
+    """Give each of ``count`` nodes the smallest node that the edges one[i] – two[i] lead to."""
+    found = torch.arange(count, device=one.device)
     while True:
-        least = torch.minimum(groups[one], groups[two])
-        joined = groups.scatter_reduce(0, one, least, "amin").scatter_reduce(0, two, least, "amin")
+        least = torch.minimum(found[one], found[two])
+        joined = found.scatter_reduce(0, one, least, "amin").scatter_reduce(0, two, least, "amin")
         joined = joined[joined]
-        if torch.equal(joined, groups):
-            return groups
-        groups = joined
+        if torch.equal(joined, found):
+            return found
+        found = joined

@@ -45,7 +45,7 @@ def search_blocks(
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
-        settle(similarities, task)
+        settle(similarities, task.similarity, {1: task.copies})
         _leave_out(similarities, task, rows)
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from proximetry._common import Progress, chunks
-from proximetry.metrics.task import Block, Task, from_keys, project, reported, to_keys
+from proximetry.metrics.task import Block, Task, from_keys, project, reported, settle, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -48,7 +48,7 @@ def applies(task: Task, depth: int) -> bool:
         and task.gallery.dtype != torch.float64
         and len(task.gallery) >= 2 * TILE
         and depth <= TILE // 4
-        and int(torch.bincount(task.clumps).max()) <= TILE // 2
+        and int(torch.bincount(task.components).max()) <= TILE // 2
     )
 
 
@@ -70,8 +70,8 @@ def search_symmetric(
 ) -> Block:
     """The same answer as ``neighbors.search_blocks``, for all items at once."""
     count = len(task.gallery)
-    items = torch.argsort(task.clumps, stable=True)
-    tiles = _tiles(task.clumps)
+    items = torch.argsort(task.components, stable=True)
+    tiles = _tiles(task.components)
     copies = _copies_by_tile(task, items, tiles)
     vectors = task.gallery[items]
     left, right = project(vectors, vectors, task.similarity)
@@ -100,12 +100,8 @@ def search_symmetric(
         tile[high:] = -torch.inf
         tile[:, wide:] = -torch.inf
         torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
-        if task.similarity == "cosine":
-            tile[:high, :wide].clamp_(-1, 1)
-        for across, at in enumerate((rows, columns)):
-            later, first = copies[at.start]
-            if len(later):
-                tile.index_copy_(across, later, tile.index_select(across, first))
+        here = {0: copies[rows.start], 1: copies[columns.start]}
+        settle(tile[:high, :wide], task.similarity, here)
         return tile
 
     def start(at: slice) -> None:
@@ -135,12 +131,12 @@ def search_symmetric(
     return _finish(task, state, with_ranks)
 
 
-def _tiles(clumps: Tensor) -> list[slice]:
-    """Items by clump, cut evenly except that no clump is in two tiles."""
-    ends = torch.bincount(clumps).cumsum(0)
-    count = round(len(clumps) / TILE)
-    even = torch.arange(1, count) * len(clumps) // count
-    cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(clumps)}
+def _tiles(components: Tensor) -> list[slice]:
+    """Items by component, cut evenly except that no component is in two tiles."""
+    ends = torch.bincount(components).cumsum(0)
+    count = round(len(components) / TILE)
+    even = torch.arange(1, count) * len(components) // count
+    cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(components)}
     return [slice(*pair) for pair in pairwise(sorted(cuts))]
 
 

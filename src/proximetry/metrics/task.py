@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry.metrics.copies import find_copies, join
+from proximetry.metrics.copies import connected_components, find_copies
 from proximetry.metrics.inputs import (
     Embeddings,
     Labels,
@@ -74,11 +75,11 @@ class Task:
         return find_copies(self.gallery)
 
     @cached_property
-    def clumps(self) -> Tensor:
+    def components(self) -> Tensor:
         """A number for each gallery item, the same for items of one class and for copies."""
         later, first = self.copies
         codes = self.gallery_codes
-        return join(len(self.classes), codes[later], codes[first])[codes]
+        return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
     def only(self, rows: slice, queries: Tensor) -> Task:
         """The same for some of the queries, whose vectors are given."""
@@ -234,13 +235,18 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
     return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)
 
 
-def settle(similarities: Tensor, task: Task) -> None:
-    """Take away what rounding did: cosines beyond ±1, and copies that are not equally near."""
-    if task.similarity == "cosine":
-        similarities.clamp_(-1, 1)
-    later, first = task.copies
-    if len(later):
-        similarities.index_copy_(1, later, similarities.index_select(1, first))
+def settle(
+    values: Tensor, similarity: Similarity, copies: Mapping[int, tuple[Tensor, Tensor]]
+) -> None:
+    """Take away what rounding did: cosines beyond ±1, and copies that are not equally near.
+
+    ``copies`` are those along each dimension, as in ``Task.copies``.
+    """
+    if similarity == "cosine":
+        values.clamp_(-1, 1)
+    for dim, (later, first) in copies.items():
+        if len(later):
+            values.index_copy_(dim, later, values.index_select(dim, first))
 
 
 def reported(similarities: Tensor, task: Task) -> Tensor:

@@ -103,9 +103,8 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
         if any(untrained):
             add(name, "untrained", untrained)
             name = ""
-        took = f"{fmean(run.seconds or 0.0 for run in runs):.0f}" if runs else None
         ours = [sample(runs, metric, **of) for metric, of in columns.values()]
-        add(name, f"ours, {_seeds(runs)}", ours, took)
+        add(name, f"ours, {_seeds(runs)}", ours, _mean_seconds(runs))
         found = results.selection.get(row.name)
         if found is not None:
             epoch = found.selected_epoch
@@ -136,6 +135,12 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
     return parts
 
 
+def _mean_seconds(runs: Sequence[Record]) -> str | None:
+    """Over those runs that recorded theirs."""
+    known = [run.seconds for run in runs if run.seconds is not None]
+    return f"{fmean(known):.0f}" if known else None
+
+
 def _seeds(runs: Sequence[Record]) -> str:
     if not runs:
         return "not run"
@@ -152,9 +157,9 @@ def _ranking(results: Results) -> list[str]:
         if found[0] is None:
             continue
         shown = [None if figures is None else f"{figures.mean:.2f}" for figures in found]
-        seconds = fmean(run.seconds or 0.0 for run in runs)
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
-        cells: list[object] = [row.name, *shown, len(runs), f"{seconds:.0f}", changes or "none"]
+        seconds = _mean_seconds(runs)
+        cells: list[object] = [row.name, *shown, len(runs), seconds, changes or "none"]
         lines.append((found[0].mean, cells))
     ranked = sorted(lines, key=lambda line: line[0], reverse=True)
     part = _values(100 * run.recipe["evaluation"]["held_out"] for run in results.runs)
@@ -334,7 +339,9 @@ def _command(results: Results, selection: bool | None) -> str:
     """The command that makes these runs again; ``selection`` as it was asked for, if it was."""
     first = results.runs[0]
     selected = bool(results.selection) if selection is None else selection
-    return command_for(results.table, first.row, results.seeds, first.recipe, selected)
+    return command_for(
+        results.table, first.row, results.seeds, first.recipe, selected, first.epochs_given
+    )
 
 
 def _differences(results: Results) -> list[str]:

@@ -48,7 +48,12 @@ def run_id(slug: str, seed: int, kind: str) -> str:
 
 
 def command_for(
-    table: Table, row: str, seeds: Sequence[int], recipe: Mapping[str, Any], selection: bool
+    table: Table,
+    row: str,
+    seeds: Sequence[int],
+    recipe: Mapping[str, Any],
+    selection: bool,
+    epochs_given: bool = False,
 ) -> str:
     """The command that makes runs of a recipe again; what is as in the table is left out."""
     model, own = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
@@ -62,7 +67,7 @@ def command_for(
         words += ["--backbone", model["backbone"]]
     if model["weights"] != own.get("weights", "auto"):
         words += ["--weights", Path(model["weights"]).name]
-    if table.epochs(table.row(row)) not in (epochs, AUTO):
+    if epochs_given or table.epochs(table.row(row)) not in (epochs, AUTO):
         words += ["--epochs", str(epochs)]
     if selection != table.selection:
         words.append("--selection" if selection else "--no-selection")
@@ -147,13 +152,13 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
     schedule, published = recipe.schedule, recipe.training.epochs
-    if published == AUTO:
-        return recipe.override({"training.epochs": epochs})
     if epochs <= schedule.warmup_epochs:
         raise ReproduceError(
             f"{epochs} epochs end before the warm-up of {schedule.warmup_epochs} does, and the "
             f"backbone would never be trained. Take at least {schedule.warmup_epochs + 1}"
         )
+    if published == AUTO:
+        return recipe.override({"training.epochs": epochs})
 
     def moved(epoch: int) -> int:
         return max(1, round(epoch * epochs / published))
@@ -162,6 +167,8 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
         "training.epochs": epochs,
         "evaluation.every": moved(recipe.evaluation.every),
     }
+    if schedule.name == "step" and schedule.every == AUTO:
+        return recipe.override(changes)
     if schedule.name == "step" and schedule.every * epochs % published == 0:
         changes["schedule.every"] = schedule.every * epochs // published
     elif schedule.name in ("step", "milestones"):

@@ -38,6 +38,8 @@ class Record(Section):
         parallel: how many runs shared the device.
         images: number of images per split.
         views: metrics of the held-out classes for other sizes of the images.
+        epochs_given: whether `--epochs` said how many; older runs that differ from a number in the
+            table were given theirs, too.
     """
 
     table: str
@@ -60,6 +62,7 @@ class Record(Section):
     parallel: int | None = None
     images: dict[str, int] | None = None
     views: dict[str, dict[str, Any]] | None = None
+    epochs_given: bool = False
 
     @property
     def id(self) -> str:
@@ -94,7 +97,14 @@ def without_places(recipe: Recipe) -> Recipe:
 
 
 def make_record(
-    table: Table, run: Run, folder: "RunFolder", *, on_gpu: bool, selection: bool, **known: Any
+    table: Table,
+    run: Run,
+    folder: "RunFolder",
+    *,
+    on_gpu: bool,
+    selection: bool,
+    epochs_given: bool,
+    **known: Any,
 ) -> Record:
     """Gather what a finished run left in its folder; ``known`` are further fields of the record.
 
@@ -113,7 +123,8 @@ def make_record(
         seed=run.seed,
         kind=run.kind,
         recipe=recipe,
-        command=command_for(table, run.row.name, [run.seed], recipe, selection),
+        command=command_for(table, run.row.name, [run.seed], recipe, selection, epochs_given),
+        epochs_given=epochs_given,
         device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,

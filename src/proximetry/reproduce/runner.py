@@ -33,7 +33,7 @@ from proximetry.reproduce.records import Record, Results, check_same, make_recor
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.recipe import read_yaml
+from proximetry.training.recipe import AUTO, read_yaml
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
@@ -255,6 +255,7 @@ def _finish(
         job.folder,
         on_gpu=job.on_gpu,
         selection=wants_selection(table, options),
+        epochs_given=options.epochs is not None,
         parallel=job.most_at_once(),
         images={split: len(catalog.filter(split=split)) for split in ("train", "test")},
         views=_evaluate_views(job, table, catalog),
@@ -381,6 +382,11 @@ def _check_existing(
         except ReproduceError as error:
             raise ReproduceError(f"{path}: {error} Use another --out, or remove it") from error
         run = make_run(table, row, record.seed, record.kind, options, on_gpu)
+        if record.epochs_given and run.recipe.training.epochs == AUTO:
+            raise ReproduceError(
+                f"{path} was made with --epochs {record.recipe['training']['epochs']}; give it "
+                "again, or use another --out"
+            )
         check_same(path, record.recipe, run)
     return records
 

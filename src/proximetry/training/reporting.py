@@ -264,9 +264,10 @@ def metrics_table(
             cells = (f"{_percent(scores.get(key)):>{_cell(key)}}" for key in block)
             lines.append(f"{name:{width}}" + "".join(cells))
         blocks.append("\n".join(lines))
-    left_out = next(iter(rows.values())).get("queries_without_positive", 0)
-    if left_out:
-        blocks.append(f"{left_out:.0f} queries have no other image of their class and do not count")
+    left_out = {scores.get("queries_without_positive", 0) for scores in rows.values()}
+    if any(left_out):
+        most = f"{'up to ' * (len(left_out) > 1)}{max(left_out):.0f}"
+        blocks.append(f"{most} queries have no other image of their class and do not count")
     return "\n\n".join(blocks)
 
 
