@@ -366,6 +366,6 @@ def test_the_json_of_a_run_says_where_it_lies(capsys, home):
 def test_images_that_were_skipped_are_skipped_by_the_next_command(capsys, home):
     images = home / "flowers" / "train"
     (images / "class00" / "broken.png").write_bytes(b"no image")
-    code, out, err = call(capsys, images, "mine", *small(**{"data_bad_images": "skip"}))
+    code, out, err = call(capsys, images, "mine", *small(data_bad_images="skip"))
     assert code == 0, err
     assert "--bad-images skip" in out.partition("Next:")[2]
