@@ -145,7 +145,12 @@ class RichDisplay(PlainDisplay):
         self._drawn = now
         figures = f"{spaced(done)} of {spaced(total)}"
         self._progress.update(
-            self._task, description=what, completed=done, total=total, figures=figures
+            self._task,
+            description=what,
+            completed=done,
+            total=total,
+            figures=figures,
+            refresh=done == total,  # the screen is drawn from time to time only
         )
 
     def on_start(self, run: "Run") -> None:
