@@ -183,7 +183,7 @@ def describe(folder, **changes):
 
 
 def test_damage_is_said(tmp_path):
-    with pytest.raises(ValueError, match="there is no folder .*nowhere"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         Embedder.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no saved embedder: it has no embedder\.json"):
         Embedder.load(tmp_path)
