@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._common import atomic_write
+from proximetry.reproduce.page import grid
 from proximetry.training.run_folder import RunFolder
 
 METRIC = "map@r"
@@ -41,24 +42,22 @@ def summarize(folder: RunFolder) -> dict[str, Any]:
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
     """The runs in Markdown."""
-    lines = [
-        "| run | untrained | selected | test MAP@R | best | test MAP@R | lost |",
-        "|---" * 7 + "|",
-    ]
+    heads = ["run", "untrained", "selected", "test MAP@R", "best", "test MAP@R", "lost"]
+    lines = []
     for run in runs:
         # JSON has made text of the epochs.
         test = {int(epoch): 100 * value for epoch, value in run["test"].items()}
         cells = [
             run["run"],
-            f"{test[0]:.1f}" if 0 in test else "—",
+            f"{test[0]:.1f}" if 0 in test else None,
             f"epoch {run['selected_epoch']}",
             f"{test[run['selected_epoch']]:.1f}",
             f"epoch {run['best_epoch']}",
             f"{test[run['best_epoch']]:.1f}",
             f"{100 * run['lost']:.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return grid(heads, lines)
 
 
 def main() -> None:

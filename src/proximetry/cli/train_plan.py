@@ -163,7 +163,7 @@ def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[st
 
 
 def _absolute(root: str | None) -> Path | None:
-    return None if root is None else Path(root).expanduser().absolute()
+    return None if root is None else Path(root).absolute()
 
 
 def _begun(path: Path) -> Recipe | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
+from proximetry._common import cores
 from proximetry.models.backbones import Features, build, check_name, prepare
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.names import POOLINGS, SIMILARITIES, Similarity
@@ -349,7 +350,7 @@ def _read_batches(
             on_error(item[0], error)
             return None
 
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(8, cores()))
     try:
         ahead = [pool.submit(read, item) for item in islice(numbered, size)]
         while ahead:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from proximetry._common import spaced
 from proximetry.data import list_datasets
 from proximetry.reproduce.figures import curve, picture_names, why_no_seconds
 from proximetry.reproduce.plan import command_for
@@ -280,7 +281,7 @@ def _data(results: Results) -> str:
 def _images(record: Record) -> str:
     if record.images is None:
         return f"number of images {NOT_RECORDED}"
-    train, test = (f"{record.images[k]:,}".replace(",", " ") for k in ("train", "test"))
+    train, test = (spaced(record.images[k]) for k in ("train", "test"))
     return f"{train} training, {test} test images"
 
 

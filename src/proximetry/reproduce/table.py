@@ -5,6 +5,7 @@ One YAML file each in the folder ``tables`` beside this file; unknown keys are e
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -156,7 +157,7 @@ class Table(Section):
             raise ValueError("a table with protocol held_out has no selection, claims or figure")
         if self.protocol == "last" and self.views:
             raise ValueError("views are for tables with protocol held_out")
-        _ = [self.recipe_values(row) for row in self.rows]  # there are the recipes it names
+        _ = self.shared  # there is no table without the recipes it names
         return self
 
     @classmethod
@@ -179,10 +180,13 @@ class Table(Section):
 
     def recipe_values(self, row: Row) -> dict[str, Any]:
         """The plain recipe of a row."""
-        return merge(self._shared(row.recipe or self.recipe), row.changes)
+        return merge(self.shared[row.recipe or self.recipe], row.changes)
 
-    def _shared(self, recipe: str | None) -> dict[str, Any]:
-        return merge(plain_values(recipe) if recipe else {}, self.base)
+    @cached_property
+    def shared(self) -> dict[str | None, dict[str, Any]]:
+        """The plain recipes that rows share, by the shipped recipe that the base is laid over."""
+        names = {row.recipe or self.recipe for row in self.rows}
+        return {name: merge(plain_values(name) if name else {}, self.base) for name in names}
 
     def dataset(self, row: Row) -> str:
         """The dataset of a row."""

@@ -150,10 +150,9 @@ class TrainingData:
         Evaluation sees what the saved embedder will see of the image files: their short side
         scaled to `resize`, once. Where the training cache has another size, there is a second one.
         """
-        every = np.arange(len(self.catalog))
-        wanted = evaluated_rows(self._recipe, self.rows, every)
-        if (self._recipe.data.short_side or resize) == resize or len(wanted) == 0:
-            return every, self._cache
+        wanted = second_cache(self._recipe, self.rows, len(self.catalog), resize)
+        if len(wanted) == 0:
+            return np.arange(len(self.catalog)), self._cache
         places = np.full(len(self.catalog), -1)
         places[wanted] = np.arange(len(wanted))
         return places, self._build(self.catalog.subset(wanted), resize)
@@ -279,10 +278,12 @@ def check_space(recipe: Recipe, size: int) -> int:
     return free
 
 
-def evaluated_rows(recipe: Recipe, rows: dict[str, Rows], every: Rows) -> Rows:
-    """The rows whose pixels evaluation needs."""
+def second_cache(recipe: Recipe, rows: dict[str, Rows], images: int, resize: int) -> Rows:
+    """The rows whose pixels evaluation needs at another size than training, if it is another."""
+    if (recipe.data.short_side or resize) == resize:
+        return np.arange(0)
     if recipe.model.pca_dim or len(rows["held_out"]):
-        return every  # so that runs with other held-out classes share their cache
+        return np.arange(images)  # so that runs with other held-out classes share their cache
     return rows["test"]
 
 

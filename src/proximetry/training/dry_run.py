@@ -18,9 +18,9 @@ from proximetry.training.data import (
     Division,
     check_space,
     divide,
-    evaluated_rows,
     make_sampler,
     open_catalog,
+    second_cache,
 )
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.recipe import Recipe
@@ -63,11 +63,8 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
 
     # The caches, as the run would build them.
     resize = embedder.preprocessing.resize
-    short_side = recipe.data.short_side or resize
-    sizes = [(catalog, short_side)]
-    if short_side != resize:
-        every = torch.arange(len(catalog)).numpy()
-        sizes.append((catalog.subset(evaluated_rows(recipe, division.rows, every)), resize))
+    second = second_cache(recipe, division.rows, len(catalog), resize)
+    sizes = [(catalog, recipe.data.short_side or resize), (catalog.subset(second), resize)]
     place, how = recipe.data.cache_dir, embedder.preprocessing.interpolation
     caches = [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
     missing = sum(size for there, size in caches if not there)

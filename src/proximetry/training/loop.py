@@ -227,7 +227,10 @@ def _saturation(run: Run) -> str:
 
 
 def _describe_selection(run: Run) -> str:
-    split, metric = run.selection() or ("", "")
+    return _title(*(run.selection() or ("", "")))
+
+
+def _title(split: str, metric: str) -> str:
     return f"{split.replace('_', '-')} {metric_title(metric)}"
 
 
@@ -288,7 +291,7 @@ def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:
     before, after = results.get("untrained", {}), results["selected"]
     metric = run.recipe.evaluation.select_by
     worse = [
-        f"{split.replace('_', '-')} {metric_title(metric)} is {100 * after[split][metric]:.1f} %, "
+        f"{_title(split, metric)} is {100 * after[split][metric]:.1f} %, "
         f"and was {100 * before[split][metric]:.1f} % untrained: training has gained nothing"
         for split in ("held_out", "test")
         if split in before and split in after and after[split][metric] <= before[split][metric]
