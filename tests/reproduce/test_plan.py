@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from proximetry.reproduce import ReproduceError, ReproduceOptions, Table
 from proximetry.reproduce.plan import command_for, make_run, plan, scale
+from proximetry.reproduce.records import Results
 from proximetry.training import Recipe
 from proximetry.training.schedule import LearningRates, drop_epochs
 from tests.reproduce.small import make_table, table_values, with_base
@@ -33,6 +34,19 @@ def test_some_rows_by_name(tmp_path):
     assert len(plan(table, ReproduceOptions(rows=("Proxy-Anchor",) * 2, selection=False))) == 1
     with pytest.raises(ReproduceError, match="no row 'MPA, K = 3'; known are: Proxy-Anchor, MPA"):
         plan(table, ReproduceOptions(rows=("MPA, K = 3",)))
+
+
+def test_the_epoch_may_be_selected_of_some_rows_alone(tmp_path):
+    table = make_table(tmp_path, selection=["MPA, K = 2"])
+    ids = ["proxy-anchor-seed0", "mpa-k-2-seed0", "mpa-k-2-selection"]
+    assert [run.id for run in plan(table, ReproduceOptions())] == ids
+    assert Results(table, []).missing([0], selection=True) == ids
+    others = plan(table, ReproduceOptions(rows=("Proxy-Anchor",)))
+    assert [run.id for run in others] == ["proxy-anchor-seed0"]
+    assert len(plan(table, ReproduceOptions(selection=True))) == 4
+    assert len(plan(table, ReproduceOptions(selection=False))) == 2
+    with pytest.raises(ReproduceError, match="no row 'MPA, K = 3'"):
+        make_table(tmp_path, selection=["MPA, K = 3"])
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1), (-1,)])

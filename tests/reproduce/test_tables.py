@@ -42,7 +42,10 @@ def test_the_defaults_stand_beside_the_papers_recipes_on_three_datasets():
         assert run.recipe.evaluation.untrained == ours
         backbone = "tf_efficientnet_lite0" if small else "tf_efficientnet_lite2"
         assert run.recipe.model.backbone == backbone
-        assert run.recipe.evaluation.protocol == "last"
+        protocol = "held_out" if run.kind == "selection" else "last"
+        assert run.recipe.evaluation.protocol == protocol
+    selected = [run.row.recipe for run in runs if run.kind == "selection"]
+    assert selected == ["default"] * 3
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "defaults"])

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
-from proximetry.training import Callback, Recipe, RecipeError, RunFolder, train
-from proximetry.training.evaluator import evaluate_embedder
+from proximetry.training import Callback, Recipe, RecipeError, RunFolder, evaluator, train
+from proximetry.training.data import divide
+from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.recipe import shipped_recipes
-from proximetry.training.reporting import metrics_table
+from proximetry.training.reporting import describe_epoch, metrics_table
 from tests.training.test_distributed import RUN, launch
 from tests.training.test_training import assert_same_run, killed_at, observed
 from tests.training.tiny import make_images, make_recipe, with_
@@ -246,7 +247,8 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     unseen = set(catalog.filter(split="train").class_names) - set(embedder.class_names)
     rows = [i for i, label in enumerate(catalog.labels) if label in unseen]
     found = evaluate_embedder(embedder, catalog.subset(rows))
-    assert found == results["selected"]["held_out"]
+    held_out = results["selected"]["held_out"]
+    assert found == {name: held_out[name] for name in found}
     assert found["queries"] == len(rows) == 4 * len(unseen) > 0
 
 
@@ -295,3 +297,74 @@ def test_fewer_dimensions_are_lines_of_their_own_in_the_table():
         ["first", "64", "dimensions", "25.0"],
         ["first", "8", "dimensions", "12.5"],
     ]
+
+
+def among_train(folder, recipe, *, skip=1):
+    """MAP@R of held-out queries one by one, with every skip-th training image in the gallery."""
+    catalog = open_dataset("folder", recipe.data.root)
+    rows = divide(catalog, recipe).rows
+    gallery = np.concatenate([rows["held_out"], rows["train"][::skip]])
+    vectors = Embedder.load(folder / "embedder").encode([catalog.file(row) for row in gallery], 128)
+    labels, found = np.asarray(catalog.labels)[gallery], []
+    for query in range(len(rows["held_out"])):
+        near = (vectors @ vectors[query]).numpy()
+        near[query] = -2
+        hits = labels[np.argsort(-near, kind="stable")] == labels[query]
+        positives = (labels == labels[query]).sum() - 1
+        at = np.flatnonzero(hits[:positives])
+        found.append(sum((i + 1) / (place + 1) for i, place in enumerate(at)) / positives)
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("pca_dim", [None, 5])
+def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monkeypatch, pca_dim):
+    images = make_images(tmp_path / "images", classes=12, each=5)
+    recipe = make_recipe(
+        images, cache, model={"dim": 12, "pca_dim": pca_dim}, training={"epochs": 1}
+    )
+    scores = train(recipe, tmp_path / "all", device="cpu")["selected"]["held_out"]
+    expected = among_train(tmp_path / "all", recipe)
+    assert scores["among_train"] == {"map@r": pytest.approx(expected)}
+    assert scores["among_train"]["map@r"] < scores["map@r"]
+    # Of many training images some are taken, evenly.
+    monkeypatch.setattr(evaluator, "MOST_DISTRACTORS", 15)
+    scores = train(recipe, tmp_path / "few", device="cpu")["selected"]["held_out"]
+    assert scores["among_train"]["map@r"] == pytest.approx(
+        among_train(tmp_path / "few", recipe, skip=3)
+    )
+
+
+def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatch):
+    values = iter([0.5, 0.7, 0.6])
+    score = Evaluator._search_among_train
+
+    def search(self, *args):
+        assert set(score(self, *args)["among_train"]) == {"map@r"}
+        return {"among_train": {"map@r": next(values, 0.1)}}
+
+    monkeypatch.setattr(Evaluator, "_search_among_train", search)
+    recipe = make_recipe(make_images(tmp_path / "images"), cache, evaluation={"untrained": False})
+    results = train(recipe, tmp_path / "run", device="cpu")
+    assert results["selected"]["epoch"] == 2
+    line = RunFolder(tmp_path / "run").history()[1]
+    assert "among train  70.0" in describe_epoch(line)
+    assert "among training images" in metrics_table({"held-out": results["selected"]["held_out"]})
+
+
+def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, cache):
+    for seed, split in enumerate(("train", "val")):
+        make_images(tmp_path / "images" / split, classes=4, each=4, seed=seed)
+    recipe = make_recipe(tmp_path / "images", cache, training={"epochs": 1})
+    scores = train(recipe, tmp_path / "run", device="cpu")["selected"]["held_out"]
+    assert scores["among_train"]["map@r"] == scores["map@r"]
+
+
+def test_clusterings_select_by_held_out_images_alone(tmp_path, cache):
+    recipe = make_recipe(
+        make_images(tmp_path / "images"),
+        cache,
+        evaluation={"metrics": {"clustering": True}, "select_by": "nmi"},
+        training={"epochs": 1},
+    )
+    results = train(recipe, tmp_path / "run", device="cpu")
+    assert "among_train" not in results["selected"]["held_out"]

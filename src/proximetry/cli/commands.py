@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
     """Train on the built-in glyphs and look for characters never seen in training.
 
-    Takes about a minute on two CPU cores and needs no download.
+    Takes about two minutes on two CPU cores and needs no download.
 
     Args:
         out: folder of the run; default: a new one below runs/.

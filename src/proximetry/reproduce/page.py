@@ -52,7 +52,9 @@ def overview(results: Results, folder: str) -> str:
         f"{_epochs(results)}, {seeds} seed{'s' * (seeds > 1)}, last epoch, "
         f"{_values(r.device for r in results.runs)}, {_dates(results)[-1]}; "
         f"`{_command(results, None)}`.",
-        f"Published: {table.published.backbone}, {table.published.protocol}.",
+        f"Published: {table.published.backbone}, {table.published.protocol}."
+        if table.published.backbone
+        else "",
         table.published.note,
         f"Data: {_data(results)}.",
         f"[All figures, versions and differences]({folder}/README.md).",
@@ -130,7 +132,7 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
         caption += f" They cannot be compared: {reason}." if reason else ""
     heads = ["", "", *columns, *(["seconds"] if table.seconds else [])]
     parts = [grid(heads, lines), caption]
-    missing = results.missing(seeds, table.selection if selection is None else selection)
+    missing = results.missing(seeds, bool(table.selection) if selection is None else selection)
     if missing:
         parts.append(f"**Not complete.** Still missing: {', '.join(missing)}.")
     return parts

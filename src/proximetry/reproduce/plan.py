@@ -69,7 +69,7 @@ def command_for(
         words += ["--weights", Path(model["weights"]).name]
     if epochs_given or table.epochs(table.row(row)) not in (epochs, AUTO):
         words += ["--epochs", str(epochs)]
-    if selection != table.selection:
+    if selection != bool(table.selection):
         words.append("--selection" if selection else "--no-selection")
     return " ".join(words)
 
@@ -85,7 +85,8 @@ def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[
     kind: Kind = "full" if table.protocol == "last" else "held_out"
     runs = [make_run(table, row, seed, kind, options, on_gpu) for seed in seeds for row in rows]
     if wants_selection(table, options):
-        runs += [make_run(table, row, seeds[0], "selection", options, on_gpu) for row in rows]
+        selected = [row for row in table.selected_rows(options.selection) if row in rows]
+        runs += [make_run(table, row, seeds[0], "selection", options, on_gpu) for row in selected]
     return runs
 
 
@@ -93,7 +94,7 @@ def wants_selection(table: Table, options: ReproduceOptions) -> bool:
     """Whether the epoch is also selected on held-out classes."""
     if options.selection and table.protocol == "held_out":
         raise ReproduceError(f"table {table.name} is evaluated on held-out classes as it is")
-    return table.selection if options.selection is None else options.selection
+    return bool(table.selection) if options.selection is None else options.selection
 
 
 def make_run(

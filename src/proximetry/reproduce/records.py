@@ -219,5 +219,6 @@ class Results:
         wanted = sorted({*self.seeds, *seeds})
         names = [run_id(row.slug, seed, "full") for seed in wanted for row in self.table.rows]
         if selection or self.selection:
-            names += [run_id(row.slug, 0, "selection") for row in self.table.rows]
+            rows = self.table.selected_rows() or self.table.rows
+            names += [run_id(row.slug, 0, "selection") for row in rows]
         return [name for name in names if name not in there]

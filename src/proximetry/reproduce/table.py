@@ -109,7 +109,7 @@ class Table(Section):
         views: with held_out, further columns: the first metric for other sizes of the evaluated
             images (pairs of a crop and the short side before it), and with flip TTA.
         claims: what the paper says about the order of the rows.
-        selection: whether the epoch is also selected on held-out classes.
+        selection: whether the epoch is also selected on held-out classes; or of which rows it is.
         differences: how our setting differs from the published one, a sentence each.
     """
 
@@ -126,7 +126,7 @@ class Table(Section):
     dims: tuple[Count, ...] = ()
     views: tuple[tuple[Count, Count], ...] = ()
     claims: tuple[Claim, ...] = ()
-    selection: Flag = False
+    selection: Flag | tuple[str, ...] = False
     figure: Figure | None = None
     differences: tuple[str, ...] = ()
 
@@ -147,6 +147,7 @@ class Table(Section):
             self.row(claim.better), self.row(claim.worse)
             if claim.metric not in self.metrics:
                 raise ValueError(f"claims: {claim.metric!r} is not in metrics")
+        self.selected_rows()
         if self.figure is not None and "recall@1" not in self.metrics:
             raise ValueError("figure: the picture shows recall@1, which is not in metrics")
         if self.figure is not None and self.figure.kind == "sweep":
@@ -199,6 +200,13 @@ class Table(Section):
             raise ReproduceError(f"there is no row {name!r}{closest(name, rows)}")
         return rows[name]
 
+    def selected_rows(self, asked: bool | None = None) -> tuple[Row, ...]:
+        """The rows whose epoch is also selected; ``asked`` is for all rows, whatever is said."""
+        wanted = self.selection if asked is None else asked
+        if isinstance(wanted, bool):
+            return self.rows if wanted else ()
+        return tuple(map(self.row, wanted))
+
     def epochs(self, row: Row) -> int | str:
         """The number of epochs of a row, or auto."""
         given = self.recipe_values(row).get("training", {})
@@ -218,6 +226,7 @@ def list_tables() -> str:
         table = Table.load(name)
         rows = len(table.rows)
         runs = f"{rows} run{'s' * (rows > 1)} per seed"
-        runs += f" + {rows} for selection" if table.selection else ""
+        selected = len(table.selected_rows())
+        runs += f" + {selected} for selection" if selected else ""
         lines.append(f"{name:26} {runs:34} {table.title}")
     return "\n".join(lines)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +28,12 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
 
 Scores = dict[str, Any]
-"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text."""
+"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text; of held-out
+classes, under ``among_train``, the metric that selects the epoch, with training images in the
+gallery too."""
+
+MOST_DISTRACTORS = 10_000
+"""So many training images at most are put into the gallery of the held-out classes."""
 
 
 def compared(vectors: Tensor, catalog: Catalog, similarity: Similarity) -> dict[str, Any]:
@@ -163,6 +170,7 @@ class Evaluator:
     ) -> None:
         self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
         self._own = slice(world.rank, None, world.size)  # what this process embeds
+        self._group = dist.group.WORLD if world.size > 1 else None
         features = embedder.pixel_features
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
@@ -172,8 +180,16 @@ class Evaluator:
         With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
         """
         with torch.no_grad(), evaluating(self.embedder):
-            embedder = self._with_pca(full_precision)
-            scores = {split: self._score(embedder, split, full_precision) for split in splits}
+            embedder, distractors = self._look_at_train("held_out" in splits, full_precision)
+            scores = {}
+            for split in splits:
+                rows = self.data.rows[split][self._own]
+                vectors = torch.cat([*self._embed(embedder, rows, full_precision)])
+                scores[split] = self._score(vectors, split)
+                if split == "held_out":
+                    with self._autocast(full_precision):
+                        others = embedder.project(distractors)
+                    scores[split] |= self._search_among_train(vectors, others)
         return Evaluated(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
@@ -181,27 +197,78 @@ class Evaluator:
         with torch.no_grad(), evaluating(self.embedder):
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
 
-    def _score(self, embedder: Embedder, split: str, full_precision: bool) -> Scores:
+    def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         catalog = without_idle_roles(self.data.catalog.subset(rows))
-        dims = [dim for dim in e.eval_dims if dim < embedder.dim]
+        dims = [dim for dim in e.eval_dims if dim < vectors.shape[1]]
         scored = score_queries(
-            torch.cat([*self._embed(embedder, rows[self._own], full_precision)]),
+            vectors,
             catalog.subset(range(len(rows))[self._own]),
             e.similarity,
             e.metrics,
             dims,
-            group=dist.group.WORLD if self.world.size > 1 else None,
+            group=self._group,
         )
         return means(scored)
 
-    def _with_pca(self, full_precision: bool) -> Embedder:
-        """Return the embedder with PCA fitted on the training images, where the recipe has it."""
-        dim = self.data.pca_dim
+    def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
+        """Return the metric that selects the epoch for held-out images and distractors.
+
+        A few held-out classes are easily told from each other, and still are when training has
+        begun to draw unseen images to the classes it knows. Among those it shows.
+        """
+        e, labels = self.recipe.evaluation, self._labels
+        held = self.data.rows["held_out"][self._own]
+        gallery = np.concatenate([held, self.data.rows["train"][self._own][self._distractors]])
+        found = metrics.evaluate(
+            torch.cat([vectors, distractors]),
+            labels[gallery],
+            queries=vectors,
+            query_labels=labels[held],
+            ignore_groups=gallery,  # no image is to find itself
+            query_ignore_groups=held,
+            metrics=replace(e.metrics, clustering=False),
+            similarity=e.similarity,
+            group=self._group,
+        )
+        # Clusterings are of the held-out images alone.
+        chosen = {e.select_by: found[e.select_by]} if e.select_by in found else {}
+        return {"among_train": chosen} if chosen else {}
+
+    @cached_property
+    def _labels(self) -> npt.NDArray[Any]:
+        return np.asarray(self.data.catalog.labels)
+
+    @cached_property
+    def _distractors(self) -> npt.NDArray[np.bool_]:
+        """Which of this process's training images are in the gallery of the held-out classes."""
+        train, held = self.data.rows["train"], self.data.rows["held_out"]
+        # A split "val" may have classes that are trained on.
+        others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held]))
+        chosen = np.zeros(len(train), bool)
+        chosen[others[:: max(1, -(-len(others) // MOST_DISTRACTORS))]] = True
+        return chosen[self._own]
+
+    def _look_at_train(self, among: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
+        """Return the embedder with PCA where the recipe has it, and the distractors' features.
+
+        PCA is fitted on the training images.
+        """
+        dim, rows = self.data.pca_dim, self.data.rows["train"][self._own]
+        wanted = self._distractors if among else np.zeros(len(rows), bool)
         if dim is None:
-            return self.embedder
-        parts = self._embed(self.embedder, self.data.rows["train"][self._own], full_precision)
-        moments = reduce(torch.add, map(second_moments, parts))
+            rows, wanted = rows[wanted], wanted[wanted]
+        moments, kept, start = None, [], 0
+        for features in self._features_of(rows, full_precision):
+            kept.append(features[wanted[start : start + len(features)]])
+            start += len(features)
+            if dim is not None:
+                with self._autocast(full_precision):
+                    added = second_moments(self.embedder.project(features))
+                moments = added if moments is None else moments + added
+        distractors = torch.cat(kept)
+        if dim is None or moments is None:
+            return self.embedder, distractors
         # About the mean only for plain distances: those between unit vectors are angles too.
         centered = (
             self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
@@ -209,18 +276,28 @@ class Evaluator:
         if self.world.size > 1:
             dist.all_reduce(moments)
         axes = self.world.first(lambda: principal_axes(moments, dim, centered).cpu())
-        return with_pca(self.embedder, axes.to(self.world.device))
+        return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
         """Embed rows with the features of the run's embedder and the head of the one given."""
-        yield torch.empty(0, embedder.dim, device=self.world.device)  # there may be no rows
+        for features in self._features_of(rows, full_precision):
+            with self._autocast(full_precision):
+                yield embedder.project(features)
+
+    def _autocast(self, full_precision: bool) -> AbstractContextManager[Any]:
+        precision = "float32" if full_precision else self.recipe.training.precision
+        return autocast(precision, self.world.device)
+
+    def _features_of(self, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
+        """Give the pooled features of rows, batch by batch."""
+        # There may be no rows.
+        yield torch.empty(0, self.embedder.width, device=self.world.device)
         left = len(rows)
-        usual = self.recipe.training.precision
-        precision = "float32" if full_precision else usual
         # A graph is recorded in the usual precision, at its first call.
-        features = self._features if precision == usual else self.embedder.pixel_features
+        usual = not full_precision or self.recipe.training.precision == "float32"
+        features = self._features if usual else self.embedder.pixel_features
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
-            with autocast(precision, self.world.device):
-                vectors = embedder.project(features(pixels))[:left]  # a batch may be filled up
-            left -= len(vectors)
-            yield vectors
+            with self._autocast(full_precision):
+                found = features(pixels)[:left]  # a batch may be filled up
+            left -= len(found)
+            yield found

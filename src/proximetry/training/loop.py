@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from proximetry.metrics.scores import CLUSTERING
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
-from proximetry.training.evaluator import Evaluated, Evaluator
+from proximetry.training.evaluator import Evaluated, Evaluator, Scores
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import metric_title
 from proximetry.training.run_folder import RunError, RunFolder
@@ -208,13 +209,19 @@ def _observe(run: Run, evaluated: Evaluated) -> None:
     if selection is not None:
         split, metric = selection
         was_saturated = _saturation(run)
-        improved = state.observe(evaluated.scores[split][metric])
+        improved = state.observe(_selecting(evaluated.scores[split], metric))
         run.rates.observe(improved, state.epoch - 1)
         saturated = _saturation(run)
         if saturated and not was_saturated:
             run.report(saturated)
     if selection is None or state.best_epoch == state.epoch:
         _save_embedder(run, {"epoch": state.epoch, **evaluated.scores}, evaluated)
+
+
+def _selecting(scores: Scores, metric: str) -> float:
+    """The value of a metric that is compared between epochs: among training images, if it is."""
+    value: float = scores.get("among_train", scores)[metric]
+    return value
 
 
 def _saturation(run: Run) -> str:
@@ -231,7 +238,9 @@ def _describe_selection(run: Run) -> str:
 
 
 def _title(split: str, metric: str) -> str:
-    return f"{split.replace('_', '-')} {metric_title(metric)}"
+    among = split == "held_out" and metric not in CLUSTERING
+    where = " among training images" * among
+    return f"{split.replace('_', '-')} {metric_title(metric)}{where}"
 
 
 def _early_stop(run: Run) -> str:
@@ -289,13 +298,16 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
 def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:
     """Say that training has gained nothing, if it has not."""
     before, after = results.get("untrained", {}), results["selected"]
-    metric = run.recipe.evaluation.select_by
-    worse = [
-        f"{_title(split, metric)} is {100 * after[split][metric]:.1f} %, "
-        f"and was {100 * before[split][metric]:.1f} % untrained: training has gained nothing"
-        for split in ("held_out", "test")
-        if split in before and split in after and after[split][metric] <= before[split][metric]
-    ]
+    metric, worse = run.recipe.evaluation.select_by, []
+    for split in ("held_out", "test"):
+        if split not in before or split not in after:
+            continue
+        was, now = (_selecting(scores[split], metric) for scores in (before, after))
+        if now <= was:
+            worse.append(
+                f"{_title(split, metric)} is {100 * now:.1f} %, and was {100 * was:.1f} % "
+                "untrained: training has gained nothing"
+            )
     for line in worse:
         run.report(line)
     return worse

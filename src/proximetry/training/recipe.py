@@ -322,7 +322,9 @@ class EvaluationConfig(Section):
     )
     every: Count = _key(1, "epochs between two evaluations")
     watch_test: Flag = _key(
-        False, "also evaluate the test set each time, for the curve alone: it selects nothing"
+        False,
+        "also evaluate the test set each time, for the curve alone: it selects nothing",
+        role="pace",
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="pace")
     untrained: Flag = _key(
@@ -558,7 +560,9 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
     """Say in one sentence what a validation of pydantic found first, and where."""
     first = error.errors()[0]
     # A part of a location may name the member of a union that was tried, not a key.
-    where = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str"))
+    where = ".".join(
+        str(part) for part in first["loc"] if part not in ("bool", "int", "float", "str")
+    )
     value, context = first["input"], first.get("ctx", {})
     match first["type"]:
         case "missing":

@@ -220,11 +220,13 @@ def _rate(images_per_second: float | None) -> str:
 
 
 def _scores(scores: Mapping[str, Any]) -> str:
-    """The smallest recall@k there is and MAP@R, or the first metric."""
+    """The smallest recall@k there is and MAP@R, or the first metric; and what selects the epoch."""
     recall = [key for key in scores if key.startswith("recall@")][:1]
     names = [*recall, *(key for key in scores if key == "map@r")] or [next(iter(scores))]
     short = {name: metric_title(name).replace("recall@", "R@") for name in names}
-    return "  ".join(f"{short[name]} {100 * scores[name]:5.1f}" for name in names)
+    texts = [f"{short[name]} {100 * scores[name]:5.1f}" for name in names]
+    selecting = scores.get("among_train", {}).values()
+    return "  ".join([*texts, *(f"among train {100 * value:5.1f}" for value in selecting)])
 
 
 def metric_title(name: str) -> str:
@@ -259,6 +261,8 @@ def metrics_table(
     for name, scores in rows.items():
         fewer = scores.get("dims", {}).items()
         shown += [(name, scores), *((f"  first {dim} dimensions", part) for dim, part in fewer)]
+        if "among_train" in scores:
+            shown.append(("  among training images", scores["among_train"]))
     keys = columns or list(dict.fromkeys(key for _, scores in shown for key in _metrics(scores)))
     names = [shorten(name, NAME_WIDTH) for name, _ in shown]
     width = max(map(len, names))
