@@ -1,4 +1,6 @@
+import os
 import string
+import tarfile
 
 import numpy as np
 import pytest
@@ -242,22 +244,108 @@ def test_parquet_errors(tmp_path):
     import pyarrow.parquet
 
     (tmp_path / "text.parquet").write_text("nothing")
-    with pytest.raises(ValueError, match="not a Parquet file"):
+    with pytest.raises(ValueError, match=r"text\.parquet: not a Parquet file"):
         Catalog.from_parquet(tmp_path / "text.parquet")
     numbers = pa.table({"path": ["x"], "label": [7]})
     pyarrow.parquet.write_table(numbers, tmp_path / "numbers.parquet")
     catalog = Catalog.from_parquet(tmp_path / "numbers.parquet", check_files=False)
     assert catalog.labels == ("7",)
-    with pytest.raises(ValueError, match="UTF-8"):
-        small(["\udcff"]).to_parquet(tmp_path / "odd.parquet")
-    assert not (tmp_path / "odd.parquet").exists()
+    lists = pa.table({"path": ["x"], "label": [["a", "b"]]})
+    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
+    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a usable text"):
+        Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
 
-def test_csv_keeps_file_names_that_are_not_utf8(tmp_path):
-    catalog = small(["\udcff"])
-    catalog.to_csv(tmp_path / "odd.csv")
-    again = Catalog.from_csv(tmp_path / "odd.csv", root=".", check_files=False)
-    assert again == catalog
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_tables_keep_names_that_are_not_utf8(tmp_path, form):
+    catalog = small(["\udcff", "é"])
+    getattr(catalog, f"to_{form}")(tmp_path / "odd")
+    read = getattr(Catalog, f"from_{form}")
+    assert read(tmp_path / "odd", root=".", check_files=False) == catalog
+
+
+def test_parquet_text_that_only_says_it_is_utf8(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    raw = arrow.array([b"x.png", b"\xe4.png"])
+    text = arrow.Array.from_buffers(arrow.string(), 2, raw.buffers())
+    parquet.write_table(arrow.table({"path": text, "label": ["a", "b"]}), tmp_path / "odd")
+    assert Catalog.from_parquet(tmp_path / "odd", check_files=False).paths == (
+        "x.png",
+        "\udce4.png",
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([1.5, float("nan"), 2.0], r"no value in row 2 \('nan'\); fill it in"),
+        (["a", None, "b"], r"no value in row 2 \(''\)"),
+        (["nan", "b", "NaN"], r"no value in row 1 \('nan'\), row 3 \('NaN'\)"),
+        (["a", "b", "None"], r"no value in row 3 \('None'\)"),
+    ],
+)
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_labels_that_are_missing_are_no_class(tmp_path, labels, message, form):
+    file, paths = tmp_path / f"table.{form}", ["x.png", "y.png", "z.png"]
+    if form == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({"path": paths, "label": labels}), file)
+    else:
+        values = ["" if label is None else label for label in labels]
+        rows = zip(paths, values, strict=True)
+        file.write_text("".join(f"{path},{label}\n" for path, label in [("path", "label"), *rows]))
+    with pytest.raises(ValueError, match=message) as caught:
+        getattr(Catalog, f"from_{form}")(file, check_files=False)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["box", "BBox", "bounding_box", "box_x", "boxes"])
+def test_boxes_are_refused_and_not_left_out(tmp_path, name):
+    (tmp_path / "table.csv").write_text(f"path,label,{name}\nx.png,a,1\n")
+    with pytest.raises(ValueError, match=f"column '{name}': images are used whole.* crop the"):
+        Catalog.from_csv(tmp_path / "table.csv", check_files=False)
+
+
+@pytest.mark.parametrize(
+    "other", ["./a/1.png", "a/../a/1.png", "b/../a//1.png", "link/1.png", "again.png", "ABSOLUTE"]
+)
+def test_an_image_is_listed_once_whatever_it_is_called(tmp_path, other):
+    make_tree(tmp_path, ["a/1.png", "b/2.png"])
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "again.png").symlink_to("link/1.png")
+    other = tmp_path / "a/1.png" if other == "ABSOLUTE" else other
+    (tmp_path / "table.csv").write_text(f"path,label\na/1.png,a\nb/2.png,b\n{other},a\n")
+    message = f"row 3, column path: '{other}' is the image of row 1, 'a/1.png'; list every"
+    with pytest.raises(ValueError, match=message):
+        Catalog.from_csv(tmp_path / "table.csv")
+
+
+def test_two_names_of_one_file_are_copies_not_a_mistake(tmp_path):
+    make_tree(tmp_path, ["a.png"])
+    (tmp_path / "b.png").hardlink_to(tmp_path / "a.png")
+    (tmp_path / "table.csv").write_text("path,label\na.png,a\nb.png,a\n")
+    assert len(Catalog.from_csv(tmp_path / "table.csv")) == 2
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_table_that_cannot_be_read_is_named(tmp_path, form, request):
+    read = getattr(Catalog, f"from_{form}")
+    with pytest.raises(ValueError, match=f"there is no table {tmp_path}/none"):
+        read(tmp_path / "none")
+    with pytest.raises(ValueError, match=f"the table {tmp_path} cannot be read: a folder, not a"):
+        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # would be waited for without end
+    with pytest.raises(ValueError, match="pipe cannot be read: a named pipe, not a file"):
+        read(tmp_path / "pipe")
+    folder = request.getfixturevalue("ordinary_user")
+    (folder / "table").touch(mode=0)
+    with pytest.raises(ValueError, match=f"{folder}/table cannot be read: Permission denied"):
+        read(folder / "table")
+
+
+def test_names_that_no_system_has_are_refused():
+    with pytest.raises(ValueError, match=r"row 2, column path: 'b/1\.png.* is not a usable text"):
+        Catalog(("a/0.png", "b/1.png\ud800"), ("a", "b"), ("all", "all"))
 
 
 def test_folder_of_folders(tmp_path):
@@ -276,14 +364,129 @@ def test_folder_of_folders(tmp_path):
     assert "note: 2 files" in catalog.describe()
 
 
-def test_folder_with_splits(tmp_path):
-    make_tree(tmp_path, ["train/a/1.png", "test/b/2.png", "val/c/3.png"])
+def by_split(catalog):
+    return dict(zip(catalog.paths, catalog.splits, strict=True))
+
+
+SPLIT_TREE = ["train/a/1.png", "test/b/2.png", "val/c/deep/3.png"]
+
+
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [
+        ([], ""),
+        (["__MACOSX/._train", "lost+found/x/1.png"], "; left out: __MACOSX, lost+found"),
+        ([".git/a/1.png", "docs/read.txt"], "; left out: .git, docs"),
+        (["docs/1.png", "extra/z/9.png"], "; left out: docs, extra"),
+        (["train/a/.old/1.png", "test/b/@eaDir/2.jpg"], "; left out: test/b/@eaDir, train/a/.old"),
+    ],
+)
+def test_folder_with_splits(tmp_path, more, left_out):
+    make_tree(tmp_path, SPLIT_TREE, more)
     catalog = Catalog.from_folder(tmp_path)
-    assert dict(zip(catalog.labels, catalog.splits, strict=True)) == {
-        "a": "train",
-        "b": "test",
-        "c": "val",
+    assert by_split(catalog) == {path: path.split("/")[0] for path in SPLIT_TREE}
+    assert set(catalog.labels) == {"a", "b", "c"}
+    told = "images: 1 class in train/, 1 class in val/, 1 class in test/"
+    assert catalog.layout == told + left_out
+    assert catalog.describe().startswith(catalog.layout)
+
+
+@pytest.mark.parametrize("more", ["__MACOSX/._x.png", "docs/read.txt", ".git/1.png", "empty/.x"])
+def test_a_single_split_beside_folders_without_images(tmp_path, more):
+    make_tree(tmp_path, ["train/a/1.png", "train/b/2.png"])
+    (tmp_path / more).parent.mkdir()
+    (tmp_path / more).touch()
+    catalog = Catalog.from_folder(tmp_path)
+    assert set(catalog.splits) == {"train"}
+    assert catalog.layout == f"images: 2 classes in train/; left out: {more.split('/')[0]}"
+
+
+def test_a_split_without_class_folders_is_no_class(tmp_path):
+    make_tree(tmp_path, ["train/a/1.png", "train/b/2.png", "test/3.png"])
+    catalog = Catalog.from_folder(tmp_path)
+    assert by_split(catalog) == {"train/a/1.png": "train", "train/b/2.png": "train"}
+    assert catalog.layout == "images: 2 classes in train/; left out: test (no class folders)"
+
+
+def test_what_may_be_a_split_or_a_class_is_not_guessed_at(tmp_path):
+    make_tree(tmp_path, ["train/steam/1.png", "train/diesel/2.png", "bus/3.png"])
+    with pytest.raises(ValueError, match=r"is train/ a split or a class\? .* move bus/ elsewhere"):
+        Catalog.from_folder(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "trains")
+    catalog = Catalog.from_folder(tmp_path)
+    assert catalog.labels == ("bus", "trains", "trains")
+    assert catalog.layout == "images: 2 classes: bus, trains"
+
+
+def test_splits_inside_shards(tmp_path):
+    make_tree(tmp_path, [*SPLIT_TREE, "docs/x/1.png"])
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("train/a/1.png", "test/b/2.png", "docs/x/1.png"):
+            tar.add(tmp_path / name, name)
+    catalog = Catalog.from_shards([tmp_path / "a.tar"])
+    assert by_split(catalog) == {"a.tar::train/a/1.png": "train", "a.tar::test/b/2.png": "test"}
+    assert catalog.layout == (
+        "images: 1 class in train/, 1 class in test/; left out: a.tar::docs/x/1.png"
+    )
+
+
+def test_links_that_lead_back_are_left_out_and_named(tmp_path):
+    make_tree(tmp_path / "root", ["a/1.png", "b/2.png"])
+    links = {"self": ".", "above": "..", "a/up": "../..", "c": "a", "b/again": "../a"}
+    for name, target in links.items():
+        (tmp_path / "root" / name).symlink_to(target)
+    catalog = Catalog.from_folder(tmp_path / "root")
+    assert catalog.paths == ("a/1.png", "b/2.png")
+    told, left_out = catalog.layout.split("; left out: ")
+    assert told == "images: 2 classes: a, b"
+    assert set(left_out.split(", ")) == {
+        f"self (leads to {tmp_path / 'root'})",
+        f"above (leads to {tmp_path})",
+        f"a/up (leads to {tmp_path})",
+        "c (leads to a)",
+        "b/again (leads to a)",
     }
+
+
+def test_links_to_other_places_are_followed(tmp_path):
+    make_tree(tmp_path, ["pool/x/1.png", "pool/y/deep/2.png", "root/b/3.png", "root/a/4.png"])
+    (tmp_path / "root/x").symlink_to(tmp_path / "pool/x")
+    (tmp_path / "root/b/more").symlink_to(tmp_path / "pool/y")
+    (tmp_path / "root/a/5.png").symlink_to("../../pool/y/deep/2.png")  # which is read already
+    (tmp_path / "root/a/6.png").symlink_to(tmp_path / "elsewhere.png")
+    (tmp_path / "root/gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root/a/loop.png").symlink_to("loop.png")
+    catalog = Catalog.from_folder(tmp_path / "root")
+    assert catalog.paths == (
+        "a/4.png",
+        "a/6.png",
+        "a/loop.png",
+        "b/3.png",
+        "b/more/deep/2.png",
+        "x/1.png",
+    )
+    assert catalog.missing_files() == [1]
+    assert catalog.notes == (
+        "1 files are not images in a class folder: gone (a broken link)",
+        "1 links lead to images that are there anyway and are left out: "
+        "a/5.png (leads to b/more/deep/2.png)",
+    )
+
+
+@pytest.mark.parametrize("closed", ["b", "b/deep", "train"])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(ordinary_user, closed):
+    make_tree(ordinary_user, ["a/1.png", "b/2.png", "b/deep/3.png", "train/4.png"])
+    (ordinary_user / closed).chmod(0)
+    message = f"{ordinary_user / closed} cannot be read: Permission denied; make it readable, or"
+    with pytest.raises(OSError, match=message):
+        Catalog.from_folder(ordinary_user)
+
+
+def test_what_is_left_out_anyway_need_not_be_readable(ordinary_user):
+    make_tree(ordinary_user, [*SPLIT_TREE, "private/x/1.png", "lost+found/1.png"])
+    for name in ("private", "lost+found"):
+        (ordinary_user / name).chmod(0)
+    assert len(Catalog.from_folder(ordinary_user)) == 3
 
 
 def test_classes_that_happen_to_be_called_train_and_test(tmp_path):
@@ -307,7 +510,7 @@ def test_describe():
     assert lines[2].split() == ["train", "4", "2", "1", "2", "3"]
     assert lines[3].split() == ["test", "2", "2", "1", "1", "1"]
     assert lines[4].split() == ["together", "6", "3", "1", "2", "3"]
-    assert lines[5] == "train and test share 1 classes"
+    assert lines[5].startswith("note: train and test share 1 class, so test does not measure")
     apart = small("aab", splits=("train", "train", "test"))
     assert "train and test share no class" in apart.describe()
     assert "0 images of 0 classes" in small("").describe()

@@ -274,6 +274,14 @@ def test_sop(tmp_path):
     assert "train: 1 of 59551 images, 1 of 11318 classes" in catalog.notes[0]
 
 
+def test_lists_need_not_be_utf8(tmp_path):
+    place(tmp_path, "caf\udce9_final/1_0.JPG", "chair_final/2_0.JPG")
+    head = b"image_id class_id super_class_id path\n"
+    (tmp_path / "Ebay_train.txt").write_bytes(head + b"1 1 1 caf\xe9_final/1_0.JPG\n")
+    (tmp_path / "Ebay_test.txt").write_bytes(head + b"2 2 4 chair_final/2_0.JPG\n")
+    assert open_dataset("sop", tmp_path).groups == ("caf\udce9", "chair")
+
+
 def make_inshop(root, images="Img"):
     rows = [
         ("img/WOMEN/Dresses/id_00000002/02_1_front.jpg", "id_00000002", "train"),

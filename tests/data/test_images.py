@@ -1,7 +1,10 @@
 """Every kind of file that people have, and every way in which a file can be broken."""
 
+import errno
 import io
+import os
 import pickle
+import socket
 import struct
 import zlib
 
@@ -9,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, features
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from proximetry.data import ImageError, open_image, resize_and_center_crop
-from proximetry.data.images import resize_short_side, scaled_size
+from proximetry.data.images import image_size, resize_short_side, scaled_size
 
 RED, BLUE = (220, 30, 40), (20, 40, 200)
 
@@ -220,6 +223,72 @@ def test_not_an_image(tmp_path):
         open_image(tmp_path)
 
 
+def special_files(root):
+    """Files that look like images by their names and would be waited for, or read without end."""
+    os.mkfifo(root / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(root / "socket.png"))  # whose name may not be long
+    (root / "zero.png").symlink_to("/dev/zero")
+    (root / "folder.png").mkdir()
+    return {
+        "pipe.png": "a named pipe, not a file",
+        "socket.png": "a socket, not a file",
+        "zero.png": "a device, not a file",
+        "folder.png": "a folder, not a file",
+    }
+
+
+def test_special_files_are_never_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, reason in special_files(tmp_path).items():
+        for read in (open_image, image_size):
+            with pytest.raises(ImageError, match=f"{name}: cannot be opened: {reason}") as caught:
+                read(tmp_path / name)
+            assert caught.value.passing
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
+def test_whatever_a_parser_raises_is_a_damaged_image():
+    rng = np.random.default_rng(0)
+    data = encoded(Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)), "AVIF")
+    raised = set()
+    for _ in range(150):
+        damaged = bytearray(data)
+        for place in rng.integers(0, len(data), 4):
+            damaged[place] = rng.integers(256)
+        try:
+            Image.open(io.BytesIO(damaged)).load()
+        except Exception as error:
+            raised.add(type(error))
+            with pytest.raises(ImageError) as caught:
+                open_image(bytes(damaged))
+            assert not caught.value.passing
+    assert RuntimeError in raised
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (OSError("broken data stream"), False),
+        (RuntimeError("x"), False),
+        (IndexError("x"), False),
+    ],
+)
+@pytest.mark.parametrize("place", ["PIL.Image.open", "PIL.ImageFile.ImageFile.load"])
+def test_what_the_system_says_is_not_about_the_image(monkeypatch, error, passing, place):
+    def fail(*_, **__):
+        raise error
+
+    data = encoded(halves(), "PNG")
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(ImageError, match="cannot be read" if passing else "damaged") as caught:
+        open_image(data)
+    assert caught.value.passing == passing
+    assert pickle.loads(pickle.dumps(caught.value)).passing == passing
+
+
 def test_postscript_is_refused():
     data = encoded(halves(), "EPS")
     assert b"%!PS" in data
@@ -336,3 +405,14 @@ def test_a_crop_that_does_not_fit_is_refused():
 def test_an_image_too_narrow_to_scale_is_refused():
     with pytest.raises(ImageError, match="1×5000 pixels is too narrow to scale"):
         resize_short_side(Image.new("RGB", (1, 5000)), 256, "bilinear")
+
+
+def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):
+    Image.new("1", (1, 4_000_000)).save(tmp_path / "line.png")  # would be 20 GB
+    image = open_image(tmp_path / "line.png")
+    for scale in (
+        lambda: resize_short_side(image, 40, "bicubic"),
+        lambda: resize_and_center_crop(image, 40, 32, "bicubic"),
+    ):
+        with pytest.raises(ImageError, match=r"line\.png: 1×4000000 pixels is too narrow to scale"):
+            scale()

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from proximetry._common import closest, some
 from proximetry.data.csv_parquet import FIELDS, read_csv, read_parquet, write_csv, write_parquet
-from proximetry.data.folders import scan_folder
-from proximetry.data.tar_shards import scan_shards, shard_members, split_shard_path
+from proximetry.data.folders import layout, scan_folder
+from proximetry.data.tar_shards import SEPARATOR, scan_shards, shard_members, split_shard_path
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np
@@ -40,6 +40,7 @@ class Catalog:
         queries, galleries: roles in retrieval, for sets that prescribe them (In-Shop).
         groups: anything coarser than a class, such as the kind of product.
         notes: what the reader of the data has to say, such as missing images.
+        layout: one sentence on what was taken for classes and splits, where that was found out.
     """
 
     paths: tuple[str, ...]
@@ -50,6 +51,7 @@ class Catalog:
     galleries: tuple[bool, ...] | None = None
     groups: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    layout: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
@@ -154,7 +156,27 @@ class Catalog:
 
     def missing_files(self) -> list[int]:
         """Return the rows whose file or shard member does not exist."""
-        return [i for i in range(len(self)) if not _exists(self.file(i))]
+        return [i for i in range(len(self)) if _identity(self.file(i)) is None]
+
+    def shared_classes(self) -> list[str]:
+        """Say which splits have classes in common, and which."""
+        classes: dict[str, set[str]] = {}
+        for split, label in zip(self.splits, self.labels, strict=True):
+            classes.setdefault(split, set()).add(label)
+        found = []
+        for a, b in combinations([split for split in SPLITS if split in classes], 2):
+            shared = sorted(classes[a] & classes[b])
+            if shared:
+                count = f"{len(shared)} class{'es' if len(shared) > 1 else ''}"
+                found.append(
+                    f"{a} and {b} share {count}, so {b} does not measure unseen classes only: "
+                    f"{some(shared)}"
+                )
+        return found
+
+    def remarks(self) -> list[str]:
+        """Return what every command tells about these images: `layout` and `notes`."""
+        return [self.layout, *self.notes] if self.layout else [*self.notes]
 
     def describe(self) -> str:
         """Say in a few lines how many images and classes there are, and in which splits."""
@@ -169,35 +191,36 @@ class Catalog:
         for name, sizes in (parts | together).items():
             n = sizes.values()
             lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
-        for (a, first), (b, second) in combinations(parts.items(), 2):
-            shared = len(first.keys() & second.keys())
-            lines.append(f"{a} and {b} share {f'{shared} classes' if shared else 'no class'}")
+        for a, b in combinations(parts, 2):
+            if not parts[a].keys() & parts[b].keys():
+                lines.append(f"{a} and {b} share no class")
         if self.queries is not None and self.galleries is not None:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
             lines.append(f"{len(set(self.groups))} groups")
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        notes = (*self.notes, *self.shared_classes())
+        lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+        return "\n".join([self.layout, *lines] if self.layout else lines)
 
     @classmethod
     def from_folder(cls, root: AnyPath) -> Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
-        When the sub-folders are called train, val or test and hold folders themselves, those
-        are the classes and the outer names the splits. Files that are no images, and folders
-        without any, are counted in `notes`.
+        When sub-folders are called train, val or test and hold folders themselves, those are
+        the classes and the outer names the splits. What is left out, such as files that are no
+        images, is named in `layout` and `notes`.
         """
-        paths, labels, splits, notes = scan_folder(Path(root))
-        return cls(paths, labels, splits, Path(root), notes=notes)
+        return cls(root=Path(root), **scan_folder(Path(root))._asdict())
 
     @classmethod
     def from_shards(cls, files: Sequence[AnyPath]) -> Catalog:
         """Read tar files that hold <class>/<image>; the images stay where they are.
 
-        A class may be spread over several shards. The class is the folder next to the image.
+        A class may be spread over several shards. The class is the folder next to the image;
+        train, val and test around the classes are the splits.
         """
-        root, paths, labels = scan_shards([Path(file) for file in files])
-        return cls(paths, labels, ("all",) * len(paths), root)
+        root, found = scan_shards([Path(file) for file in files])
+        return cls(root=root, **found._asdict())
 
     @classmethod
     def from_csv(
@@ -223,16 +246,12 @@ class Catalog:
     ) -> Catalog:
         try:
             catalog = cls(root=Path(file).parent if root is None else Path(root), **fields)
+            if check_files:
+                _check_files(catalog)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
-        missing = catalog.missing_files() if check_files else []
-        if missing:
-            names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
-            raise ValueError(
-                f"{os.fspath(file)}: {len(missing)} of {len(catalog)} images do not exist below "
-                f"{catalog.root}: {names}"
-            )
-        return catalog
+        homes = ("" if split == "all" else split for split in catalog.splits)
+        return replace(catalog, layout=layout(zip(homes, catalog.labels, strict=True)))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""
@@ -263,9 +282,41 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     return [b - a for a, b in zip([0, *edges], edges, strict=False)]
 
 
-def _exists(path: str) -> bool:
+def _identity(path: str) -> tuple[object, ...] | None:
+    """Return what is the same for two paths of one image; None where there is no image."""
     file, member = split_shard_path(path)
-    return os.path.isfile(file) and (not member or member in shard_members(file))
+    try:
+        status = os.stat(file)
+        if member and member not in shard_members(file):
+            return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # whoever opens it will say why it cannot be opened
+        return (file, member)
+    return (status.st_dev, status.st_ino, member)
+
+
+def _check_files(catalog: Catalog) -> None:
+    """Refuse images that do not exist, and those that are listed twice under other paths."""
+    rows: dict[tuple[object, ...] | None, list[int]] = {}
+    for i in range(len(catalog)):
+        rows.setdefault(_identity(catalog.file(i)), []).append(i)
+    missing = rows.pop(None, [])
+    if missing:
+        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
+        raise ValueError(
+            f"{len(missing)} of {len(catalog)} images do not exist below {catalog.root}: {names}"
+        )
+    # Two names of one file on the disk are copies of it, which may be meant.
+    places: dict[str, int] = {}
+    for i in sorted(i for same in rows.values() if len(same) > 1 for i in same):
+        file, member = split_shard_path(catalog.file(i))
+        first = places.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
+        if first != i:
+            raise ValueError(
+                f"row {i + 1}, column path: {catalog.paths[i]!r} is the image of row {first + 1}, "
+                f"{catalog.paths[first]!r}; list every image once"
+            )
 
 
 def _check(catalog: Catalog) -> None:
@@ -290,7 +341,7 @@ def _problems(catalog: Catalog) -> Iterator[str]:
         ("group", catalog.groups),
     ):
         for i, value in enumerate(values or ()):
-            if not isinstance(value, str) or (not value and column != "group") or "\0" in value:
+            if not _is_text(value) or not (value or column == "group"):
                 yield f"row {i + 1}, column {column}: {value!r} is not a usable text"
     for i, split in enumerate(catalog.splits):
         if split not in SPLITS:
@@ -304,6 +355,16 @@ def _problems(catalog: Catalog) -> Iterator[str]:
     for i, path in enumerate(catalog.paths if len(counts) < len(catalog) else ()):
         if counts[path] > 1:
             yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that a system could have as a file name, in UTF-8 or not."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        return value.isascii() or bool(value.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        return False
 
 
 def _line(first: str, *others: object) -> str:

@@ -1,12 +1,17 @@
 """The catalogue's columns in CSV and Parquet files."""
 
 import csv
+import io
 import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from proximetry._common import atomic_path, closest, need, some
+from proximetry.data.tar_shards import open_file
 
 # Column in the file → field of Catalog.
 FIELDS = {
@@ -17,20 +22,25 @@ FIELDS = {
     "gallery": "galleries",
     "group": "groups",
 }
+_ROLES = ("query", "gallery")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+# How Python writes a value that is missing: as a label it would join unrelated images in a class.
+_MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
+_BOX = re.compile(r"(b|bounding_?)?box(es)?(_.*)?", re.IGNORECASE)
 
 Columns = dict[str, tuple[Any, ...]]
 
 
 def read_csv(file: Path) -> Columns:
     """Read a CSV file into the fields of Catalog."""
-    try:
-        # utf-8-sig drops the mark that spreadsheets write first; surrogateescape keeps file
-        # names that are not UTF-8 as the system gave them.
-        with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
-            lines = [line for line in csv.reader(stream, strict=True) if line]
-    except csv.Error as error:
-        raise ValueError(f"{file}: not a CSV file: {error}") from error
+    # utf-8-sig drops the mark that spreadsheets write first; surrogateescape keeps file
+    # names that are not UTF-8 as the system gave them.
+    with _opened(file) as stream:
+        text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        try:
+            lines = [line for line in csv.reader(text, strict=True) if line]
+        except csv.Error as error:
+            raise ValueError(f"{file}: not a CSV file: {error}") from error
     if not lines:
         raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
     header, *table = lines
@@ -41,23 +51,56 @@ def read_csv(file: Path) -> Columns:
                 f"{file}: row {number} has {len(line)} fields, the header has {len(header)}: "
                 f"{line!r}"
             )
-    return _to_fields({name: [line[i] for line in table] for i, name in enumerate(header)})
+    columns = {name: [line[i] for line in table] for i, name in enumerate(header)}
+    return _to_fields(file, header, columns)
 
 
 def read_parquet(file: Path) -> Columns:
     """Read a Parquet file into the fields of Catalog."""
     parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
+    with _opened(file) as stream:
+        with _named_errors(file):
+            header = parquet.read_schema(stream).names
+        _check_header(file, header)
+        with _named_errors(file):
+            table = parquet.read_table(stream, columns=[n for n in header if n in FIELDS])
+            columns = {name: _values(table[name]) for name in table.column_names}
+    return _to_fields(file, header, columns)
+
+
+@contextmanager
+def _named_errors(file: Path) -> Iterator[None]:
     arrow = need("pyarrow", "parquet", "Reading Parquet")
     try:
-        table = parquet.read_table(os.fspath(file))
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{file}: not a Parquet file: {error}") from error
-    _check_header(file, table.column_names)
-    return _to_fields(table.to_pydict())
+        yield
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from error
+
+
+def _opened(file: Path) -> io.BufferedReader:
+    try:
+        return open_file(file)
+    except FileNotFoundError:
+        raise ValueError(f"there is no table {file}") from None
+    except OSError as error:
+        raise ValueError(f"the table {file} cannot be read: {error.strerror}") from error
+
+
+def _values(column: Any) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:  # bytes that only say they are UTF-8
+        return list(column.cast("binary").to_pylist())
 
 
 def _check_header(file: Path, header: list[str]) -> None:
     absent = [name for name in FIELDS if name not in header]
+    boxes = [name for name in header if _BOX.fullmatch(name)]
+    if boxes:
+        raise ValueError(
+            f"{file}: column {boxes[0]!r}: images are used whole, boxes are not; crop the images "
+            "to their boxes first, or take the column out of the table"
+        )
     for name in header:
         if name in FIELDS:
             if header.count(name) > 1:
@@ -71,20 +114,35 @@ def _check_header(file: Path, header: list[str]) -> None:
             raise ValueError(f"{file}: the column {name!r} is missing; it has {', '.join(header)}")
 
 
-def _to_fields(columns: dict[str, list[Any]]) -> Columns:
+def _to_fields(file: Path, header: list[str], columns: dict[str, list[Any]]) -> Columns:
     fields: Columns = {"splits": ("all",) * len(columns["path"])}
-    others = [name for name in columns if name not in FIELDS]
+    others = [name for name in header if name not in FIELDS]
     if others:
         fields["notes"] = (f"columns that are not used: {some(others)}",)
-    for name, values in columns.items():
-        if name in others:
+    for name, field in FIELDS.items():
+        if name not in columns:
             continue
-        texts = ["" if value is None else str(value) for value in values]
-        if name in ("query", "gallery"):  # other words stay as they are, and Catalog names them
-            fields[FIELDS[name]] = tuple(_FLAGS.get(t.strip().lower(), t) for t in texts)
-        else:
-            fields[FIELDS[name]] = tuple(texts)
+        texts = [_text(value) for value in columns[name]]
+        if name == "label":
+            gaps = [f"row {i + 1} ({t!r})" for i, t in enumerate(texts) if str(t) in _MISSING]
+            if gaps:
+                raise ValueError(
+                    f"{file}: column label has no value in {some(gaps)}; fill it in, or give a "
+                    "class that is really called so another name"
+                )
+        if name in _ROLES:  # other words stay as they are, and Catalog names them
+            texts = [_FLAGS.get(str(text).strip().lower(), text) for text in texts]
+        fields[field] = tuple(texts)
     return fields
+
+
+def _text(value: Any) -> Any:
+    """Return a value as text; what cannot be is left, for Catalog to name it."""
+    if value is None:
+        return ""
+    if isinstance(value, bytes):  # which Parquet has for text that is not UTF-8
+        return value.decode("utf-8", "surrogateescape")
+    return value if isinstance(value, list | dict) else str(value)
 
 
 def write_csv(file: Path, columns: Columns) -> None:
@@ -102,10 +160,19 @@ def write_parquet(file: Path, columns: Columns) -> None:
     """Write columns as Parquet, whole or not at all."""
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
-    types = {"query": arrow.bool_(), "gallery": arrow.bool_()}
-    try:
-        arrays = [arrow.array(v, types.get(n, arrow.string())) for n, v in columns.items()]
-    except UnicodeEncodeError as error:
-        raise ValueError(f"Parquet holds UTF-8 only, this is not: {error.object!r}") from error
+    arrays = [
+        arrow.array(values, arrow.bool_()) if name in _ROLES else text_array(values)
+        for name, values in columns.items()
+    ]
     with atomic_path(file) as part:
         parquet.write_table(arrow.table(arrays, names=list(columns)), os.fspath(part))
+
+
+def text_array(values: Sequence[str | None]) -> Any:
+    """Return texts for Parquet: as strings or, if any is not UTF-8, as bytes."""
+    arrow = need("pyarrow", "parquet", "Writing Parquet")
+    try:
+        return arrow.array(values, arrow.string())
+    except UnicodeEncodeError:
+        raw = [None if v is None else v.encode("utf-8", "surrogateescape") for v in values]
+        return arrow.array(raw, arrow.binary())

@@ -27,7 +27,7 @@ from proximetry._common import Progress, cores
 from proximetry.data.images import ImageError, Interpolation, open_image, resize_short_side
 
 Array: TypeAlias = npt.NDArray[np.uint8]
-Decoder: TypeAlias = "Callable[[str], Array | str]"
+Decoder: TypeAlias = "Callable[[str], Array | ImageError]"
 
 IMAGES_PER_PROCESS = 100  # fewer are decoded before another process has started
 # With the same sys.path it finds the same proximetry and the same Pillow.
@@ -37,12 +37,12 @@ from proximetry.data.decoding import serve
 serve()"""
 
 
-def decode(file: str, short_side: int, interpolation: Interpolation) -> Array | str:
+def decode(file: str, short_side: int, interpolation: Interpolation) -> Array | ImageError:
     """Return the scaled image, or why there is none."""
     try:
         return np.asarray(resize_short_side(open_image(file), short_side, interpolation))
     except ImageError as error:
-        return error.reason
+        return error
 
 
 def decode_all(
@@ -50,7 +50,7 @@ def decode_all(
     short_side: int,
     interpolation: Interpolation,
     progress: Progress | None = None,
-) -> Generator[Array | str]:
+) -> Generator[Array | ImageError]:
     """Decode in order, with only a few images in memory at once; close it to end the processes."""
     here = partial(decode, short_side=short_side, interpolation=interpolation)
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def decode_all(
         for decoder in decoders:
             idle.put(decoder)
 
-        def job(file: str) -> Array | str:
+        def job(file: str) -> Array | ImageError:
             decoder = idle.get()
             try:
                 return decoder(file)
@@ -68,7 +68,7 @@ def decode_all(
 
         pool = ThreadPoolExecutor(len(decoders))
         stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: deque[Future[Array | str]] = deque()
+        waiting: deque[Future[Array | ImageError]] = deque()
         total, ahead = len(files), 4 * len(decoders)
         for row in range(total + ahead):
             if row < total:
@@ -79,7 +79,7 @@ def decode_all(
                     progress(row - ahead + 1, total)
 
 
-def _decoders(here: partial[Array | str], total: int, stack: ExitStack) -> list[Decoder]:
+def _decoders(here: partial[Array | ImageError], total: int, stack: ExitStack) -> list[Decoder]:
     """Return what each thread decodes with; the stack ends the processes."""
     count = min(cores(), total // IMAGES_PER_PROCESS)
     # Inside another program (embedded, frozen) there may be no Python to start.
@@ -98,7 +98,7 @@ class DecodingProcess:
     this process has plugins for.
     """
 
-    def __init__(self, here: partial[Array | str]) -> None:
+    def __init__(self, here: partial[Array | ImageError]) -> None:
         self._here = here
         self._process: subprocess.Popen[bytes] | None = None
         settings = [json.dumps(value) for value in ([*map(str, sys.path)], here.keywords)]
@@ -114,7 +114,7 @@ class DecodingProcess:
         except OSError as error:
             _warn(f"could not be started ({error})")
 
-    def decode(self, file: str) -> Array | str:
+    def decode(self, file: str) -> Array | ImageError:
         """Decode in the process; where it fails or has ended, in this thread."""
         image = None
         if self._process is not None:
@@ -163,7 +163,7 @@ def serve() -> None:
     answers = sys.stdout.buffer
     for line in sys.stdin.buffer:
         image = decode(json.loads(line), **settings)
-        if isinstance(image, str):
+        if isinstance(image, ImageError):
             answers.write(b"null\n")
         else:
             answers.write(json.dumps(image.shape).encode() + b"\n")

@@ -7,15 +7,15 @@ the same bytes.
 
 import io
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from proximetry._common import need
-from proximetry.data.tar_shards import read_bytes, split_shard_path
+from proximetry.data.tar_shards import Stream, open_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
@@ -32,6 +32,10 @@ MAX_PIXELS = 89_478_485
 # (EPS) or are rarely exercised parsers; a picture in one of them is refused by name.
 _WANTED = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
 
+# Pillow reads the pixels of a picture when they are first asked for, and gets them wrong when two
+# threads ask at once: who wants a picture of the caller's waits for its turn.
+_TURNS = [Lock() for _ in range(64)]
+
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -45,12 +49,18 @@ _UPRIGHT = {
 
 
 class ImageError(ValueError):
-    """An image could not be read; says which one and why."""
+    """An image could not be read; says which one and why.
 
-    def __init__(self, name: str, reason: str) -> None:
+    Attributes:
+        passing: whether that may be over at the next try: the system would not give the bytes,
+            which says nothing about them.
+    """
+
+    def __init__(self, name: str, reason: str, passing: bool = False) -> None:
         super().__init__(name, reason)
         self.name = name
         self.reason = reason
+        self.passing = passing
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -70,7 +80,8 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     name = _name(source)
     if isinstance(source, Image.Image):
-        return _finish(source, name, max_pixels)
+        with _TURNS[id(source) // 16 % len(_TURNS)]:
+            return _finish(source, name, max_pixels)
     if isinstance(source, np.ndarray):
         return _finish(_from_array(source, name), name, max_pixels)
     with _opened(source) as image:
@@ -83,26 +94,46 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
+def open_bytes(path: str) -> Stream:
+    """Open an image file or a shard's member, or raise an ImageError that will pass."""
+    try:
+        return open_path(path)
+    except FileNotFoundError as error:
+        raise ImageError(path, "no such file", passing=True) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ImageError(path, f"cannot be opened: {reason}", passing=True) from error
+
+
 @contextmanager
 def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
     """Open a file of a wanted format, of which nothing is decoded yet; explain why not."""
     name, formats = _name(source), _formats()
-    try:
-        if not isinstance(source, bytes) and split_shard_path(name)[1]:
-            source = read_bytes(name)
-        file = io.BytesIO(source) if isinstance(source, bytes) else name
-        with Image.open(file, formats=formats) as image:
+    with io.BytesIO(source) if isinstance(source, bytes) else open_bytes(name) as stream:
+        try:
+            image = Image.open(stream, formats=formats)
+        except MemoryError:
+            raise
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ImageError(name, f"too large: {error}") from error
+        except UnidentifiedImageError as error:
+            known = ", ".join(formats)
+            raise ImageError(name, f"not an image in a known format ({known})") from error
+        except Exception as error:
+            raise _damaged(name, error) from error
+        with image:
             yield image
-    except ImageError:
-        raise
-    except FileNotFoundError as error:
-        raise ImageError(name, "no such file") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageError(name, f"too large: {error}") from error
-    except UnidentifiedImageError as error:
-        raise ImageError(name, f"not an image in a known format ({', '.join(formats)})") from error
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
-        raise ImageError(name, f"cannot be opened: {error}") from error
+
+
+def _damaged(name: str, error: Exception) -> ImageError:
+    """Return the error for what a format's parser trips over.
+
+    Broken files raise anything: OSError, SyntaxError, RuntimeError, struct.error, zlib.error, …
+    An error that has a number is the system's, though: the file could not be read any further.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return ImageError(name, f"cannot be read: {error.strerror}", passing=True)
+    return ImageError(name, f"damaged or truncated: {error}")
 
 
 def check_interpolation(name: str) -> None:
@@ -151,10 +182,11 @@ def resize_and_center_crop(
     height, width = crop_size(crop)
     scaled_width, scaled_height = scaled_size(*image.size, resize)
     if scaled_height < height or scaled_width < width:
-        raise ValueError(
+        raise ImageError(
+            _name(image),
             f"an image of {image.height}×{image.width} pixels becomes "
             f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
-            f"use a resize of {max(height, width)}"
+            f"use a resize of {max(height, width)}",
         )
     image = resize_short_side(image, resize, interpolation)
     # Halves are rounded to even, as torchvision does.
@@ -205,13 +237,13 @@ def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     try:
         if isinstance(image, ImageFile.ImageFile):
             image.load()
-        return _to_rgb(_upright(image), name)
+        upright = _to_rgb(_upright(image), name)
+        upright.filename = name  # type: ignore[attr-defined]  # for errors from here on
+        return upright
     except (ImageError, MemoryError):
         raise
     except Exception as error:
-        # Broken files raise whatever the format's parser trips over: OSError, SyntaxError,
-        # struct.error, zlib.error, IndexError, … All mean the same to the reader.
-        raise ImageError(name, f"damaged or truncated: {error}") from error
+        raise _damaged(name, error) from error
 
 
 def _upright(image: Image.Image) -> Image.Image:

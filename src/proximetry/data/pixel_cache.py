@@ -5,6 +5,10 @@
     <key>/header.json   the checksums of both, and why images could not be read
 
 Such a store is filled under another name and renamed at the end, so one called <key> is complete.
+The key stands for the bytes of the images, and all that is kept follows from them: not that a file
+could not be opened, which may pass.
+
+    contents/<states>   digests of the bytes of all images, by names, sizes and times of the files
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 from uuid import uuid4
 
 import numpy as np
@@ -36,6 +42,7 @@ from proximetry._common import (
     chunks,
     cores,
     some,
+    writing,
 )
 from proximetry.data.catalog import Catalog
 from proximetry.data.decoding import Array, decode_all
@@ -45,14 +52,20 @@ from proximetry.data.images import (
     Interpolation,
     check_interpolation,
     image_size,
+    open_bytes,
     scaled_size,
 )
-from proximetry.data.tar_shards import read_bytes, split_shard_path
+from proximetry.data.tar_shards import file_state, split_shard_path
 
-_UNREADABLE = b"unreadable"
-_FORMAT = "proximetry pixels 2"
+_FORMAT = "proximetry pixels 3"
 _BLOCK = 1 << 26  # bytes to a checksum
-_SKIP = "policy='skip' (on the command line: --data.bad-images skip)"
+_DIGEST = 16  # bytes to a digest
+_TICK = 0.02  # seconds within which two changes of a file may bear the same time
+
+State = tuple[int, ...]
+"""Size, times and number of a file; nothing where there is none."""
+Content = bytes | ImageError
+"""The digest of the bytes of an image, or why they could not be read."""
 
 
 class PixelCache:
@@ -109,25 +122,38 @@ class PixelCache:
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
         _check(catalog, short_side, interpolation)
-        home = cache_home(root)
-        folder = home / _key(_contents(catalog, home), short_side, interpolation)
-        found = _open(folder, catalog)
+        home, states = cache_home(root), _states(catalog)
+        contents = _contents(catalog, home, states)
+
+        def store() -> Path:
+            return home / _key(contents, short_side, interpolation)
+
+        def find() -> PixelCache | None:
+            return _open(store(), catalog.subset(_readable(contents)))
+
+        found = find()
         if found is None:
+            folder = store()
             with _locked(home / f"{folder.name}.lock") as alone:
-                found = _open(folder, catalog)  # another process may have built it
+                found = find()  # another process may have built it
                 if found is None:
                     _clear(folder, alone)
-                    images = decode_all(_files(catalog), short_side, interpolation, progress)
+                    files = [catalog.file(row) for row in _readable(contents)]
+                    images = decode_all(files, short_side, interpolation, progress)
                     with closing(images):  # however it ends, the decoding processes end too
-                        _write(folder, images)
-                    found = _open(folder, catalog)
+                        _write(store, _followed(images, catalog, states, contents))
+                    found = find()
         if found is None:
-            raise OSError(f"{folder} does not hold what was just written to it")
+            raise OSError(f"{store()} does not hold what was just written to it")
+        found.bad = _all_bad(found.bad, catalog, contents)
         if found.bad and (policy == "error" or len(found) == 0):
             listed = some([f"{path}: {reason}" for path, reason in found.bad])
-            hint = f"; {_SKIP} leaves them out" if len(found) else ""
+            hint = "; --data.bad-images skip leaves them out" if len(found) else ""
             count = f"{len(found.bad)} of {len(catalog)} images cannot be read"
             raise ImageError(count, listed + hint)
+        copies = _copies(catalog, contents)
+        if copies:
+            found.catalog = replace(found.catalog, notes=(*found.catalog.notes, copies))
         return found
 
     @classmethod
@@ -205,9 +231,8 @@ def estimate(
     """
     _check(catalog, short_side, interpolation)
     home = cache_home(root)
-    known = _remembered(catalog, home)
-    if known.is_file():
-        contents = known.read_text(encoding="ascii")
+    contents = _remembered(catalog, home, _states(catalog))[1]
+    if contents:
         file = home / _key(contents, short_side, interpolation) / "pixels.bin"
         if file.is_file():
             return True, file.stat().st_size
@@ -215,6 +240,12 @@ def estimate(
     files = [catalog.file(i) for i in range(0, total, -(-total // 1000))]
     sizes = [_scaled_bytes(file, short_side) for file in files]
     return False, round(sum(sizes) / len(sizes) * total)
+
+
+def known_contents(catalog: Catalog, root: str | os.PathLike[str] | None = None) -> str | None:
+    """Return the digest of all image files, in their order, if `PixelCache.build` remembers it."""
+    contents = _remembered(catalog, cache_home(root), _states(catalog))[1]
+    return _digest(filter(_is_read, contents)) if contents else None
 
 
 def _scaled_bytes(file: str, short_side: int) -> int:
@@ -292,8 +323,12 @@ def _clear(folder: Path, alone: bool) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write(folder: Path, images: Iterable[Array | str]) -> None:
-    """Write a new store of images, or of the reasons why they could not be read."""
+def _write(store: Callable[[], Path], images: Iterable[Array | ImageError]) -> None:
+    """Write a new store of images, or of the reasons why they could not be decoded.
+
+    Its name is asked for twice, since it follows from which images could be read.
+    """
+    folder = store()
     part = _part(folder)
     part.mkdir(parents=True)
     try:
@@ -302,16 +337,18 @@ def _write(folder: Path, images: Iterable[Array | str]) -> None:
         offset = 0
         # Not forced to the disk, which takes seconds: what a power cut spoils does not have its
         # checksum, and is made again.
-        with (part / "pixels.bin").open("wb") as stream:
+        with writing(folder), (part / "pixels.bin").open("wb") as stream:
             for image in images:
-                if isinstance(image, str):
-                    reasons.append(image)
+                if isinstance(image, ImageError):
+                    reasons.append(image.reason)
                     index.append((offset, 0, 0))
                 else:
                     stream.write(image.data)
                     index.append((offset, *image.shape[:2]))
                     offset += image.size
-        np.save(part / "index.npy", np.array(index, dtype=np.int64))
+        with writing(folder):
+            np.save(part / "index.npy", np.array(index, dtype=np.int64).reshape(-1, 3))
+        folder = store()
         header = {"key": folder.name, **_checksums(part), "bad": reasons}
         # A reason may quote a file name that is not UTF-8: JSON escapes it.
         atomic_write(part / "header.json", json.dumps(header).encode())
@@ -329,55 +366,116 @@ def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def _key(contents: str, short_side: int, interpolation: str) -> str:
-    """Digest what the cache depends on: the bytes of every image, and how they are decoded."""
+def _key(contents: Iterable[Content], short_side: int, interpolation: str) -> str:
+    """Digest what the cache depends on: the bytes that were read, and how they are decoded."""
     facts = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
-    return _digest([repr(facts).encode(), contents.encode()])
+    return _digest([repr(facts).encode(), *filter(_is_read, contents)])
 
 
-def _contents(catalog: Catalog, home: Path) -> str:
-    """Digest the bytes of all images, which only the first call reads."""
-    known = _remembered(catalog, home)
-    if known.is_file():
-        return known.read_text(encoding="ascii")
+def _contents(catalog: Catalog, home: Path, states: list[State]) -> list[Content]:
+    """Digest the bytes of every image, which only the first call reads."""
+    known, found = _remembered(catalog, home, states)
+    if found:
+        return found
+    # A change in the same tick of the clock as the last one would not show in the states.
+    newest = max(max(state[1:3], default=0) for state in states) / 1e9
+    time.sleep(min(max(0.0, newest + _TICK - time.time()), _TICK))
     with ThreadPoolExecutor(cores()) as pool:
-        contents = list(pool.map(_content, _files(catalog)))
-    digest = _digest(contents)
-    # A file that cannot be read may become readable without a new time stamp.
-    if _UNREADABLE not in contents:
+        found = list(pool.map(_content, [catalog.file(row) for row in range(len(catalog))]))
+    if len(_readable(found)) == len(found):
         known.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(known, digest.encode())
-    return digest
+        atomic_write(known, b"".join(filter(_is_read, found)))
+    return found
 
 
-def _remembered(catalog: Catalog, home: Path) -> Path:
-    """Return the file that remembers the digest, named by names, sizes and times of the images."""
-    return home / "contents" / _stamp(catalog)
+def _remembered(catalog: Catalog, home: Path, states: list[State]) -> tuple[Path, list[Content]]:
+    """Return the file for digests of images in these states, and those in it if it is there."""
+    names = (os.path.abspath(catalog.file(row)) for row in range(len(catalog)))
+    lines = (f"{name}\0{state}\0" for name, state in zip(names, states, strict=True))
+    file = home / "contents" / _digest(line.encode(errors="surrogateescape") for line in lines)
+    with suppress(OSError):
+        data = file.read_bytes()
+        if len(data) == _DIGEST * len(catalog):
+            return file, [data[part] for part in chunks(len(data), _DIGEST)]
+    return file, []
 
 
-def _files(catalog: Catalog) -> list[str]:
-    return [catalog.file(i) for i in range(len(catalog))]
-
-
-def _content(file: str) -> bytes:
+def _content(file: str) -> Content:
     try:
-        return hashlib.blake2b(read_bytes(file), digest_size=16).digest()
-    except (OSError, ValueError):
-        return _UNREADABLE
+        with open_bytes(file) as stream:
+            digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=_DIGEST))
+            return digest.digest()
+    except ImageError as error:
+        return error
+    except OSError as error:
+        return ImageError(file, f"cannot be read: {error.strerror or error}", passing=True)
 
 
-def _stamp(catalog: Catalog) -> str:
+def _is_read(content: Content) -> TypeGuard[bytes]:
+    return isinstance(content, bytes)
+
+
+def _readable(contents: list[Content]) -> list[int]:
+    return [row for row, content in enumerate(contents) if _is_read(content)]
+
+
+def _followed(
+    images: Iterable[Array | ImageError],
+    catalog: Catalog,
+    states: list[State],
+    contents: list[Content],
+) -> Iterator[Array | ImageError]:
+    """Give what belongs to the contents; mark in them the files that could not be read after all.
+
+    Files that have changed since their bytes were digested are an error.
+    """
+    for row, image in zip(_readable(contents), images, strict=True):
+        if isinstance(image, ImageError) and image.passing:
+            contents[row] = image
+        else:
+            yield image
+    pairs = zip(catalog.paths, states, _states(catalog), strict=True)
+    changed = [path for path, before, after in pairs if before != after]
+    if changed:
+        raise ImageError(
+            f"{len(changed)} images changed while they were decoded",
+            f"{some(changed)}; try again when nothing writes to them any more",
+        )
+
+
+def _all_bad(
+    damaged: Iterable[tuple[str, str]], catalog: Catalog, contents: list[Content]
+) -> tuple[tuple[str, str], ...]:
+    """Return path and reason of images that are damaged or could not be read, in order."""
+    reasons = dict(damaged)
+    for path, content in zip(catalog.paths, contents, strict=True):
+        if isinstance(content, ImageError):
+            reasons[path] = content.reason
+    return tuple((path, reasons[path]) for path in catalog.paths if path in reasons)
+
+
+def _copies(catalog: Catalog, contents: list[Content]) -> str:
+    """Say which images are copies of others, if any."""
+    first: dict[bytes, str] = {}
+    copies = []
+    for path, content in zip(catalog.paths, contents, strict=True):
+        if _is_read(content) and first.setdefault(content, path) != path:
+            copies.append(f"{path} (of {first[content]})")
+    if not copies:
+        return ""
+    many = "images are copies" if len(copies) > 1 else "image is a copy"
+    return f"{len(copies)} {many}, byte for byte: {some(copies)}"
+
+
+def _states(catalog: Catalog) -> list[State]:
     @cache  # a tar shard is asked for once, not for each of its members
-    def state(file: str) -> tuple[int, int]:
+    def state(file: str) -> State:
         try:
-            status = os.stat(file)
+            return file_state(file)
         except OSError:
-            return -1, -1
-        return status.st_size, status.st_mtime_ns
+            return ()
 
-    names = map(os.path.abspath, _files(catalog))
-    lines = (f"{name}\0{state(split_shard_path(name)[0])}\0" for name in names)
-    return _digest(line.encode(errors="surrogateescape") for line in lines)
+    return [state(split_shard_path(catalog.file(row))[0]) for row in range(len(catalog))]
 
 
 @contextmanager

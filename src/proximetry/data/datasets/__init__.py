@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from proximetry._common import closest, spaced
+from proximetry._common import UsageError, closest, shown, spaced
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
@@ -80,7 +80,7 @@ def resolve_source(
     if word in DATASETS and (root is not None or DATASETS[word].built_in or not place.exists()):
         return word, None if root is None else Path(root).expanduser()
     if root is not None and place.exists():
-        raise ValueError(
+        raise UsageError(
             f"{word} is where images lie, so a root besides ({os.fspath(root)}) is one too many; "
             "a root goes with the name of a dataset"
         )
@@ -89,10 +89,10 @@ def resolve_source(
     if place.is_file() and place.suffix.lower() in _SUFFIXES:
         return _SUFFIXES[place.suffix.lower()], place
     if place.exists():
-        raise ValueError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file")
-    raise ValueError(
-        f"unknown dataset {word!r}{closest(word, DATASETS)} There is no folder or file of that "
-        "name either"
+        raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file")
+    raise UsageError(
+        f"unknown dataset {shown(word)}{closest(word, DATASETS)} There is no folder or file of "
+        "that name either"
     )
 
 
@@ -114,15 +114,15 @@ def open_dataset(
     is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error.
     """
     if name not in DATASETS:
-        raise ValueError(f"unknown dataset {name!r}{closest(name, DATASETS)}")
+        raise UsageError(f"unknown dataset {shown(name)}{closest(name, DATASETS)}")
     info = DATASETS[name]
     if root is None and not info.built_in:
-        raise ValueError(f"dataset {name!r} needs its folder: one with {info.layout}")
+        raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")
     catalog = info.read(None if root is None else Path(root))
     notes = (*catalog.notes, *info.count_notes(catalog))
     if strict and notes:
         raise ValueError("; ".join(notes))
-    return replace(catalog, notes=notes)
+    return replace(catalog, notes=(*notes, *catalog.shared_classes()))
 
 
 def datasets_table() -> str:

@@ -128,7 +128,7 @@ def wrong_folder(title: str, root: Path, expected: str) -> ValueError:
 
 def fields_of(file: Path, count: int, skip: int = 0) -> Iterator[list[str]]:
     """Give the fields of every line of a space-separated list, checked."""
-    with file.open(encoding="utf-8") as stream:
+    with file.open(encoding="utf-8", errors="surrogateescape") as stream:
         for number, line in enumerate(stream, start=1):
             if number <= skip or not line.strip():
                 continue

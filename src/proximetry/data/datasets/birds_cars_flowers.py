@@ -210,11 +210,12 @@ def flowers(root: Path) -> Catalog:
 def _merged(title: str, home: Path, expected: str) -> Catalog:
     """Return all images of class folders or shards, without their splits."""
     tars = sorted(home.glob("*.tar"))
-    if tars:
-        return Catalog.from_shards(tars)
     inner = home / "images"
     try:
-        catalog = Catalog.from_folder(inner if inner.is_dir() else home)
+        folder = inner if inner.is_dir() else home
+        catalog = Catalog.from_shards(tars) if tars else Catalog.from_folder(folder)
     except ValueError:
+        if tars:
+            raise
         raise wrong_folder(title, home, f"{expected}, or tar shards") from None
-    return replace(catalog, splits=("all",) * len(catalog))
+    return replace(catalog, splits=("all",) * len(catalog), layout="")
