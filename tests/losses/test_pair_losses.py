@@ -35,14 +35,15 @@ def test_a_batch_without_pairs_is_zero_and_half_precision_is_widened(name):
         assert loss(x, y).dtype == torch.float32
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e25, 1e30])
 @pytest.mark.parametrize("name", PAIR_LOSSES)
-def test_long_embeddings_keep_their_direction(name):
-    """Beyond 1.8e19 the square of a float32 is infinite."""
+def test_long_and_short_embeddings_keep_their_direction(name, scale):
+    """Beyond 1.8e19 the square of a float32 is infinite, below 1e-23 it is zero."""
     x, y = batch(size=12, dtype=torch.float32)
     torch.manual_seed(0)
     expected = PairLoss(name)(x, y).item()
     torch.manual_seed(0)
-    assert PairLoss(name)(x * 1e25, y).item() == pytest.approx(expected)
+    assert PairLoss(name)(x * scale, y).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_settings_reach_the_loss():

@@ -53,7 +53,8 @@ def test_default_starts_of_the_losses():
 def test_state_round_trips_through_safetensors(name):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=2, seed=5)
-    loss.proxies.names = [f"Klasse {i} 한" for i in range(7)]
+    # The last is the name of a folder that is not UTF-8.
+    loss.proxies.names = [*(f"Klasse {i} 한" for i in range(6)), "cl\udce4ss"]
     loss(x, y)  # SphereFace counts a step
     other = make(name, k=2, seed=6)
     other.load_state_dict(load(save(loss.state_dict())))
@@ -158,6 +159,11 @@ def test_growing_from_given_vectors():
         (lambda p: Proxies(2, 3, 2).grow(1, init=torch.ones(1, 3)), r"\[1, 2, 3\], got \[1, 3\]"),
         (lambda p: p.grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
         (lambda p: p.grow(1, init=[torch.zeros(1, 4)]), r"got \[1, 4\]"),
+        (lambda p: p.grow(2, init=torch.eye(3)[:2] / 0), "init of new class 0 is not finite"),
+        (
+            lambda p: p.grow(2, init=[torch.ones(2, 3), torch.tensor([[0, 1, torch.nan]])]),
+            "class 1",
+        ),
         (lambda p: p.grow(1, init="flat"), "init .* got 'flat'"),
         (
             lambda p: p.grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),

@@ -113,6 +113,23 @@ def test_exclusive_with_ties_zero_vectors_and_one_class():
     assert single.item() == 0.0
 
 
+@pytest.mark.parametrize("term", [IntraClassRegularizer(), ExclusiveRegularizer()])
+def test_proxies_of_any_length_and_none_that_are_not_finite(term):
+    w = draw(6, 2, 5).float()
+    expected = term(w).item()
+    for scale in (1e-30, 1e-20, 1e20, 1e30):
+        scaled = (w * scale).requires_grad_()
+        value = term(scaled)
+        value.backward()
+        assert value.item() == pytest.approx(expected, rel=1e-5)
+        assert torch.isfinite(scaled.grad).all()
+    for bad in (torch.nan, torch.inf):
+        for row in range(6):
+            broken = w.clone()
+            broken[row, 1, 2] = bad
+            assert term(broken).isnan()
+
+
 def test_exclusive_regularisation_separates():
     """Projected gradient descent on the term alone spreads proxies over the sphere."""
     torch.manual_seed(0)

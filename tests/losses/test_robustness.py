@@ -1,11 +1,15 @@
 """Nothing overflows, nothing turns NaN, no precision is lost, and it compiles."""
 
+from array import array
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from proximetry import losses
-from proximetry.losses.pair_losses import PairLoss
+from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
 from tests.losses.cases import MULTI, NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]
@@ -88,14 +92,15 @@ def test_zero_proxies_are_harmless(name, engine):
     assert (gw[2] == 0).all()
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-13, 1e25, 1e30])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_long_embeddings_keep_their_direction(name, engine):
-    """Beyond 1.8e19 the square of a float32 is infinite."""
+def test_long_and_short_embeddings_keep_their_direction(name, engine, scale):
+    """Beyond 1.8e19 the square of a float32 is infinite, below 1e-23 it is zero."""
     x, y = batch(dtype=torch.float32)
     wide = make(name, k=3, engine=engine).double()
-    expected = value_and_gradients(wide, x.double() * 1e25, y)
-    got = value_and_gradients(make(name, k=3, engine=engine), x * 1e25, y)
+    expected = value_and_gradients(wide, x.double() * scale, y)
+    got = value_and_gradients(make(name, k=3, engine=engine), x * scale, y)
     for a, b in zip(got, expected, strict=True):
         assert (a.double() - b.double()).abs().max() <= 1e-4 * b.abs().max()
 
@@ -108,6 +113,82 @@ def test_proxies_of_infinite_length_make_the_loss_nan_not_harmless(name, engine)
     with torch.no_grad():
         loss.proxies.weight[2] *= 1e25
     assert loss(x, y).isnan()
+
+
+REMEMBERING = {
+    "center": lambda: losses.CenterLoss(7, 5),
+    **{
+        f"{name} with memory": partial(PairLoss, name, memory=32, dim=5)
+        for name in PAIR_LOSSES
+        if name != "n_pair"
+    },
+}
+EVERY_LOSS = {
+    **{
+        f"{name} {engine}": partial(make, name, k=2, engine=engine)
+        for name in NAMES
+        for engine in ENGINES
+    },
+    **{f"pairs/{name}": partial(PairLoss, name) for name in PAIR_LOSSES},
+    **REMEMBERING,
+}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_what_is_not_finite_makes_the_loss_nan(name, bad):
+    """Wherever it stands: a loss that looked well would hide that the network is broken."""
+    make_it = EVERY_LOSS[name]
+    x, y = batch(dtype=torch.float32)
+    for row, column in ((0, 0), (4, 2), (8, 4)):
+        broken = x.clone()
+        broken[row, column] = bad
+        assert not torch.isfinite(make_it()(broken, y))
+        assert not torch.isfinite(make_it()(torch.full_like(x, bad), y))
+        only = broken[row : row + 1]
+        assert not torch.isfinite(make_it()(only, y[row : row + 1])), "without any pair too"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proxies_that_are_not_finite_make_the_loss_nan(name):
+    x, y = batch(dtype=torch.float32)
+    for engine in ENGINES:
+        for row in range(7):
+            loss = make(name, k=2, engine=engine)
+            with torch.no_grad():
+                loss.proxies.weight[row, -1, 3] = torch.nan
+            assert loss(x, y).isnan()
+
+
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_one_bad_batch_leaves_what_a_loss_remembers_as_it_was(name, factor):
+    x, y = batch(dtype=torch.float32)
+    loss = REMEMBERING[name]()
+    loss(x, y)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    if torch.isfinite(loss(x * factor, y)):  # directions of any length can be remembered
+        assert isinstance(loss, PairLoss)
+        assert torch.isfinite(loss.loss.embedding_memory).all()
+        return
+    for key, value in loss.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert torch.isfinite(loss(x, y))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_never_waits_for_the_device(name, monkeypatch):
+    """The processor reads no tensor, not even to see whether the loss is finite."""
+
+    def refuse(*_):
+        raise AssertionError("on CUDA this waits")
+
+    loss = make(name, k=2, engine="dense")
+    loss.check_labels = False  # as in the training loop
+    x, y = batch(dtype=torch.float32)
+    for reading in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, reading, refuse)
+    loss(x.requires_grad_(), y).backward()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -235,6 +316,16 @@ def test_labels_of_any_integer_type(name, engine):
         assert loss(x, y.to(dtype)).item() == expected
 
 
+class Column:
+    """A column of a table, as of pandas: no sequence, but an array of objects if asked."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype or object)
+
+
 @pytest.mark.parametrize(
     "make_it",
     [
@@ -250,6 +341,8 @@ def test_labels_may_be_an_array_or_a_list(make_it):
     assert expected != 0
     y = y.numpy()
     for labels in (y, y.astype("uint16"), y.astype(">i4"), y.tolist(), tuple(y), list(y)):
+        assert make_it()(x, labels).item() == expected
+    for labels in (y.astype(object), Column(y), array("q", y), list(torch.from_numpy(y))):
         assert make_it()(x, labels).item() == expected
 
 
@@ -272,6 +365,8 @@ def test_labels_may_be_an_array_or_a_list(make_it):
         (lambda x, y: (x, y.numpy() > 1), "labels must be integers .* got ndarray of bool"),
         (lambda x, y: (x, list("abcdefghi")), "labels must be integers .* got list of str"),
         (lambda x, y: (x, None), "labels must be integers .* got NoneType"),
+        (lambda x, y: (x, [[1], [2, 3]]), r"labels must be integers \(class indices\): "),
+        (lambda x, y: (x, np.array([1, None] + [2] * 7)), "got ndarray of object_"),
         (lambda x, y: (x, y.tolist()[:5]), r"9 embeddings .* got \[5\]"),
         (lambda x, y: (x, [*y.tolist()[:8], 7]), r"label 7 \(position 8 of the batch\)"),
     ],

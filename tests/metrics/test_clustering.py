@@ -239,7 +239,15 @@ def test_kmeans_leaves_its_input_alone_and_does_not_mind_offsets_or_scale():
     plain = kmeans(tensor, 6).assignments
     assert torch.equal(tensor, before)
     assert torch.equal(kmeans(tensor + 1e6, 6).assignments, plain)
-    assert torch.equal(kmeans(tensor * 2.0**-600, 6).assignments, plain)
+    for scale in (2.0**-600, 2.0**1018):  # the largest are beyond half of what float64 holds
+        assert torch.equal(kmeans(tensor * scale, 6).assignments, plain)
+    narrow = tensor.float()
+    plain = kmeans(narrow, 6)
+    for scale in (2.0**-110, 2.0**122):
+        found = kmeans(narrow * scale, 6)
+        assert torch.equal(found.assignments, plain.assignments)
+        torch.testing.assert_close(found.centers, plain.centers * scale)
+        assert found.inertia == pytest.approx(plain.inertia * scale**2)
 
 
 def test_empty_clusters_are_filled_from_the_farthest_rows():

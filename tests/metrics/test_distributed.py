@@ -31,6 +31,9 @@ def data() -> dict[str, Any]:
         "names": np.array([f"class {'x' * n}" for n in numbers]),  # widths differ between shares
         "groups": draw.integers(0, 6, 60),
         "smooth": draw.normal(size=(60, 8)),
+        "rows": np.arange(60),
+        # Of the second process alone, products with these leave the range of float32.
+        "scales": np.where(np.arange(60) < CUTS[1], 1.0, 2.0**-120).astype(np.float32)[:, None],
     }
 
 
@@ -53,6 +56,26 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
             },
         ),
         "groups": (vectors, numbers, {"similarity": "dot", "ignore_groups": given["groups"]}),
+        "roles": (
+            vectors,
+            numbers,
+            {
+                "similarity": "dot",
+                "queries": vectors,
+                "query_labels": numbers,
+                "ignore_groups": given["rows"],
+                "query_ignore_groups": given["rows"],
+            },
+        ),
+        "scales": (
+            given["smooth"].astype(np.float32),
+            numbers,
+            {
+                "similarity": "dot",
+                "queries": given["smooth"].astype(np.float32)[::-1].copy() * given["scales"],
+                "query_labels": numbers,
+            },
+        ),
         "queries": (
             vectors,
             given["names"],
@@ -114,12 +137,28 @@ def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
-@pytest.mark.parametrize("name", ["plain", "text", "half", "cosine", "offset", "groups", "queries"])
+@pytest.mark.parametrize(
+    "name", ["plain", "text", "half", "cosine", "offset", "groups", "roles", "queries"]
+)
 def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name: str) -> None:
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":
         options["query_labels"] = query_label_order(CUTS if label == "uneven" else EMPTY)
     assert reports[0][f"{label} {name}"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
+
+
+@pytest.mark.parametrize("label", ["uneven", "empty"])
+def test_queries_in_the_gallery_equal_a_search_of_all(
+    reports: list[dict[str, Any]], label: str
+) -> None:
+    assert reports[0][f"{label} roles"] == reports[0][f"{label} plain"]
+
+
+def test_processes_agree_on_the_precision(reports: list[dict[str, Any]]) -> None:
+    vectors, labels, options = cases(slice(None))["scales"]
+    shares = [slice(*pair) for pair in pairwise(CUTS)]
+    options["queries"] = np.concatenate([cases(at)["scales"][2]["queries"] for at in shares])
+    assert reports[0]["uneven scales"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
 
 
 def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str, Any]]) -> None:

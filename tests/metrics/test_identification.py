@@ -86,6 +86,47 @@ def test_equals_brute_force_with_ties(data, similarity, own, closed):
     assert result.probes_without_mate == count - len(with_mate)
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), similarity=st.sampled_from(SIMILARITIES), closed=st.booleans())
+def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarity, closed):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-2, 3, (14, 3)).astype(np.float32)
+    labels = rng.integers(0, 3, 14)
+    asked = rng.choice(14, 9, replace=False)
+    held = rng.choice(14, 11, replace=False)
+    distractors = None if closed else rng.integers(-2, 3, (6, 3)).astype(np.float32)
+    expected = []
+    for i, row in enumerate(asked):
+        pool = rows[held[labels[held] != labels[row]]] if closed else distractors
+        against = near(rows[row], pool, similarity)
+        for j, other in enumerate(held):
+            if labels[other] == labels[row] and other != row:
+                (mate,) = near(rows[row], rows[[other]], similarity)
+                expected.append((i, j, 1 + int((against >= mate - 1e-12).sum())))
+    result = identify(
+        rows[asked],
+        labels[asked],
+        rows[held],
+        labels[held],
+        distractors=distractors,
+        similarity=similarity,
+        ignore_groups=asked,
+        gallery_ignore_groups=held,
+    )
+    assert as_rows(result) == expected
+
+
+def test_groups_keep_distractors_away_too():
+    rows, labels, groups = np.eye(3, dtype=np.float32)[[0, 0, 0, 1]], [0, 0, 1, 0], [5, 6, 5, 7]
+    ranks = {(i, j): rank for i, j, rank in as_rows(identify(rows, labels, ignore_groups=groups))}
+    assert ranks[0, 1] == 1  # the third row is as near, but of the first one's group
+    assert ranks[1, 0] == 2
+    with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
+        identify(rows, labels, rows, labels, ignore_groups=groups)
+    with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
+        identify(rows, labels, gallery_ignore_groups=groups)
+
+
 @pytest.mark.parametrize("similarity", SIMILARITIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):

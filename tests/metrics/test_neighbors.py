@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +18,8 @@ from proximetry.metrics.symmetric import applies, search_symmetric
 from proximetry.metrics.task import Task, from_keys, to_keys
 
 from . import brute
+
+T = TypeVar("T")
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
@@ -120,6 +127,37 @@ def test_symmetric_search_on_several_threads(threads: int) -> None:
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def new_thread(task: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_threads_get_what_one_gets_and_leave_torch_alone() -> None:
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    new_thread(lambda: torch.set_num_threads(2))  # for new threads; this one keeps its number
+    torch.set_float32_matmul_precision("medium")
+    together = Barrier(4)
+
+    def search(seed: int) -> list[dict[str, float]]:
+        generator = torch.Generator().manual_seed(seed)
+        vectors, labels = torch.randn(300, 8, generator=generator), torch.arange(300) % 40
+        together.wait()
+        return [evaluate(vectors, labels) for _ in range(4)]
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            several = list(pool.map(search, range(4)))
+        together = Barrier(1)
+        assert several == [search(seed) for seed in range(4)]
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.get_num_threads() == before[0]
+        assert new_thread(torch.get_num_threads) == 2
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 @pytest.mark.usefixtures("small_tiles")

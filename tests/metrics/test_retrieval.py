@@ -148,6 +148,8 @@ def test_inputs_of_all_kinds_agree() -> None:
         pyarrow.array([f"class {n}" for n in numbers]),
         pyarrow.array([f"class {n}" for n in numbers]).dictionary_encode(),
     ]
+    if hasattr(np.dtypes, "StringDType"):  # from NumPy 2 on
+        kinds.append(np.array(kinds[5], dtype=np.dtypes.StringDType()))
     for labels in kinds:
         again = retrieve(torch.from_numpy(vectors), labels, similarity="dot")
         assert np.array_equal(again.ids, plain.ids)
@@ -221,6 +223,27 @@ def test_distances_of_any_size(scale: float) -> None:
         scaled = retrieve((stored + shift) * np.float32(scale), labels, similarity="euclidean")
         assert np.array_equal(scaled.ids, plain.ids)
         np.testing.assert_array_equal(scaled.similarities, plain.similarities * np.float32(scale))
+
+
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_small_vectors_beside_large_ones_keep_their_order(similarity: Any) -> None:
+    vectors, labels = (of[:60] for of in blobs(0.8))
+    stored = vectors.astype(np.float32)
+    stored[1:] *= np.float32(2.0**-75)
+    found = retrieve(stored, labels, similarity=similarity)
+    exact = retrieve(stored.astype(np.float64), labels, similarity=similarity)
+    assert np.array_equal(found.ids, exact.ids)
+    np.testing.assert_allclose(found.similarities, exact.similarities, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**70, 2.0**120])
+def test_products_of_any_size(scale: float) -> None:
+    """No float32 holds them, so float64 does."""
+    stored, labels = blobs(0.8)[0][:60].astype(np.float32), np.arange(60) % 7
+    plain = retrieve(stored.astype(np.float64), labels, similarity="dot")
+    scaled = retrieve(stored * np.float32(scale), labels, similarity="dot")
+    assert np.array_equal(scaled.ids, plain.ids)
+    np.testing.assert_array_equal(scaled.similarities, plain.similarities * scale**2)
 
 
 def test_one_item_and_far_queries() -> None:
@@ -360,15 +383,21 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"labels": ["a", 1, "b", 2]}, "mixes strings"),
     ({"labels": "abcd"}, "sequence of integers or strings"),
     ({"labels": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "above 2"),
+    ({"labels": [0, 1, 2, 2**70]}, f"beyond 64 bits: {2**70}"),
     ({"k": 0}, "k must be a whole number from 1 up, got 0"),
     ({"k": 2.5}, "got 2.5"),
     ({"similarity": "manhattan"}, "unknown similarity 'manhattan'; choose one of cosine"),
     ({"similarity": "l2"}, "unknown similarity 'l2', called 'euclidean' here; choose one of"),
     ({"similarity": "IP"}, "unknown similarity 'IP', called 'dot' here"),
     ({"similarity": "hamming"}, "packed uint8 codes"),
-    ({"embeddings": GOOD * 1e20, "similarity": "dot"}, "length 1e.20: products overflow torch.f"),
-    ({"embeddings": GOOD * 1e-20, "similarity": "dot"}, "products underflow torch.float32"),
-    ({"embeddings": GOOD * 2e38, "similarity": "euclidean"}, "distances overflow torch.float32"),
+    ({"embeddings": GOOD * np.float64(1e160), "similarity": "dot"}, "whose squares overflow torch"),
+    (
+        {"embeddings": GOOD * np.float64(1e-160), "similarity": "dot"},
+        "2e-160, whose squares underf",
+    ),
+    ({"embeddings": GOOD * np.float64(1e160), "similarity": "euclidean"}, "rescale them"),
+    ({"labels": [[1], [2, 3], [4], [5]]}, "labels cannot be made an array"),
+    ({"labels": torch.tensor([1, 2, 1, 2]).bfloat16()}, "integers or strings, got float32"),
     ({"queries": GOOD}, "give labels and query_labels together"),
     ({"queries": GOOD, "labels": None, "query_labels": [0, 1, 0, 1]}, "and query_labels together"),
     ({"query_labels": [1, 2, 3, 4]}, "query_labels is given but queries is not"),

@@ -223,6 +223,18 @@ def test_pair_similarities(similarity, monkeypatch):
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-2)
 
 
+@pytest.mark.parametrize("scale", [2.0**-110, 2.0**-70, 2.0**70, 2.0**125])
+def test_pair_similarities_of_any_size(scale):
+    """Products of these vanish or overflow in float32, and so do the largest distances."""
+    vectors = torch.randint(-2, 3, (12, 4), generator=torch.Generator().manual_seed(0)).float()
+    pairs = torch.combinations(torch.arange(12))
+    for similarity, power in (("cosine", 0), ("euclidean", 1), ("dot", 2)):
+        plain = pair_similarities(vectors, pairs, similarity=similarity)
+        found = pair_similarities(vectors * scale, pairs, similarity=similarity)
+        torch.testing.assert_close(found.double(), plain.double() * scale**power)
+        assert found.dtype == (torch.float32 if similarity == "cosine" else torch.float64)
+
+
 def test_bad_input_to_pair_similarities():
     vectors = torch.randn(4, 3)
     with pytest.raises(ValueError, match=r"pair 1 is \(0, 4\), outside the rows 0 to 3"):

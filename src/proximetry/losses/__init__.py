@@ -10,7 +10,7 @@ Each loss holds its proxies in ``loss.proxies``; hand them to the optimiser with
 from collections.abc import Mapping
 from typing import Any
 
-from proximetry._common import closest
+from proximetry._common import UsageError, closest, shown
 from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.formulation import LossForm
@@ -42,7 +42,7 @@ def loss_settings(name: str) -> dict[str, Setting]:
     known = {loss: cls.settings() for loss, cls in LOSSES.items()}
     known |= {f"pairs/{loss}": form.settings for loss, form in PAIR_LOSSES.items()}
     if name not in known:
-        raise ValueError(f"unknown loss {name!r}{closest(name, known)}")
+        raise UsageError(f"unknown loss {shown(name)}{closest(name, known)}")
     return known[name]
 
 

@@ -113,11 +113,7 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
     if not isinstance(labels, Tensor):
-        array = np.asarray(labels)
-        if array.dtype.kind not in "iu":
-            kind = f"{type(labels).__name__} of {array.dtype.type.__name__}"
-            raise ValueError(f"labels must be integers (class indices), got {kind}")
-        labels = torch.from_numpy(array.astype(np.int64)).to(embeddings.device)
+        labels = torch.from_numpy(_integers(labels)).to(embeddings.device)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
@@ -126,6 +122,20 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
             f"got {list(labels.shape)}"
         )
     return labels.long()
+
+
+def _integers(labels: Any) -> NDArray[np.int64]:
+    """Return labels of any kind that NumPy makes an array of, such as a column of a table."""
+    try:
+        array = np.asarray(labels)
+        if array.dtype.kind == "O" and array.size:  # integers that might have been missing
+            array = np.array(array.tolist())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"labels must be integers (class indices): {error}") from error
+    if array.dtype.kind not in "iu":
+        kind = f"{type(labels).__name__} of {array.dtype.type.__name__}"
+        raise ValueError(f"labels must be integers (class indices), got {kind}")
+    return array.astype(np.int64)
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:

@@ -15,7 +15,7 @@ from proximetry._common import closest, need
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.precision import FullPrecision
-from proximetry.losses.similarity import shorten
+from proximetry.losses.similarity import rescale
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
@@ -150,21 +150,29 @@ class PairLoss(FullPrecision):
             self.register_buffer("remembered", torch.zeros((), dtype=torch.long))
 
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
-        """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed."""
+        """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed.
+
+        NaN or infinity in the embeddings makes it NaN.
+        """
         labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            x, _ = shorten(embeddings.float())  # the peer normalises, with squares that overflow
+            x, _ = rescale(embeddings.float())  # the peer normalises, with squares that overflow
+            # Comparisons with NaN are false, so pairs of it would drop out and the loss look well.
+            finite = torch.isfinite(x).all()
+            x = x.nan_to_num(0.0, 0.0, 0.0)
             if self.memory is not None:
-                value = self._with_memory(x, labels, self.memory)
+                value = self._with_memory(x, labels, self.memory, finite)
             else:
                 value = _evaluate(self.loss, self.miner, x, labels)
-            return value.float().reshape(())
+            return value.float().reshape(()).masked_fill(~finite, torch.nan)
 
-    def _with_memory(self, x: Tensor, labels: Tensor, size: int) -> Tensor:
+    def _with_memory(self, x: Tensor, labels: Tensor, size: int, finite: Tensor) -> Tensor:
         # The queue of the peer keeps its place in plain attributes, which no state dictionary
         # holds. Here a buffer has it.
         queue: Any = self.loss
-        before = int(self.remembered)
+        before, usable = torch.stack([self.remembered, finite.to(self.remembered)]).tolist()
+        if not usable:  # nothing of it is remembered
+            return _evaluate(queue.loss, queue.miner, x, labels)
         queue.queue_idx, queue.has_been_filled = before % size, before >= size
         self.remembered += len(x)
         if len(x) <= size:

@@ -88,7 +88,7 @@ class Proxies(FullPrecision):
     @property
     def names(self) -> list[str] | None:
         """The names of the classes in the order of their labels, or None."""
-        text = bytes(self.names_utf8.tolist()).decode()
+        text = bytes(self.names_utf8.tolist()).decode(errors="surrogateescape")
         return json.loads(text) if text else None
 
     @names.setter
@@ -157,6 +157,9 @@ class Proxies(FullPrecision):
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
             fresh = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
+        finite = torch.isfinite(fresh).flatten(1).all(1)
+        if not finite.all():
+            raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
         length = unit(self.weight.float())[1].mean()
         return unit(fresh.float())[0].to(self.weight.device) * length
 
@@ -285,4 +288,5 @@ def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"class names must differ, {twice!r} stands twice")
     text = json.dumps(list(names), ensure_ascii=False)
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    # The name of a folder need not be UTF-8.
+    return torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.uint8)

@@ -11,7 +11,7 @@ from proximetry._common import chunks, nearest_rivals
 from proximetry.losses import checks
 from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.similarity import add_rows_, inverse_length, unit
+from proximetry.losses.similarity import add_rows_, inverse_length, rescale, unit
 
 #: Entries of a block that a regulariser holds at once.
 BLOCK_ENTRIES = 2**20
@@ -104,7 +104,7 @@ class ExclusiveRegularizer(nn.Module):
         if weight.shape[0] == 1:
             return weight.sum() * 0.0
         with torch.autocast(weight.device.type, enabled=False):
-            flat = weight.reshape(-1, weight.shape[-1])
+            flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
             per_class = len(flat) // len(weight)
             _, rival = nearest_rivals(unit(flat.detach())[0], per_class)
             total: Tensor = _PairCosines.apply(flat, rival)  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ class CenterLoss(FullPrecision):
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The centres are not trained by the optimiser: in
     training mode each call moves those of the batch by
     ``c_j ← c_j − rate · Σ_{y_i=j} (c_j − x_i) / (1 + n_j)``, after the loss was taken. Embeddings
-    are used as they come, with their length.
+    are used as they come, with their length. A batch whose loss is not finite moves no centre.
     """
 
     centers: Tensor
@@ -171,7 +171,9 @@ class CenterLoss(FullPrecision):
             if self.training:
                 sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
                 members = torch.bincount(labels, minlength=len(sums)).unsqueeze(1)
-                self.centers.add_(self.rate * sums / (1 + members))
+                step = self.rate * sums / (1 + members)
+                # One bad batch would spoil the centres for ever.
+                self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
             return loss
 
 

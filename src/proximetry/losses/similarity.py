@@ -10,9 +10,11 @@ Similarity = Literal["single", "soft", "max", "mean"]
 #: Vectors shorter than this have no direction: they count as zero and receive no gradient.
 SHORTEST = 1e-12
 
-#: What `shorten` multiplies vectors with entries beyond LONG by: squares of numbers from 2⁶⁴ on are
-#: infinite in float32. Powers of two leave all digits as they are.
-LONG, SHORTENED = 2.0**50, 2.0**-80
+#: Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
+#: with largest entries beyond these limits are multiplied by a power of two: no digit changes. What
+#: then still is too short counts as zero: its gradient would overflow.
+LONG, IF_LONG = 2.0**50, 2.0**-80
+SHORT, IF_SHORT = 2.0**-38, 2.0**70
 
 
 def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,10 +29,11 @@ def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return inverse.masked_fill(torch.isinf(length), torch.nan), length
 
 
-def shorten(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the vectors, short enough to be measured, and what they were multiplied by [...]."""
+def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vectors, of a length that can be measured, and their factors [...]."""
     largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
-    factor = torch.where(largest > LONG, SHORTENED, 1.0).to(vectors.dtype)
+    longer = torch.where(largest < SHORT, IF_SHORT, 1.0)
+    factor = torch.where(largest > LONG, IF_LONG, longer).to(vectors.dtype)
     return vectors * factor.unsqueeze(-1), factor
 
 
@@ -40,9 +43,9 @@ def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
     A zero vector stays zero and its gradient is zero: finite whatever the precision, where
     dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
     """
-    shortened, factor = shorten(vectors)
-    inverse, length = inverse_length(shortened)
-    return shortened * inverse.unsqueeze(-1), length / factor
+    rescaled, factor = rescale(vectors)
+    inverse, length = inverse_length(rescaled)
+    return rescaled * inverse.unsqueeze(-1), length / factor
 
 
 def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:

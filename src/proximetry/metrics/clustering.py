@@ -23,6 +23,7 @@ from proximetry.metrics.inputs import (
     encode,
     full_precision,
     middle,
+    move,
     power_of_two,
     tiles,
 )
@@ -217,17 +218,14 @@ def kmeans(
         )
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    shift = middle(vectors)
-    rows = vectors - shift
-    scale = power_of_two(float(rows.abs().max()))
-    rows /= scale
+    shift, scale = middle(vectors), power_of_two(float(vectors.abs().max()))
+    rows = move(vectors, shift, scale)
     with full_precision(rows.device):
         trials = 2 + int(math.log(clusters))  # as many as scikit-learn takes
         start = _start(rows, clusters, trials, torch.Generator().manual_seed(seed))
         found = _lloyd(rows, start, iterations)
-    return replace(
-        found, centers=found.centers * scale + shift, inertia=found.inertia * scale * scale
-    )
+    centers = ((found.centers.double() + shift.double() / scale) * scale).to(vectors.dtype)
+    return replace(found, centers=centers, inertia=found.inertia * scale * scale)
 
 
 def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator) -> Tensor:

@@ -32,7 +32,8 @@ def gather_task(check: Check, similarity: Similarity, group: dist.ProcessGroup) 
         task = build(whole, None, similarity)
         return task.only(mine, task.gallery[mine])
     # The labels of all queries are needed: every process has to number the classes alike.
-    task = build(whole, _gather_labels(queries, group), similarity)
+    asked = _gather_labels(queries, group)
+    task = build(whole, asked, similarity, on_any=lambda here: any(_gather(here, group)))
     return task.only(_share(_gather(len(queries), group), group), task.queries)
 
 

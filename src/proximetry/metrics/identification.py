@@ -5,10 +5,12 @@ least as near to the probe as the mate. Distractors stream past in tiles, so a m
 cost no more memory than a few thousand.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -70,6 +72,8 @@ def identify(
     distractors: Embeddings | Iterable[Embeddings] | None = None,
     ranks: Sequence[int] = (1, 5, 10),
     similarity: FloatSimilarity = "cosine",
+    ignore_groups: Labels | None = None,
+    gallery_ignore_groups: Labels | None = None,
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
@@ -78,6 +82,8 @@ def identify(
     too, each left out for itself by index. ``distractors`` are people who are none of the probes:
     a matrix, a ``numpy.memmap``, or an iterable of matrices that is read once, block by block.
     Without them the gallery's rows of other labels take their place (closed-set identification).
+    A probe never meets a gallery row of its own group (``ignore_groups`` of the probes,
+    ``gallery_ignore_groups``): where probes stand in the gallery too, give row numbers.
 
     A distractor exactly as near as the mate counts against the probe. Similarities are compared
     in float64, up to 1e-13 of the vectors' lengths, so copies of a vector really tie.
@@ -87,15 +93,33 @@ def identify(
         raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("give gallery and gallery_labels together, or neither")
+    if (gallery_ignore_groups is None) != (gallery is None or ignore_groups is None):
+        raise ValueError("gallery_ignore_groups goes with a gallery and ignore_groups; give all")
     asked = as_vectors(probes, similarity, "probes").double()
     held = asked
     names = [as_labels(probe_labels, len(asked), "probe_labels")]
+    rows = range(len(asked)) if ignore_groups is None else ignore_groups  # each is its own group
+    groups = [as_labels(rows, len(asked), "ignore_groups")]
     if gallery is not None:
         held = _like(asked, as_vectors(gallery, similarity, "gallery"), "gallery")
         names.append(as_labels(gallery_labels, len(held), "gallery_labels"))
-    codes = [torch.from_numpy(part).to(asked.device) for part in encode(*names)[0]]
-    people, held_people = codes[0], codes[-1]
-    probe, mate = _trials(people, held_people, own=gallery is None)
+        if gallery_ignore_groups is None:
+            rows = range(len(asked), len(asked) + len(held))
+        else:
+            rows = gallery_ignore_groups
+        groups.append(as_labels(rows, len(held), "gallery_ignore_groups"))
+    people, held_people = _numbered(names, asked.device)
+    never, held_never = _numbered(groups, asked.device)
+    probe, mate = _trials(people, held_people)
+    apart = never[probe] != held_never[mate]
+    probe, mate = probe[apart], mate[apart]
+    if not len(probe):
+        raise ValueError("no probe has a mate in the gallery; are the labels right?")
+
+    def no_distractors(rows: slice, at: slice) -> Tensor:
+        """The probe's own person, and what it does not meet."""
+        return (people[rows, None] == held_people[at]) | (never[rows, None] == held_never[at])
+
     width = by_device(asked.device, **_DISTRACTORS)
     with full_precision(asked.device):
         left, right = project(asked, held, similarity)
@@ -109,13 +133,13 @@ def identify(
         bars = left.new_full((len(asked), int(mates.max())), torch.inf)
         bars[probe, column] = scores
         bars, order = bars.sort(dim=1)
-        tiles: Iterable[tuple[Tensor, Tensor | None]]
+        tiles: Iterable[tuple[Tensor, slice | None]]
         if distractors is None:
-            tiles = ((right[at], held_people[at]) for at in chunks(len(held), width))
+            tiles = ((right[at], at) for at in chunks(len(held), width))
         else:
             blocks = _blocks(distractors, asked, similarity, width)
             tiles = ((project(block, block, similarity)[1], None) for block in blocks)
-        beaten, seen = _count_beaten(left, bars, tiles, people)
+        beaten, seen = _count_beaten(left, bars, tiles, no_distractors)
     if not seen:
         raise ValueError("distractors is empty; leave it out to use the gallery instead")
     # A distractor that beats a near mate beats all farther ones of that probe too.
@@ -157,17 +181,19 @@ def _blocks(
             yield _like(probes, as_vectors(block[at : at + width], similarity, name), where)
 
 
-def _trials(people: Tensor, held: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
-    """All pairs of a probe and a mate, by probe."""
+def _numbered(arrays: list[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Labels or groups of the probes and of the gallery as numbers; without a gallery the same."""
+    codes = [torch.from_numpy(part).to(device) for part in encode(*arrays)[0]]
+    return codes[0], codes[-1]
+
+
+def _trials(people: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """All pairs of a probe and a gallery row of one person, by probe."""
     pairs = []
     for rows in chunks(len(people), by_device(people.device, **_PROBES)):
         probe, mate = (people[rows, None] == held).nonzero(as_tuple=True)
         pairs.append(torch.stack([probe + rows.start, mate]))
     probe, mate = torch.cat(pairs, dim=1)
-    if own:
-        probe, mate = probe[probe != mate], mate[probe != mate]
-    if not len(probe):
-        raise ValueError("no probe has a mate in the gallery; are the labels right?")
     return probe, mate
 
 
@@ -184,20 +210,23 @@ def _scale(
 
 
 def _count_beaten(
-    left: Tensor, bars: Tensor, tiles: Iterable[tuple[Tensor, Tensor | None]], people: Tensor
+    left: Tensor,
+    bars: Tensor,
+    tiles: Iterable[tuple[Tensor, slice | None]],
+    hidden: Callable[[slice, slice], Tensor],
 ) -> tuple[Tensor, int]:
     """How many distractors beat exactly the j farthest mates of a probe, [probes, j]; and how many.
 
-    A tile may say whose photos it holds: those of the probe's own person are then skipped.
+    A tile may come with its place in the gallery: rows ``hidden`` from a probe are then skipped.
     """
     counts = torch.zeros((len(bars), bars.shape[1] + 1), dtype=torch.int64, device=bars.device)
     seen = 0
-    for others, owners in tiles:
+    for others, at in tiles:
         seen += len(others)
         for rows in chunks(len(left), by_device(left.device, **_PROBES)):
             scores = left[rows] @ others.T
-            if owners is not None:
-                scores.masked_fill_(people[rows, None] == owners, -torch.inf)
+            if at is not None:
+                scores.masked_fill_(hidden(rows, at), -torch.inf)
             beaten = torch.searchsorted(bars[rows], scores, right=True)
             high, wide = counts[rows].shape
             beaten += wide * torch.arange(high, device=beaten.device)[:, None]

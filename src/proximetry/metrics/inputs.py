@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks, some
+from proximetry._common import by_device, chunks, held, some
 
 Embeddings = Tensor | npt.NDArray[Any]
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
@@ -55,28 +55,42 @@ def as_vectors(
             )
         return codes
     vectors = as_embeddings(values, name, allow_empty=allow_empty)
-    if similarity != "cosine" and len(vectors):
-        _check_lengths(vectors, similarity, name)
+    if similarity != "cosine" and vectors.dtype == torch.float64 and len(vectors):
+        _check_lengths(vectors, name)
     return vectors
 
 
-def _check_lengths(vectors: Tensor, similarity: Similarity, name: str) -> None:
-    """Refuse vectors whose distances or products their type cannot hold."""
-    limits = torch.finfo(vectors.dtype)
-    longest = float(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).max())
-    problem = ""
-    if similarity == "euclidean":
-        if 4 * longest > limits.max:
-            problem = "distances overflow"
-    elif 4 * longest * longest > limits.max:
-        problem = "products overflow"
-    elif longest and longest * longest < limits.tiny / limits.eps:
-        problem = "products underflow"
-    if problem:
-        raise ValueError(
-            f"the longest vector of {name} has length {longest:.3g}: {problem} {vectors.dtype}; "
-            "rescale them or use float64"
-        )
+def _check_lengths(vectors: Tensor, name: str) -> None:
+    """Refuse float64 vectors whose squares vanish or overflow; those of float32 fit in float64."""
+    limits = torch.finfo(torch.float64)
+    _, longest = bounds_of_lengths(vectors)
+    if longest > math.sqrt(limits.max) / 2:
+        problem = "overflow"
+    elif 0 < longest < math.sqrt(limits.tiny / limits.eps):
+        problem = "underflow"
+    else:
+        return
+    raise ValueError(
+        f"the vectors of {name} have lengths up to {longest:.3g}, whose squares {problem} "
+        f"{vectors.dtype}; rescale them"
+    )
+
+
+def bounds_of_lengths(vectors: Tensor) -> tuple[float, float]:
+    """Bounds of the lengths of all vectors that are not zero; (inf, 0) if there is none.
+
+    They come from the largest entries, whose squares need not be representable.
+    """
+    entries = torch.linalg.vector_norm(vectors, torch.inf, dim=1)
+    ends = torch.stack([entries.masked_fill(entries == 0, torch.inf).amin(), entries.amax()])
+    shortest, longest = ends.tolist()
+    return shortest, longest * math.sqrt(vectors.shape[1])
+
+
+def fit_float32(shortest: float, longest: float) -> bool:
+    """Whether float32 holds the products of vectors of such lengths, to its usual precision."""
+    limits = torch.finfo(torch.float32)
+    return 4 * longest * longest <= limits.max and shortest * shortest >= limits.tiny / limits.eps
 
 
 def as_embeddings(
@@ -165,21 +179,32 @@ def middle(matrix: Tensor) -> Tensor:
 
 def power_of_two(largest: float) -> float:
     """A scale that rounds nothing and keeps squares clear of under- and overflow."""
-    return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+    return 2.0 ** min(math.ceil(math.log2(largest)), 1023) if largest > 0 else 1.0
 
 
 def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
     """The same points seen from another origin, in another unit of length."""
     result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     for rows in chunks(len(matrix), ROWS):
-        result[rows] = (matrix[rows].double() - origin) / unit
+        result[rows] = matrix[rows].double() / unit - origin.double() / unit
     return result
+
+
+def as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    """A NumPy array of anything that becomes one: a tensor, a list, a column of a table."""
+    if isinstance(values, Tensor):
+        # NumPy knows no bfloat16.
+        values = values.detach().cpu()
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{name} cannot be made an array: {error}") from error
 
 
 def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
     """Labels as a one-dimensional NumPy array of int64 or of strings."""
-    # Anything that becomes an array will do, a column of a pandas or Arrow table for one.
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = as_array(values, name)
     if array.ndim == 0:
         raise ValueError(
             f"{name} must be a sequence of integers or strings, got {short_repr(values)}"
@@ -188,8 +213,8 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
         raise ValueError(f"{name} must have one entry per item, got shape {array.shape}")
     if len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")
-    if array.dtype.kind == "O":
-        array = _unbox(array)
+    if array.dtype.kind in "OT":
+        array = _unbox(array, name)
     if len(array) == 0:
         # An empty list has no kind of its own and must not clash with its neighbours.
         return array if array.dtype.kind == "U" else array.astype(np.int64)
@@ -205,11 +230,16 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     return array.astype(np.int64)
 
 
-def _unbox(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _unbox(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """Strings or integers from Python objects, as table libraries hand over their columns."""
+    entries = array.tolist()
     for kind, dtype in ((str, np.str_), ((int, np.integer), np.int64)):
-        if all(isinstance(entry, kind) for entry in array):
-            return array.astype(dtype)
+        if all(isinstance(entry, kind) for entry in entries):
+            try:
+                return np.array(entries, dtype)
+            except OverflowError:
+                largest = max(entries, key=abs)
+                raise ValueError(f"{name} has a value beyond 64 bits: {largest}") from None
     return array
 
 
@@ -233,14 +263,18 @@ def tiles(total: int, width: int, device: torch.device, entries: dict[str, int])
 def full_precision(device: torch.device) -> Iterator[None]:
     """Plain float32 products, whatever autocast or TF32 settings the caller has."""
     # Tensors made in inference mode could not be written to by other threads.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with (
+        held(["float32 products"], "highest", _get_precision, _set_precision),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _get_precision(_: str) -> str:
+    return torch.get_float32_matmul_precision()
+
+
+def _set_precision(_: str, precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)

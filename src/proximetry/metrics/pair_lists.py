@@ -16,10 +16,14 @@ from proximetry.metrics.inputs import (
     FloatSimilarity,
     IntArray,
     Labels,
+    as_array,
     as_embeddings,
     as_labels,
+    as_vectors,
+    bounds_of_lengths,
     check_similarity,
     encode,
+    fit_float32,
     full_precision,
     normalize,
     tiles,
@@ -113,12 +117,14 @@ def pair_similarities(
     """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
 
     ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine with a zero vector
-    is 0.
+    is 0. The type is that of the embeddings, or float64 where it cannot hold their products.
     """
     check_similarity(similarity, FloatSimilarity)
-    vectors = as_embeddings(embeddings)
+    vectors = as_vectors(embeddings, similarity, "embeddings")
     index = _as_pairs(pairs, len(vectors)).to(vectors.device)
-    result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
+    narrow = similarity == "cosine" or fit_float32(*bounds_of_lengths(vectors))
+    dtype = vectors.dtype if narrow else torch.float64
+    result = torch.empty(len(index), dtype=dtype, device=vectors.device)
     for tile in tiles(len(index), vectors.shape[1], vectors.device, _TILE):
         left, right = (vectors[side] for side in index[tile].unbind(1))
         result[tile] = _similarity(left, right, similarity)
@@ -149,7 +155,7 @@ def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
 
 
 def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
-    array = np.asarray(pairs.detach().cpu() if isinstance(pairs, Tensor) else pairs)
+    array = as_array(pairs, "pairs")
     if array.ndim != 2 or array.shape[1] != 2 or not len(array):
         raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
     return array
@@ -200,8 +206,7 @@ def _shares(
     """Each row's share in its template; the shares of a template sum to 1."""
     if weights is None:
         weights = np.ones(len(codes))
-    array = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else weights
-    values = np.asarray(array, dtype=np.float64)
+    values = as_array(weights, "weights").astype(np.float64)
     if values.shape != codes.shape:
         raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))

@@ -230,7 +230,8 @@ def retrieve(
         k: neighbours per query; all there are if the gallery is smaller.
         similarity: "cosine", "euclidean", "dot" or "hamming".
         ignore_groups: one integer or string per gallery item; a query never meets an item of its
-            own group (same burst, same camera).
+            own group (same burst, same camera). Where queries stand in the gallery too, the number
+            of its row with each keeps them from finding themselves.
         query_ignore_groups: the groups of the queries, if there are queries.
         progress: called with (done, total) after each block.
 

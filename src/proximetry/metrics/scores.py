@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from proximetry._common import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
 """What `proximetry.metrics.cluster` reports."""
+_LARGEST_CUTOFF = 1_000_000  # the best list of so many places is laid out in memory
 COUNTS = ("queries", "queries_without_positive")
 """How many queries the means are taken over, and how many were left out."""
 
@@ -85,8 +88,10 @@ def _declare(default: Any, text: str, *scores: Score) -> Any:
 def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     numbers = (values,) if isinstance(values, int) else tuple(values)
     for number in numbers:
+        if number > _LARGEST_CUTOFF:
+            raise UsageError(f"{name} must hold numbers up to {_LARGEST_CUTOFF}, got {number!r}")
         if isinstance(number, bool) or int(number) != number or number < 1:
-            raise ValueError(f"{name} must hold whole numbers from 1 up, got {number!r}")
+            raise UsageError(f"{name} must hold whole numbers from 1 up, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
 
 
@@ -139,7 +144,7 @@ class Metrics:
                 cutoffs = _cutoffs(getattr(self, entry.name), entry.name)
                 object.__setattr__(self, entry.name, cutoffs)
         if not self.scores():
-            raise ValueError("no score is asked for; name at least one, such as recall_at=(1,)")
+            raise UsageError("no score is asked for; name at least one, such as recall_at=(1,)")
 
     def scores(self) -> list[Score]:
         """The scores that each query gets."""

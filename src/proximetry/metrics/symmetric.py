@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from threading import Lock, local
@@ -24,7 +23,7 @@ from threading import Lock, local
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, chunks
+from proximetry._common import Progress, chunks, torch_pool
 from proximetry.metrics.task import Block, Task, from_keys, project, reported, settle, to_keys
 
 TILE = 2048
@@ -154,21 +153,14 @@ def _copies_by_tile(
     return by_tile
 
 
-@contextmanager
-def _thread_pool() -> Iterator[ThreadPoolExecutor]:
-    """A few threads that share the cores; afterwards torch has its number of threads back.
+def _thread_pool() -> ThreadPoolExecutor:
+    """A few threads that share the cores.
 
     Looking through a tile runs mostly on one core: several tiles at once keep all of them busy.
     """
     threads = torch.get_num_threads()
     workers = min(threads, THREADS)
-    try:
-        with ThreadPoolExecutor(
-            workers, initializer=torch.set_num_threads, initargs=(threads // workers,)
-        ) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)
+    return torch_pool(workers, threads // workers)
 
 
 def _finish(task: Task, state: _State, with_ranks: bool) -> Block:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,9 @@ from proximetry.metrics.inputs import (
     Similarity,
     as_labels,
     as_vectors,
+    bounds_of_lengths,
     encode,
+    fit_float32,
     middle,
     move,
     normalize,
@@ -164,13 +166,24 @@ def _check_alike(gallery: Tensor, queries: Tensor) -> None:
         )
 
 
-def build(gallery: Items, queries: Items | None, similarity: Similarity) -> Task:
-    """The search of every query in the whole gallery; without queries, of every item."""
+def build(
+    gallery: Items,
+    queries: Items | None,
+    similarity: Similarity,
+    *,
+    on_any: Callable[[bool], bool] = bool,
+) -> Task:
+    """The search of every query in the whole gallery; without queries, of every item.
+
+    ``on_any`` says whether something is true on any process, where the queries are spread.
+    """
     device = gallery.vectors.device
     sets = [gallery] if queries is None else [gallery, queries]
     unit = 1.0
     if similarity == "euclidean":
         sets, unit = _around_origin(sets)
+    if similarity in ("dot", "euclidean") and on_any(_needs_float64(sets, unit)):
+        sets = [replace(items, vectors=items.vectors.double()) for items in sets]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
     task = Task(
@@ -195,6 +208,13 @@ def _around_origin(sets: list[Items]) -> tuple[list[Items], float]:
     ends = [torch.stack(items.vectors.aminmax()).abs().max() for items in sets if len(items)]
     unit = power_of_two(float(max(ends)))
     return [replace(items, vectors=move(items.vectors, origin, unit)) for items in sets], unit
+
+
+def _needs_float64(sets: list[Items], unit: float) -> bool:
+    """Whether products of these vectors, or distances in this unit, leave the range of float32."""
+    found = [bounds_of_lengths(items.vectors) for items in sets if len(items)]
+    shortest, longest = min(low for low, _ in found), max(high for _, high in found)
+    return not fit_float32(shortest, longest) or 4 * longest * unit > torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from proximetry._common import some
-from proximetry.metrics.inputs import FloatArray, IntArray, Labels, as_labels, encode
+from proximetry.metrics.inputs import FloatArray, IntArray, Labels, as_array, as_labels, encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]
@@ -135,11 +135,10 @@ class _Tally:
 
 
 def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    values = np.asarray(
-        similarities.detach().cpu().double() if isinstance(similarities, Tensor) else similarities,
-        dtype=np.float64,
-    )
-    truth = np.asarray(same.detach().cpu() if isinstance(same, Tensor) else same)
+    values, truth = as_array(similarities, "similarities"), as_array(same, "same")
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"similarities must be numbers, got {values.dtype}")
+    values = values.astype(np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError(f"similarities must be a list of numbers, got shape {values.shape}")
     if truth.shape != values.shape:
