@@ -1,14 +1,20 @@
 import copy
+import io
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
-from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models import Embedder, evaluating, freeze_batchnorm
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +164,66 @@ def test_modes_come_back_and_statistics_stay():
     assert embedder.training
 
 
+def test_threads_get_what_one_gets_and_leave_the_embedder_alone():
+    torch.manual_seed(0)
+    embedder = Embedder.create("test_resnet", 8, weights="none", image_size=64).train()
+    embedder.head.eval()
+    modes = [part.training for part in embedder.modules()]
+    state = {key: value.clone() for key, value in embedder.state_dict().items()}
+    lists = [[image_of(10 * number + seed) for seed in range(6)] for number in range(4)]
+    expected = [embedder.encode(images, 2) for images in lists]
+    together = Barrier(4)
+
+    def encode(number):
+        together.wait()
+        return [embedder.encode(lists[number], 2) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for vectors, found in zip(expected, pool.map(encode, range(4)), strict=True):
+            assert all(torch.equal(one, vectors) for one in found)
+    assert [part.training for part in embedder.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in embedder.state_dict().items())
+
+
+@given(st.data())
+def test_evaluation_mode_lasts_while_anyone_needs_it(data):
+    """Whoever comes and goes in whichever order, and whatever parts their networks share."""
+    shared = nn.Dropout()
+    networks = [nn.Sequential(shared, nn.Dropout()), nn.Sequential(nn.Dropout().eval(), shared)]
+    modes = [part.training for network in networks for part in network.modules()]
+    inside = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if inside and data.draw(st.booleans()):
+            inside.pop(data.draw(st.integers(0, len(inside) - 1)))[1].__exit__(None, None, None)
+        else:
+            network = data.draw(st.sampled_from(networks))
+            inside.append((network, evaluating(network)))
+            inside[-1][1].__enter__()
+        assert not any(part.training for network, _ in inside for part in network.modules())
+    for _, context in inside:
+        context.__exit__(None, None, None)
+    assert [part.training for network in networks for part in network.modules()] == modes
+
+
+def test_a_mode_that_is_set_meanwhile_stays(embedder):
+    own = copy.deepcopy(embedder)
+    own.encode([image_of(1)], progress=lambda done: own.train())
+    assert own.training
+    with evaluating(own):
+        own.head.train()
+    assert own.head.training
+
+
+def test_one_picture_may_be_asked_for_many_times(embedder):
+    """Pillow reads a file when its pixels are first wanted, which only one thread may do."""
+    file = io.BytesIO()
+    image_of(1, 300, 300).save(file, "PNG")
+    expected = embedder.encode([file.getvalue()])
+    for _ in range(10):
+        image = Image.open(file)
+        assert torch.allclose(embedder.encode([image] * 8), expected, atol=1e-6)
+
+
 def test_result_is_an_ordinary_tensor(embedder):
     vectors = embedder.encode([image_of(1)])
     assert not vectors.is_inference()
@@ -194,6 +260,34 @@ def test_bad_images_are_named_with_their_place(embedder, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"image 0: .*{message}"):
             embedder.encode([wrong])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_embeddings_that_are_not_finite_are_refused_by_name(embedder, tmp_path, bad):
+    broken = copy.deepcopy(embedder)
+    with torch.no_grad():
+        broken.head.weight[3, 2] = bad
+    image_of(1).save(tmp_path / "a.png")
+    for images, name in (
+        ([tmp_path / "a.png"], r"image 0 \(.*a\.png\)"),
+        ([image_of(1)], "image 0"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"embedding of {name} has NaN .* head\.weight; it has"
+        ):
+            broken.encode(images, concat_flip=True)
+    # An image that was left out does not shift the names of the others.
+    left_out = []
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"embedding of image 1 \("):
+        broken.encode(
+            [tmp_path / "bad.png", tmp_path / "a.png"], on_error=lambda *why: left_out.append(why)
+        )
+    assert len(left_out) == 1
+    overflowing = copy.deepcopy(embedder)
+    overflowing.preprocessing = replace(embedder.preprocessing, std=(1e-40,) * 3)
+    with pytest.raises(ValueError, match="its weights are finite, but something overflows"):
+        overflowing.encode([image_of(1)])
 
 
 def test_one_image_is_not_a_list(embedder, tmp_path):

@@ -68,6 +68,18 @@ def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_an_embedder_that_gives_nan_is_not_exported(tmp_path, monkeypatch):
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    with torch.no_grad():
+        embedder.head.bias[2] = torch.nan
+    monkeypatch.setattr(torch.onnx, "export", lambda *a, **k: 1 / 0)  # it does not come to that
+    with pytest.raises(
+        ValueError, match=r"gives NaN .* weights head\.bias; .* nothing was written"
+    ):
+        embedder.export_onnx(tmp_path / "e.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_impossible_export_is_one_sentence(tmp_path, monkeypatch):
     embedder = Embedder.create("small_convnet", 8, weights="none")
     with pytest.raises(ValueError, match=r"opset must be between 18 and .* got 9999"):

@@ -77,6 +77,14 @@ def test_more_axes_than_dimensions_are_refused(dim):
         principal_axes(torch.eye(7), dim)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e300])
+def test_moments_that_are_not_finite_are_refused(bad):
+    vectors = torch.eye(6, dtype=torch.float64)
+    vectors[4, 2] = bad
+    with pytest.raises(ValueError, match="NaN or infinite values"):
+        principal_axes(second_moments(vectors), 2)
+
+
 def test_centered_axes_ignore_an_offset():
     torch.manual_seed(0)
     vectors = torch.randn(40, 5, dtype=torch.float64) * torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2])

@@ -159,8 +159,12 @@ def test_bad_files_are_refused_and_run_nothing(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "list.pth")
     torch.save({"epoch": 1}, tmp_path / "number.pth")
     for name in ("harm", "harm2", "junk", "empty", "list", "number"):
-        with pytest.raises(WeightsError, match=rf"{name}\.pth"):
+        with pytest.raises(WeightsError, match=rf"{name}\.pth") as caught:
             Embedder.create("test_resnet", weights=f"{name}.pth")
+        assert "weights_only" not in str(caught.value), "torch's advice is to run it"
+        assert ("which is not read because it can run code" in str(caught.value)) == (
+            name in ("harm", "harm2")
+        )
     with pytest.raises(WeightsError, match=r"junk\.safetensors"):
         Embedder.create("test_resnet", weights="junk.safetensors")
     with pytest.raises(WeightsError, match="no such file"):

@@ -1,26 +1,28 @@
 """Batch normalisation: evaluation mode, frozen statistics, and how fast they move."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from proximetry._common import held
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and every part back to what it was."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+def evaluating(module: nn.Module) -> AbstractContextManager[None]:
+    """Switch to evaluation mode, and every part back to what it was when no thread needs it."""
+    return held(module.modules(), False, _mode, _switch)
+
+
+def _mode(part: nn.Module) -> bool:
+    return part.training
+
+
+def _switch(part: nn.Module, mode: bool) -> None:
+    part.training = mode
 
 
 class _Frozen(_BatchNorm):

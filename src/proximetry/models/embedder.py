@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import cores
+from proximetry._common import cores, random_numbers_kept, shorten, shown, some
 from proximetry.models.backbones import Features, build, check_name, prepare
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.names import POOLINGS, SIMILARITIES, Similarity
+from proximetry.models.names import LARGEST_DIM, POOLINGS, SIMILARITIES, Similarity
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import ImageSource, Preprocessing
 from proximetry.models.storage import (
@@ -31,6 +31,8 @@ from proximetry.models.storage import (
     write_embedder,
 )
 from proximetry.models.weights import WeightsRecord, load_backbone
+
+_LARGEST_HEAD = 2**30  # weights: 4 GB
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,12 @@ class Architecture:
         for name, known in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
             if getattr(self, name) not in known:
                 names = ", ".join(map(repr, known))
-                raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {names}, got {shown(getattr(self, name))}")
+        if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
+            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {shown(self.dim)}")
+        for name in ("layer_norm", "normalize", "flip_tta"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {shown(getattr(self, name))}")
 
 
 class NoFeatureMapError(ValueError):
@@ -104,6 +111,11 @@ class Embedder(nn.Module):
         self.backbone = model
         self.pooling = make_pooling(pooling)
         self.head: nn.Module = nn.Identity()
+        if architecture.dim * width > _LARGEST_HEAD:
+            raise ValueError(
+                f"a head from {width} features to {architecture.dim} dimensions is too large for "
+                "the memory; choose fewer dimensions, another pooling or smaller images"
+            )
         if architecture.dim:
             self.head = nn.Linear(width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
@@ -230,7 +242,11 @@ class Embedder(nn.Module):
                 then left out. None raises a ValueError.
 
         Returns:
-            Tensor [N, dim], float32, on the CPU.
+            Tensor [N, dim], float32, finite, on the CPU.
+
+        Raises:
+            ValueError: for an image that cannot be read, unless there is an `on_error`, and for
+                embeddings with NaN or infinity, naming the image and the weights to blame.
         """
         _refuse_one_image(images)
         if batch_size < 1:
@@ -240,10 +256,16 @@ class Embedder(nn.Module):
         device = next(self.parameters()).device
         vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = 0
-        for batch in _read_batches(images, self.preprocessing, batch_size, on_error):
+        for names, batch in _read_batches(images, self.preprocessing, batch_size, on_error):
             pixels = batch.to(device)
             views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
             vectors.append(torch.cat([self.embed(view) for view in views], 1).cpu())
+            finite = torch.isfinite(vectors[-1]).all(1).tolist()
+            if not all(finite):
+                raise ValueError(
+                    f"the embedding of {names[finite.index(False)]} has NaN or infinite values: "
+                    f"{why_not_finite(self)}"
+                )
             done += len(pixels)
             if progress is not None:
                 progress(done)
@@ -302,22 +324,26 @@ class Embedder(nn.Module):
             architecture = Architecture(**description["architecture"])
             preprocessing = Preprocessing.from_json(description["preprocessing"])
             record = WeightsRecord(**description["weights"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{Path(folder, DESCRIPTION)} is damaged: {error}") from error
-        # The random start of the layers is overwritten; the caller's generator stays as it is.
-        with torch.random.fork_rng(devices=[]):
-            model = build(architecture.backbone, preprocessing.crop)
-            embedder = cls(model, architecture, preprocessing, record)
+            extras = {name: _extra(description, name, kind) for name, kind in _EXTRAS.items()}
+            # The random start of the layers is overwritten; the caller's generator stays as it is.
+            with random_numbers_kept():
+                model = build(architecture.backbone, preprocessing.crop)
+                embedder = cls(model, architecture, preprocessing, record)
+        except KeyError as error:
+            raise ValueError(f"{folder / DESCRIPTION} is damaged: {error} is missing") from error
+        except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+            # A network of timm raises whatever an impossible size of images makes it trip over.
+            reason = shorten(str(error), 500)
+            raise ValueError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
-            made = description.get("versions", {})
             raise ValueError(
                 f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes "
-                f"it (saved with timm {made.get('timm', '?')}): {error}"
+                f"it (saved with {shown(description.get('versions'))}): {shorten(str(error), 500)}"
             ) from error
-        for name in ("class_names", "metrics", "recipe"):
-            setattr(embedder, name, description.get(name))
+        for name, value in extras.items():
+            setattr(embedder, name, value)
         return embedder.eval().to(device)
 
     def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
@@ -332,18 +358,51 @@ class Embedder(nn.Module):
         return Path(path)
 
 
+def why_not_finite(embedder: Embedder) -> str:
+    """Say what may be to blame for vectors of this embedder that are not finite."""
+    bad = [
+        name
+        for name, value in embedder.state_dict().items()
+        if value.is_floating_point() and not torch.isfinite(value).all()
+    ]
+    if bad:
+        return (
+            f"so have its weights {some(bad)}; it has to be trained again, and a smaller learning "
+            "rate, clipping or float32 usually helps"
+        )
+    return (
+        "its weights are finite, but something overflows on the way; use float32, and look at "
+        "mean, std and scale of its preprocessing"
+    )
+
+
+# What is saved with an embedder for people and for other packages, or null.
+_EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict}
+
+
+def _extra(description: dict[str, Any], name: str, kind: type) -> Any:
+    value = description.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+    return value
+
+
 def _read_batches(
     images: Iterable[ImageSource],
     preprocessing: Preprocessing,
     size: int,
     on_error: Callable[[int, Exception], None] | None,
-) -> Iterator[Tensor]:
-    """Yield uint8 batches; the next one is being read while the network works on this one."""
+) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield what images are called and a uint8 batch of them.
+
+    The next batch is being read while the network works on this one.
+    """
     numbered = iter(enumerate(images))
 
-    def read(item: tuple[int, ImageSource]) -> Tensor | None:
+    def read(item: tuple[int, ImageSource]) -> tuple[str, Tensor] | None:
         try:
-            return preprocessing.pixels(item[1])
+            where = f" ({item[1]})" if isinstance(item[1], str | os.PathLike) else ""
+            return f"image {item[0]}{where}", preprocessing.pixels(item[1])
         except (TypeError, ValueError) as error:
             if on_error is None:
                 raise ValueError(f"image {item[0]}: {error}") from error
@@ -356,10 +415,10 @@ def _read_batches(
         while ahead:
             batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            pixels = [future.result() for future in batch]
-            kept = [one for one in pixels if one is not None]
+            done = [future.result() for future in batch]
+            kept = [one for one in done if one is not None]
             if kept:
-                yield torch.stack(kept)
+                yield [name for name, _ in kept], torch.stack([pixels for _, pixels in kept])
     finally:
         pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import atomic_write, need
+from proximetry._common import UsageError, atomic_write, check_writable, need
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.embedder import Embedder
+from proximetry.models.embedder import Embedder, why_not_finite
 
 # Largest difference to torch that counts as agreement, relative to the largest value.
 TOLERANCE = 1e-4
@@ -35,19 +35,23 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     onnx, onnxruntime, _ = (
         need(package, "onnx", "ONNX export") for package in ("onnx", "onnxruntime", "onnxscript")
     )
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
+    check_writable(path)
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST <= opset <= newest:
-        raise ValueError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
+        raise UsageError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
     network = _FromPixels(embedder)
     random = torch.Generator().manual_seed(0)
     sample = torch.rand(3, 3, *embedder.preprocessing.crop, generator=random) * 255
     sample = sample.to(next(embedder.parameters()).device)
     with evaluating(network):
-        model = _export(network, sample[:2], opset)
         with torch.inference_mode():
             expected = network(sample).cpu()
+        if not torch.isfinite(expected).all():
+            raise ValueError(
+                f"the embedder gives NaN or infinite values: {why_not_finite(embedder)}; nothing "
+                "was written"
+            )
+        model = _export(network, sample[:2], opset)
     onnx.helper.set_model_props(model, _metadata(embedder))
     onnx.checker.check_model(model)
     content: bytes = model.SerializeToString()

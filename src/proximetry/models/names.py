@@ -5,6 +5,13 @@ from typing import Literal, get_args
 Similarity = Literal["cosine", "euclidean"]
 SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
+LARGEST_DIM = 65_536
+"""Dimensions of an embedding. More, here and below, is a mistake that would eat the memory."""
+LARGEST_SIDE = 4096
+"""Of the images that a network takes, in pixels."""
+LARGEST_BATCH = 65_536
+"""Images in one forward pass."""
+
 POOLINGS: tuple[str, ...] = (
     "auto",
     "avg",

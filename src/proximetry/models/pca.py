@@ -32,6 +32,8 @@ def principal_axes(moments: Tensor, dim: int, centered: bool = False) -> Tensor:
     second, first, count = moments[:-1, :-1], moments[:-1, -1], moments[-1, -1]
     if not 1 <= dim <= len(second):
         raise ValueError(f"dim must be between 1 and {len(second)}, got {dim}")
+    if not torch.isfinite(moments).all():
+        raise ValueError("the vectors, or their second moments, have NaN or infinite values")
     if centered:
         second = second - torch.outer(first, first) / count
     axes: Tensor = torch.linalg.eigh(second).eigenvectors.flip(1)[:, :dim].t()

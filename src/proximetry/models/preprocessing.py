@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import floor, isfinite
+from math import floor, inf
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from proximetry._common import shown, some
 from proximetry.data.images import (
     Interpolation,
     Source,
@@ -16,9 +17,15 @@ from proximetry.data.images import (
     open_image,
     resize_and_center_crop,
 )
+from proximetry.models.names import LARGEST_SIDE
 
+_LARGEST_PIXEL = 1e9  # whose square float32 still holds
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and -inf < value < inf
 
 
 def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
@@ -44,11 +51,15 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
-        for name, value in (("resize", self.resize), ("crop", min(self.crop, default=0))):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be at least 1 pixel, got {getattr(self, name)!r}")
+        for name, values in (("resize", (self.resize,)), ("crop", self.crop)):
+            for value in values:
+                if type(value) is not int or not 1 <= value <= LARGEST_SIDE:
+                    raise ValueError(
+                        f"{name} must be from 1 to {LARGEST_SIDE} pixels, "
+                        f"got {shown(getattr(self, name))}"
+                    )
         if len(self.crop) != 2:
-            raise ValueError(f"crop must be (height, width), got {self.crop!r}")
+            raise ValueError(f"crop must be (height, width), got {shown(self.crop)}")
         if self.resize < min(self.crop):
             raise ValueError(
                 f"resize {self.resize} is smaller than the crop {self.crop[0]}×{self.crop[1]}: "
@@ -56,12 +67,18 @@ class Preprocessing:
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
-            if len(values) != 3 or not all(isfinite(value) for value in values):
-                raise ValueError(f"{name} must be three finite numbers, got {values!r}")
-        if min(self.std) <= 0 or not self.scale > 0:
-            raise ValueError(f"std {self.std!r} and scale {self.scale!r} must be positive")
+            if len(values) != 3 or not all(map(_is_finite, values)):
+                raise ValueError(f"{name} must be three finite numbers, got {shown(values)}")
+        if min(self.std) <= 0 or not _is_finite(self.scale) or self.scale <= 0:
+            raise ValueError(f"std {self.std!r} and scale {shown(self.scale)} must be positive")
+        sizes = [abs(value / self.scale) for value in self.mean]
+        sizes += [self.scale / value for value in self.std]
+        if max(sizes) > _LARGEST_PIXEL:
+            raise ValueError(
+                f"mean {self.mean}, std {self.std} and scale {self.scale} make pixels too large"
+            )
         if self.channels not in get_args(Channels):
-            raise ValueError(f"channels must be 'RGB' or 'BGR', got {self.channels!r}")
+            raise ValueError(f"channels must be 'RGB' or 'BGR', got {shown(self.channels)}")
         check_interpolation(self.interpolation)
 
     @classmethod
@@ -111,6 +128,6 @@ class Preprocessing:
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             wrong = sorted(set(values) ^ known)
-            raise ValueError(f"preprocessing has missing or unknown keys: {', '.join(wrong)}")
+            raise ValueError(f"preprocessing has missing or unknown keys: {some(wrong)}")
         pairs = {name: tuple(values[name]) for name in ("crop", "mean", "std")}
         return cls(**{**values, **pairs})

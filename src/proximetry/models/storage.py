@@ -1,32 +1,41 @@
 """An embedder on disk: one JSON file that says everything, one safetensors file of weights.
 
-The weights file carries its own checksum in its name, and `embedder.json` names it. Replacing
-`embedder.json`, one atomic rename, is the moment a save takes place: killed before it, the old
-embedder is whole; after it, the new one is.
+The weights file carries its own checksum in its name, and `embedder.json`, which has a checksum
+too, names it. Replacing `embedder.json`, one atomic rename, is the moment a save takes place:
+killed before it, the old embedder is whole; after it, the new one is.
 """
 
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from proximetry import __version__
-from proximetry._common import atomic_write, some
+from proximetry._common import UsageError, atomic_write, read_json, shown, some, written_for
 
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
+_CHECKSUM = "sha256"
 SECOND_STAGE = "second-stage"
 """Where the final run of ``training.two_stages`` lies in its folder."""
-# Ours, whole or half-written by a save that was killed.
-_OURS = re.compile(r"\.?embedder(\.json|-[0-9a-f]{16}\.safetensors)(\.[0-9a-f]{32}\.part)?")
+# A million class names take 20 MB.
+_LARGEST_DESCRIPTION = 200_000_000
+_OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this was written by a save, whole or, if that was killed, in part."""
+    return _OURS.fullmatch(written_for(path) or path.name) is not None
 
 
 def find_embedder(folder: Path) -> Path:
@@ -46,7 +55,7 @@ def write_embedder(
         {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
     )
     digest = hashlib.sha256(weights).hexdigest()
-    file = _weights_name(digest)
+    file = weights_name(digest)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -54,16 +63,19 @@ def write_embedder(
         "tensors": {"file": file, "sha256": digest, "bytes": len(weights)},
     }
     try:
-        text = json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n"
+        content = json.loads(json.dumps(content, default=_plain))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"metrics, recipe and class_names must be plain values: {error}"
         ) from error
+    content[_CHECKSUM] = _checksum(content)
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / file, weights)
-    atomic_write(folder / DESCRIPTION, text.encode())
+    # Names of classes that come from file names need not be text; JSON has escapes for them.
+    atomic_write(folder / DESCRIPTION, text.encode(errors="backslashreplace"))
     for stale in folder.iterdir():
-        if stale.name not in (file, DESCRIPTION) and _OURS.fullmatch(stale.name):
+        if stale.name not in (file, DESCRIPTION) and _is_ours(stale):
             stale.unlink(missing_ok=True)
 
 
@@ -72,22 +84,40 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     description = read_description(folder)
     try:
         digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
-        path = folder / _weights_name(digest)
-    except (KeyError, TypeError) as error:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError("no checksum")
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file") from error
+    path = folder / weights_name(digest)
     try:
-        content = path.read_bytes()
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"{path} is no file")
+        content = path.read_bytes() if facts.st_size == size else b""
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one it was saved with "
-            f"({len(content)} bytes here, {size} then)"
+            f"({facts.st_size} bytes here, {shown(size)} then)"
         )
-    return description, load_tensors(content)
+    try:
+        return description, load_tensors(content)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
 
 
-def _weights_name(digest: str) -> str:
+def _checksum(description: Mapping[str, Any]) -> str:
+    """The checksum of everything else in a description, however it is laid out."""
+    rest = {key: value for key, value in description.items() if key != _CHECKSUM}
+    try:
+        return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    except RecursionError:
+        return ""
+
+
+def weights_name(digest: str) -> str:
+    """The name of the weights file with this checksum."""
     return f"embedder-{digest[:16]}.safetensors"
 
 
@@ -104,7 +134,7 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
-    foreign = sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name))
+    foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path))
     if not foreign:
         return
     try:
@@ -119,19 +149,21 @@ def _refuse_foreign(folder: Path) -> None:
 def read_description(folder: Path) -> dict[str, Any]:
     """Return what the embedder in a folder is made of, without its weights."""
     path = folder / DESCRIPTION
-    try:
-        content = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
+    if not path.is_file():
         if not folder.exists():
-            raise ValueError(f"there is no folder {folder}") from error
-        raise ValueError(f"{folder} is no saved embedder: it has no {DESCRIPTION}") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+            raise UsageError(f"there is no folder {folder}")
+        raise UsageError(f"{folder} is no saved embedder: it has no {DESCRIPTION}")
+    content = read_json(path, _LARGEST_DESCRIPTION)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} does not describe an embedder")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} has format version {content.get('version')!r}; this Proximetry "
+            f"{path} has format version {shown(content.get('version'))}; this Proximetry "
             f"({__version__}) reads version {VERSION}: install the one that wrote it"
+        )
+    if _CHECKSUM in content and content[_CHECKSUM] != _checksum(content):
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one it was saved with; if you have "
+            f"changed it yourself, remove the key {_CHECKSUM!r}"
         )
     return content

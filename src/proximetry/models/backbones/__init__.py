@@ -1,5 +1,6 @@
 """Backbones: every model of timm by name, and three that timm lacks, registered into it."""
 
+import copy
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import closest
+from proximetry._common import UsageError, closest, shown
 from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
 from proximetry.models.backbones.base import BACKBONES
 from proximetry.models.batchnorm import evaluating
@@ -40,8 +41,8 @@ def check_name(name: str) -> str:
     if isinstance(name, str) and timm.is_model(name):
         return name
     near = closest(str(name), timm.list_models())
-    raise ValueError(
-        f"unknown backbone {name!r}{near} `proximetry backbones 'resnet*'`, or in Python "
+    raise UsageError(
+        f"unknown backbone {shown(name)}{near} `proximetry backbones 'resnet*'`, or in Python "
         "list_backbones('resnet*'), finds names"
     )
 
@@ -81,21 +82,42 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
     convolution of MobileNetV3): without gradients they would stall distributed training.
     """
     try:
-        with evaluating(model), torch.enable_grad():
-            features, output = _probe(model, torch.zeros(1, 3, *crop))
-            parameters = [value for value in model.parameters() if value.requires_grad]
-            gradients = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+        try:
+            features, unused = _probe(_without_memory(model), crop)
+        except Exception:  # an operation that is not known without memory, or a size that is wrong
+            features, unused = _probe(model, crop)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. "
             "Choose another image_size."
         ) from error
-    _drop_unused(model, {id(p) for p, g in zip(parameters, gradients, strict=True) if g is None})
+    parameters = dict(model.named_parameters())
+    _drop_unused(model, {id(parameters[name]) for name in unused})
     return features
 
 
-def _probe(model: Any, pixels: Tensor) -> tuple[Features, Tensor]:
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy that computes shapes alone, whatever the size of the images."""
+    parts: dict[int, Any] = {}
+    for value in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(value, device="meta")
+        trained = isinstance(value, nn.Parameter)
+        parts[id(value)] = nn.Parameter(empty, value.requires_grad) if trained else empty
+    return copy.deepcopy(model, parts)
+
+
+def _probe(model: nn.Module, crop: tuple[int, int]) -> tuple[Features, list[str]]:
+    """Return what the backbone gives, and the names of the parameters that it does not need."""
+    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    device = next(model.parameters()).device
+    with evaluating(model), torch.enable_grad():
+        features, output = _look(model, torch.zeros(1, 3, *crop, device=device))
+        gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
+    return features, [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
+
+
+def _look(model: Any, pixels: Tensor) -> tuple[Features, Tensor]:
     output = model.forward_features(pixels)
     if not isinstance(output, Tensor) or output.ndim != 4:
         output = model(pixels)

@@ -1,0 +1,253 @@
+"""Embedders that were damaged or made to do harm: refused in a sentence, never read wrongly."""
+
+import copy
+import hashlib
+import json
+import math
+import resource
+import shutil
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proximetry.models import Embedder, WeightsError
+from proximetry.models.storage import weights_name
+
+EXTREMES = [
+    *(0, -1, -5, 1, 2, 4096, 65536, 10**6, 10**12, 10**100, 1e-300, 1e300, math.nan, math.inf),
+    *(None, True, False, "", "16", "x" * 5000, "../../etc/passwd", "\0", "\ud800", "auto"),
+    *([], [1], [1, 1], [4096, 4096], [10**6, 10**6], [0.5] * 3, [1e-300] * 3, ["x"] * 3),
+    *({}, {"x": 1}, [[[[[]]]]], "test_vit", "small_convnet", "test_resnet"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_memory():
+    """What would eat the memory fails instead."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 10**9, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    return embedder.save(
+        tmp_path_factory.mktemp("saved") / "e",
+        class_names=["a", "Bär"],
+        metrics={"map@r": 0.5},
+        recipe={"evaluation": {"batch_size": 16}},
+    )
+
+
+def embed(embedder):
+    pixels = torch.rand(2, 3, 24, 24, generator=torch.Generator().manual_seed(0)) * 255
+    return embedder.embed(pixels)
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "e")
+
+
+def load(folder):
+    """The embedder, or the sentence that refuses it; anything else is a failure."""
+    try:
+        return Embedder.load(folder), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def places(value, path=()):
+    """Where anything stands in a document."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def at(document, path):
+    for key in path:
+        document = document[key]
+    return document
+
+
+def put(document, path, value):
+    at(document, path[:-1])[path[-1]] = value
+
+
+def check_refusal(sentence, folder):
+    assert str(folder) in sentence or "unknown backbone" in sentence
+    assert len(sentence) < 1500
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_changed_descriptions(saved, tmp_path_factory, data):
+    """Values put elsewhere, left out or extreme, with a checksum that fits."""
+    document = json.loads((saved / "embedder.json").read_text())
+    del document["sha256"]
+    original = copy.deepcopy(document)
+    spots = [path for path in places(document) if path]
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(spots))
+        kind = data.draw(st.sampled_from(["extreme", "swap", "remove"]))
+        try:
+            if kind == "extreme":
+                put(document, path, data.draw(st.sampled_from(EXTREMES)))
+            elif kind == "swap":
+                other = data.draw(st.sampled_from(spots))
+                one, two = (copy.deepcopy(at(document, place)) for place in (path, other))
+                put(document, path, two)
+                put(document, other, one)
+            else:
+                del at(document, path[:-1])[path[-1]]
+        except (KeyError, IndexError, TypeError):  # it went with the change before
+            continue
+    folder = tmp_path_factory.getbasetemp() / "changed"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(saved, folder)
+    (folder / "embedder.json").write_text(json.dumps(document))
+    embedder, sentence = load(folder)
+    if embedder is None:
+        check_refusal(sentence, folder)
+        return
+    for part in ("architecture", "preprocessing"):
+        told = json.loads(json.dumps(asdict(getattr(embedder, part))))
+        asked = {key: value for key, value in document[part].items() if value != "auto"}
+        assert told | asked == told
+    if all(document[part] == original[part] for part in ("architecture", "preprocessing")):
+        assert torch.equal(embed(embedder), embed(Embedder.load(saved)))
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.booleans(),
+    part=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+    how=st.sampled_from(["flip", "cut", "insert", "delete", "double"]),
+)
+def test_damaged_bytes(saved, tmp_path_factory, weights, part, bit, how):
+    """A bit that flipped or a part that is missing, anywhere in either file, is never read over."""
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(saved, folder)
+    (file,) = folder.glob("*.safetensors" if weights else "embedder.json")
+    content = bytearray(file.read_bytes())
+    place = int(part * len(content))
+    match how:
+        case "flip":
+            content[place] ^= 1 << bit
+        case "cut":
+            del content[place:]
+        case "insert":
+            content[place:place] = bytes([bit * 30])
+        case "delete":
+            del content[place]
+        case "double":
+            content += content[place:]
+    file.write_bytes(content)
+    embedder, sentence = load(folder)
+    if embedder is None:
+        check_refusal(sentence, folder)
+    else:  # layout and the name of the checksum alone may change
+        assert not weights
+        before, now = (json.loads((path / "embedder.json").read_text()) for path in (saved, folder))
+        known = [key for key in before if key != "sha256"]
+        assert {key: now[key] for key in known} == {key: before[key] for key in known}
+
+
+DOCUMENTS = {
+    "brackets": (100_000 * "[", "nested too deeply"),
+    "objects": (100_000 * '{"a":', "nested too deeply"),
+    "digits": ('{"format": ' + 5000 * "9" + "}", "is damaged"),
+    "twice": ('{"format": 1, "format": 2}', "the key 'format' stands there twice"),
+    "text": ("hello", "is damaged"),
+    "nothing": ("", "is damaged"),
+    "list": ("[]", "does not describe an embedder"),
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_documents_that_describe_nothing(folder, kind):
+    text, message = DOCUMENTS[kind]
+    (folder / "embedder.json").write_text(text)
+    embedder, sentence = load(folder)
+    assert embedder is None
+    assert str(folder / "embedder.json") in sentence
+    assert message in sentence
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("architecture", "dim", -5),
+        ("architecture", "dim", "16"),
+        ("architecture", "dim", 10**12),
+        ("architecture", "dim", 65_536),
+        ("architecture", "pooling", "unknown"),
+        ("architecture", "pooling", "flatten"),
+        ("architecture", "normalize", 1),
+        ("preprocessing", "crop", [10**6, 10**6]),
+        ("preprocessing", "resize", 10**12),
+        ("preprocessing", "std", [1e-300, 1, 1]),
+        ("preprocessing", "std", [math.nan, 1, 1]),
+        ("preprocessing", "scale", math.inf),
+        ("preprocessing", "mean", [10**400, 1, 1]),
+    ],
+)
+def test_settings_that_cannot_be(folder, part, key, value):
+    document = json.loads((folder / "embedder.json").read_text())
+    del document["sha256"]
+    document[part][key] = value
+    (folder / "embedder.json").write_text(json.dumps(document))
+    embedder, sentence = load(folder)
+    assert embedder is None
+    check_refusal(sentence, folder)
+    assert "not enough memory" not in sentence
+
+
+def test_the_size_of_the_images_costs_no_memory_to_load(folder):
+    document = json.loads((folder / "embedder.json").read_text())
+    del document["sha256"]
+    document["preprocessing"] |= {"crop": [4096, 4096], "resize": 4096}
+    (folder / "embedder.json").write_text(json.dumps(document))
+    assert Embedder.load(folder).preprocessing.crop == (4096, 4096)
+
+
+def test_weights_that_are_no_weights_but_have_the_checksum(folder):
+    document = json.loads((folder / "embedder.json").read_text())
+    del document["sha256"]
+    for content in (b"", b"x" * 100, (10**15).to_bytes(8, "little") + b"{}"):
+        digest = hashlib.sha256(content).hexdigest()
+        document["tensors"] = {"file": "x", "sha256": digest, "bytes": len(content)}
+        (folder / "embedder.json").write_text(json.dumps(document))
+        (folder / weights_name(digest)).write_bytes(content)
+        assert "is no safetensors file" in load(folder)[1]
+
+
+def test_damaged_weights_are_no_start_for_another_run(folder):
+    (file,) = folder.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(WeightsError, match="damaged: its checksum"):
+        Embedder.create("small_convnet", 8, weights=folder)
+
+
+def test_names_that_are_no_text_come_back(saved, tmp_path):
+    names = ["\udcff\udc80", "\x00", "Bär", "😀"]
+    Embedder.load(saved).save(tmp_path / "f", class_names=names)
+    assert Embedder.load(tmp_path / "f").class_names == names
+    (tmp_path / "f" / "embedder.json").read_text(encoding="utf-8")
