@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
+import reprlib
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Barrier, Lock
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from filelock import BaseFileLock
     from torch import Tensor
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called with (done, total) now and then."""
+
+
+class UsageError(ValueError):
+    """What was asked for does not exist or cannot be meant; nothing was done."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -34,6 +47,30 @@ def some(items: Iterable[str], limit: int = 5) -> str:
     names = list(items)
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 12, 12, 12
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out what has more than 4300 digits.
+        return super().repr_int(x, level) if x.bit_length() < 1000 else "a number without end"
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, however large it is: what is too long is left out."""
+    return shorten(_Short().repr(value), 240)
+
+
+def shorten(text: str, width: int) -> str:
+    """Leave out the middle of a text that is too long."""
+    if len(text) <= width:
+        return text
+    half = (width - 1) // 2
+    return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
 
 
 def spaced(number: int) -> str:
@@ -75,9 +112,29 @@ def cache_folder() -> Path:
 
 PART_SUFFIX = ".part"
 """The end of the name of a file that is still being written."""
+_PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
 
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class WriteError(OSError):
+    """A file that could not be written, and why."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be written: {self.strerror}"
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Name the file in errors of writing to it, which a full disk raises without any name."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename
+        if named is not None and named != str(file) and not written_for(Path(named)):
+            raise  # it is about another file, which was read meanwhile
+        raise WriteError(error.errno, error.strerror or str(error), str(file)) from error
 
 
 @contextmanager
@@ -87,26 +144,144 @@ def atomic_path(file: Path) -> Iterator[Path]:
     All of it is on the disk before it gets its name, so a killed process or a power cut leaves
     either the old file or the new one, whole.
     """
-    part = file.with_name(f".{file.name}.{uuid4().hex}{PART_SUFFIX}")
+    part = _part_of(file)
     try:
-        yield part
-        with part.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(part, file)
-        if os.name == "posix":  # the new name has to reach the disk too
-            handle = os.open(file.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        with writing(file):
+            yield part
+            with part.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            os.replace(part, file)
+            if os.name == "posix":  # the new name has to reach the disk too
+                handle = os.open(file.parent, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # it has its name by now, or could not even be made
+            part.unlink()
+
+
+def _part_of(file: Path) -> Path:
+    # A name may have 255 bytes at most, which a long one with an addition would exceed.
+    return file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
+
+
+def written_for(path: Path) -> str:
+    """Return the name that a file of `atomic_path` was to get, "" for any other file.
+
+    A killed process leaves such files behind. They are told from everything else with certainty.
+    """
+    found = _PART.fullmatch(path.name)
+    return found[1] if found else ""
 
 
 def atomic_write(file: Path, content: bytes) -> None:
     """Write a file so that at any moment either the old or the new one is there, whole."""
     with atomic_path(file) as part:
         part.write_bytes(content)
+
+
+SEAL = f"sha256:{64 * '0'}"
+"""What a file holds once, near its beginning, in the place of its own checksum."""
+_SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
+
+
+def sealed(content: bytes) -> bytes:
+    """Put the checksum of everything in the place of the first `SEAL`."""
+    digest = hashlib.sha256(content).hexdigest()
+    return content.replace(SEAL.encode(), f"sha256:{digest}".encode(), 1)
+
+
+def is_sealed(content: bytes) -> bool:
+    """Whether this is what `sealed` gave, to the last bit."""
+    found = _SEALED.search(content)
+    if found is None:
+        return False
+    digest = hashlib.sha256(content[: found.start()] + SEAL.encode())
+    digest.update(memoryview(content)[found.end() :])
+    return found[0] == f"sha256:{digest.hexdigest()}".encode()
+
+
+def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> BaseFileLock:
+    """Take a lock that one process can have, waiting for another one for so many seconds.
+
+    A process that is killed gives it back. Whoever still has it then is named by a TimeoutError.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            report(f"waiting up to {patience:g} s for {_owner(file)}, at work in {file.parent}")
+            lock.acquire(timeout=patience)
+        with suppress(OSError):  # Windows lets nobody write to it
+            file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+    except Timeout:
+        raise TimeoutError(_owner(file)) from None
+    except NotImplementedError:
+        pass  # on a file system without locks people have to take care themselves
+    return lock
+
+
+def _owner(lock: Path) -> str:
+    """Say who has a lock, which is known where others can read it."""
+    with suppress(OSError, ValueError):
+        pid, host, *_ = lock.read_text(encoding="utf-8").split()
+        return f"process {int(pid)} on {host}"
+    return "another process"
+
+
+def check_writable(file: Path) -> None:
+    """Refuse a file that `atomic_path` could not write; leaves nothing behind."""
+    part = _part_of(file)
+    try:
+        if file.is_dir():
+            raise UsageError(f"{file} is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")
+        if file.exists() and not file.is_file():  # a device or a pipe, which a rename would replace
+            raise UsageError(f"{file} is no file that can be replaced; name another one")
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def read_text(path: Path, limit: int) -> str:
+    """Read a UTF-8 file of at most `limit` bytes; raises ValueError with its path."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise ValueError(f"{path} is larger than {readable_size(limit)}, too large to be right")
+        return content.decode()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at {error.start}") from error
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Read a JSON file of at most `limit` bytes; raises ValueError with its path."""
+    text = read_text(path, limit)
+    try:
+        return json.loads(text, object_pairs_hook=_different_keys)
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {shorten(str(error), 200)}") from error
+
+
+def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shown(name)} stands there twice")
+        found[name] = value
+    return found
 
 
 def cores() -> int:
@@ -126,24 +301,82 @@ def chunks(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+_settings = Lock()
+# By the thing that is set: how many threads hold it so, and its value before the first of them.
+_held: dict[Any, tuple[int, Any]] = {}
+
+
+@contextmanager
+def held(
+    things: Iterable[T], value: Any, get: Callable[[T], Any], put: Callable[[T, Any], None]
+) -> Iterator[None]:
+    """Give shared things a value for as long as any thread wants it.
+
+    The last thread to leave puts back what the first one found, unless somebody else has set
+    another value meanwhile. Several functions may hold a thing at once, at the same value.
+    """
+    taken: list[T] = []
+    try:
+        with _settings:
+            for thing in things:
+                holders, before = _held.get(thing) or (0, get(thing))
+                _held[thing] = holders + 1, before
+                taken.append(thing)
+                put(thing, value)
+        yield
+    finally:
+        with _settings:
+            for thing in taken:
+                holders, before = _held.pop(thing)
+                if holders > 1:
+                    _held[thing] = holders - 1, before
+                elif get(thing) == value:
+                    put(thing, before)
+
+
+def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
+    """Start threads that each compute with so many threads of torch; others keep their number.
+
+    A thread takes the number that any thread has set last when it first computes, and keeps it.
+    """
+    import torch
+
+    def limit() -> None:
+        torch.get_num_threads()  # which takes the number, else the first computation would
+        torch.set_num_threads(threads)
+
+    pool, started = ThreadPoolExecutor(workers, initializer=limit), Barrier(workers)
+    with _settings, ThreadPoolExecutor(1) as new:
+        torch.get_num_threads()
+        last = new.submit(torch.get_num_threads).result()
+        list(pool.map(lambda _: started.wait(), range(workers)))  # so that all of them start
+        new.submit(torch.set_num_threads, last).result()
+    return pool
+
+
+_random = Lock()
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Leave torch's generator of random numbers on the CPU as it was; one thread at a time."""
+    import torch
+
+    with _random, torch.random.fork_rng(devices=[]):
+        yield
+
+
 def resolve_device(name: str | None = None) -> torch.device:
     """Return the device of this name, by default CUDA where there is a GPU; refuse others."""
     import torch
 
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        near = ", did you mean 'cuda'?" if name.lower() == "gpu" else closest(name, ("cpu", "cuda"))
-        raise ValueError(f"unknown device {name!r}{near} Known are cpu, cuda, cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count() or "no"
-        raise ValueError(
-            f"device {name!r} was asked for, but torch sees {found} CUDA devices here, "
-            "counted from 0"
-        )
-    return device
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
+        there = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
+        raise UsageError(f"there is no device {shown(name)}; there is {there}")
+    return torch.device(name)
 
 
 def lazy_exports(

@@ -113,6 +113,24 @@ def test_ranks_share_a_batch_evenly(recipe):
         make_sampler(recipe, np.arange(8), World(size=3))
 
 
+def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
+    class Rank(World):
+        def first(self, task):
+            return task()
+
+    def gather(found, own):
+        found[:] = [own, own | more]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    world = Rank(size=2)
+    more = set()
+    assert len(TrainingData(recipe, preprocessing_of(recipe), world, Display()).rows["train"])
+    more = {("class00/1.png", "cannot be opened: Too many open files")}
+    message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"
+    with pytest.raises(RunError, match=message):
+        TrainingData(recipe, preprocessing_of(recipe), world, Display())
+
+
 def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
     message = r"data\.cache gpu: the pixels need .* use data\.cache memory or disk"

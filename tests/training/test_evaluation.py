@@ -11,7 +11,15 @@ from torch.nn import functional as F
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
-from proximetry.training import Callback, Recipe, RecipeError, RunFolder, evaluator, train
+from proximetry.training import (
+    Callback,
+    Recipe,
+    RecipeError,
+    RunError,
+    RunFolder,
+    evaluator,
+    train,
+)
 from proximetry.training.data import divide
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.recipe import shipped_recipes
@@ -274,6 +282,22 @@ def test_an_abandoned_evaluation_leaves_the_network_as_it_was(reduced, tmp_path)
     modes = []
     train(reduced, tmp_path / "run", device="cpu", callbacks=[Check()])
     assert modes == [True, True, True]
+
+
+@pytest.mark.parametrize("pca_dim", [None, 5])
+def test_weights_that_diverge_in_the_last_step_are_told_with_the_images(reduced, tmp_path, pca_dim):
+    """The loss of that step was finite, and the next one will never be taken."""
+
+    class Poison(Callback):
+        def on_step_end(self, run, loss):
+            if run.state.step == len(run.data.sampler):
+                with torch.no_grad():
+                    run.updater.embedder.head.weight.fill_(3e38)
+
+    recipe = reduced.override({"training.ema": 0.0, "model.pca_dim": pca_dim})
+    message = r"embeddings of 36 images .*class00/0\.png.* and 34 more: its weights are finite"
+    with pytest.raises(RunError, match=message):
+        train(recipe, tmp_path / "run", device="cpu", callbacks=[Poison()])
 
 
 def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,6 +109,26 @@ def test_a_split_val_that_shows_nothing_is_refused_with_advice_that_works(tmp_pa
         assert any(f"split {split} needs two classes" in note for note in results["notes"])
     with pytest.raises(RunError, match=r"split test needs two classes"):
         train(recipe.override({"evaluation.protocol": "paper"}), tmp_path / "paper")
+
+
+@pytest.mark.parametrize(
+    ("split", "protocol"), [("test", "paper"), ("val", "held_out"), ("all", "held_out")]
+)
+def test_roles_that_find_nothing_are_told_before_training(tmp_path, cache, split, protocol):
+    root = make_classes(tmp_path / "images", [3] * 12)
+    catalog = Catalog.from_folder(root)
+    used = tuple(split if split == "all" or label > "006" else "train" for label in catalog.labels)
+    idle = (False,) * len(catalog)
+    queries = tuple(one == split for one in used)
+    replace(catalog, splits=used, queries=queries, galleries=idle).to_csv(root / "t.csv")
+    changes = {"data.dataset": "csv", "data.root": str(root / "t.csv")}
+    recipe = recipe_for(root, cache, evaluation={"protocol": protocol}).override(changes)
+    with pytest.raises(RunError, match=r"no image is in the gallery.*evaluation\.protocol last"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    results = train(recipe.override({"evaluation.protocol": "last"}), tmp_path / "run")
+    told = [note for note in results["notes"] if "no image is in the gallery" in note]
+    assert len(told) == (split != "all")
 
 
 def test_a_split_val_of_two_classes_is_used_as_it_is(tmp_path, cache):

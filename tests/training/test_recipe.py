@@ -1,6 +1,8 @@
 """Recipes: YAML and back, inheritance, overrides, and mistakes answered with a suggestion."""
 
 import inspect
+import math
+import re
 import subprocess
 import sys
 
@@ -9,8 +11,15 @@ import yaml
 from pydantic import ValidationError
 
 from proximetry.models import Embedder
+from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, shipped_recipes
-from proximetry.training.recipe import Section, recipe_keys, validation_sentence
+from proximetry.training.recipe import (
+    Section,
+    parse_yaml,
+    read_yaml,
+    recipe_keys,
+    validation_sentence,
+)
 from proximetry.training.run import make_embedder
 
 
@@ -234,3 +243,100 @@ def test_a_transformer_needs_no_extra_key():
     assert make_embedder(recipe.model).architecture.pooling == "token"
     default = inspect.signature(Embedder.create).parameters["pooling"].default
     assert Recipe().model.pooling == default == "auto"
+
+
+EXTREMES = [
+    *(0, -1, 10**12, 16**5000, 1e300, -1e300, math.nan, math.inf, -math.inf),
+    *("", " ", "x" * 100_000, "\0", "\ud800", "1e999", "2001-99-99", "auto"),
+    *(None, True, [], [-1], [10**12], {}, {"x": 1}, [[["x"] * 1000] * 1000]),
+]
+
+
+@pytest.mark.parametrize(
+    "key", [*dict(recipe_keys()), "loss.settings.alpha", "evaluation.metrics.recall_at"]
+)
+def test_extreme_values_are_refused_by_the_name_of_their_key_or_are_harmless(key):
+    for value in EXTREMES:
+        try:
+            recipe, refused = Recipe.load({}, {key: value}), None
+        except RecipeError as error:
+            refused = str(error)
+        if refused is not None:
+            assert key.rpartition(".")[2] in refused, value
+            assert len(refused) < 1000
+        else:
+            assert Recipe.load(yaml.safe_load(recipe.to_yaml())) == recipe
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert abs(value) <= 10**9 or key == "training.seed"
+
+
+LAUGHS = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]" for n in range(1, 9)]
+)
+BAD_FILES = {
+    "latin-1": ("name: Bär\n".encode("latin-1"), "is no text in UTF-8"),
+    "binary": (bytes(range(256)), "is no text in UTF-8"),
+    "NUL": (b"name: \0", "no valid YAML: a value cannot be read: unacceptable character #x0000"),
+    "deep": (b"name: " + 90_000 * b"[", "line 1 is nested too deeply"),
+    "deep over lines": (b"name: " + 10_000 * b"[\n", "nested too deeply"),
+    "deep keys": (b"? " + 5000 * b"a." + b"a\n: 1", "nested too deeply"),
+    "laughs": (LAUGHS.encode() + b"\nname: *a8", "makes it too large"),
+    "laughs in a merge": (LAUGHS.replace("[", "{<<: [").replace("]", "]}").encode(), "line 1"),
+    "circle": (b"name: &n [*n]", "line 1 is nested too deeply"),
+    "twice": (b"name: a\n\nabout: b\nname: c", "line 4 says 'name' a second time, after line 1"),
+    "twice, nested": (
+        b"optimizer: {lr: 1}\noptimizer.lr: 2",
+        "line 2 says 'optimizer.lr' a second time, after line 1",
+    ),
+    "large": (b"# " + 200_000 * b"x", "is larger than 100 kB"),
+    "date": (b"name: 2001-99-99", "a value cannot be read"),
+    "tag": (b"name: !!timestamp x", "a value cannot be read"),
+    "code": (b"name: !!python/object/apply:os.system [x]", "could not determine a constructor"),
+    "two": (b"name: a\n---\nname: b", "line 2: but found another document"),
+    "broken": (b"name: [a", "line 1: expected ',' or ']', but got '<stream end>'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+@pytest.mark.parametrize("load", [Recipe.load, Table.load], ids=["recipe", "table"])
+def test_files_that_no_person_writes(tmp_path, kind, load):
+    content, message = BAD_FILES[kind]
+    file = tmp_path / "file.yaml"
+    file.write_bytes(content)
+    with pytest.raises((RecipeError, ReproduceError)) as caught:
+        load(file)
+    assert str(caught.value).startswith(str(file))
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(file))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("folder", "missing", 300 * "x"):
+        with pytest.raises(RecipeError, match=re.escape(str(tmp_path / name)[:100])):
+            read_yaml(tmp_path / name, "recipe")
+
+
+def test_aliases_are_for_people(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "x-sizes: &s {image_size: 64}\nmodel: {<<: *s, dim: 8}\n".replace("x-sizes", "model.y")
+    )
+    with pytest.raises(RecipeError, match=r"unknown key 'model\.y'"):
+        Recipe.load(tmp_path / "r.yaml")
+    assert parse_yaml("a: &s {b: 1}\nc: {<<: *s, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    assert parse_yaml("a: &s {b: 1}\nc: {<<: *s, b: 2}")["c"] == {"b": 2}
+
+
+def test_a_recipe_without_places():
+    changes = {"data": {"root": "/home/me/images", "cache_dir": "/scratch/me"}}
+    changes["model"] = {"weights": "/home/me/weights.pth"}
+    portable = Recipe.load("glyphs", changes).without_places()
+    assert "/" not in str(portable.to_dict()).replace(portable.about, "")
+    assert portable.model.weights == "weights.pth"
+    assert Recipe.load("glyphs").without_places() == Recipe.load("glyphs")
+
+
+def test_numbers_of_a_loss_may_be_written_with_an_exponent(tmp_path):
+    (tmp_path / "r.yaml").write_text("loss: {settings: {margin: 1e-2}}")
+    assert Recipe.load(tmp_path / "r.yaml").loss.settings == {"margin": 0.01}

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,34 +37,16 @@ from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import PlainDisplay
 from proximetry.training.run_folder import describe_environment
 from proximetry.training.state import TrainState
+from tests.training.runs import (
+    OnStep,
+    assert_same_run,
+    fail,
+    killed_at,
+    observed,
+    state_of,
+    tensors,
+)
 from tests.training.tiny import make_recipe, with_
-
-
-def tensors(folder, name="last"):
-    return load_file(folder / "checkpoints" / f"{name}.safetensors")
-
-
-def state_of(checkpoint):
-    return load_checkpoint(checkpoint, {})
-
-
-def assert_same_run(one, two):
-    first, second = tensors(one), tensors(two)
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key], second[key]), key
-    drop = ("images_per_second", "seconds", "evaluation_seconds")
-    lines = [
-        [{k: v for k, v in line.items() if k not in drop} for line in RunFolder(f).history()]
-        for f in (one, two)
-    ]
-    assert lines[0] == lines[1]
-    timings = ("seconds", "startup_seconds")
-    results = [
-        {k: v for k, v in RunFolder(f).read_results().items() if k not in timings}
-        for f in (one, two)
-    ]
-    assert results[0] == results[1]
 
 
 def test_a_run_writes_everything_down(recipe, tmp_path):
@@ -85,7 +68,7 @@ def test_a_run_writes_everything_down(recipe, tmp_path):
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["best.safetensors", "epoch-0002.safetensors", "last.safetensors"]
     embedder = Embedder.load(out / "embedder")
-    assert embedder.recipe == recipe.to_dict()
+    assert embedder.recipe == recipe.without_places().to_dict()
     assert embedder.metrics["protocol"] == "held_out"
     assert len(embedder.class_names) == 9
     assert not list(out.rglob("*.part"))
@@ -200,21 +183,6 @@ def test_cuda_graph_on_the_gpu_learns_the_same(images, cache, tmp_path):
     assert losses["graphed"] == pytest.approx(losses["plain"], rel=1e-2)
 
 
-class OnStep(Callback):
-    """Does something after a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, run, loss):
-        if run.state.step == self.step:
-            self.action()
-
-
-def fail(error):
-    raise error
-
-
 def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
     with pytest.raises(RunError, match=r"not enough memory.*training\.accumulate"):
@@ -243,13 +211,17 @@ def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path
     assert Embedder.load(tmp_path / "run" / "embedder").preprocessing.crop == (24, 24)
 
 
-@pytest.mark.parametrize("leftovers", [[], ["environment.json"], [".environment.json.7.part"]])
+HALF_WRITTEN = f".proximetry-{32 * 'b'}-environment.json.part"
+
+
+@pytest.mark.parametrize("leftovers", [[], ["environment.json"], [HALF_WRITTEN]])
 def test_a_run_killed_before_it_began_begins_again(recipe, tmp_path, leftovers):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for name in leftovers:
         (tmp_path / "run" / name).write_text("{}")
     train(recipe, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["seed"] == 0
+    assert not (tmp_path / "run" / HALF_WRITTEN).exists()
 
 
 def test_training_learns_unseen_classes(images, cache, tmp_path):
@@ -269,12 +241,6 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path)
     assert_same_run(tmp_path / "a", tmp_path / "b")
     a, c = tensors(tmp_path / "a"), tensors(tmp_path / "c")
     assert any(not torch.equal(a[key], c[key]) for key in a)
-
-
-def killed_at(step, recipe, folder):
-    """Train until after a step, and no further."""
-    with pytest.raises(SystemError):
-        train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, 11])
@@ -343,7 +309,7 @@ def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypat
         folder = RunFolder(out)
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
             break  # begun anew
-        if folder.last.exists():  # what is left of the old one can be continued
+        if folder.checkpoints():  # what is left of the old one can be continued
             with pytest.raises(RunError, match="started with another recipe"):
                 train(changed, out)
             train(recipe, out)
@@ -352,14 +318,6 @@ def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypat
             train(changed, out)
             assert_same_run(tmp_path / "whole", out)
     assert number > 6
-
-
-def observed(monkeypatch, values):
-    """Let the selection metric have these values, epoch by epoch."""
-    observe = TrainState.observe
-    monkeypatch.setattr(
-        TrainState, "observe", lambda state, _: observe(state, values[state.epoch - 1])
-    )
 
 
 def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path, monkeypatch):
@@ -408,9 +366,13 @@ def start_and_wait(recipe, home, step):
 
 
 @pytest.mark.slow
-def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path):
+def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path, monkeypatch):
     recipe = with_(recipe, "training", epochs=4, checkpoint_steps=2)
     process = start_and_wait(recipe, tmp_path, 7)
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
+    us = f"process {process.pid} on {socket.gethostname()}"
+    with pytest.raises(RunError, match=rf"^{us} is training in .*; wait for it, or choose"):
+        train(recipe, tmp_path / "run")
     process.kill()
     process.wait()
     assert torch.get_num_threads() == 1
@@ -613,8 +575,8 @@ def test_early_stopping_saves_the_selected_epoch_and_says_why(
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert results["epochs"] == 4
     sentence = (
-        "stopped early after epoch 4: no improvement of held-out MAP@R in 3 evaluations; "
-        "best epoch 1"
+        "stopped early after epoch 4: no improvement of held-out MAP@R among training images in "
+        "3 evaluations; best epoch 1"
     )
     assert results["stopped_early"] == sentence
     assert sentence in capsys.readouterr().out.splitlines()
@@ -733,8 +695,13 @@ def test_two_runs_do_not_share_a_folder(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = RunFolder(tmp_path / "run")
     folder.acquire()
-    with pytest.raises(RunError, match="another process is training in"):
-        train(recipe, tmp_path / "run")
+    us = f"process {os.getpid()} on {socket.gethostname()}"
+    said = []
+    display = PlainDisplay()
+    display.message = said.append
+    with pytest.raises(RunError, match=f"^{us} is training in .*run; wait for it, or choose"):
+        train(recipe, tmp_path / "run", display=display)
+    assert said == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
     folder.release()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
@@ -777,7 +744,8 @@ def test_broken_checkpoints_are_named(recipe, tmp_path):
     file = tmp_path / "run" / "checkpoints" / "last.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"last.safetensors is no readable checkpoint"):
+    (tmp_path / "run" / "checkpoints" / "best.safetensors").unlink()
+    with pytest.raises(RunError, match=r"last.safetensors is damaged.*--fresh"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_checkpoint(tmp_path / "none.safetensors", {})
@@ -986,11 +954,10 @@ def test_an_extension_that_is_not_possible_is_refused(recipe, tmp_path):
     with pytest.raises(RunError, match=r"cosine schedule is laid out over 1 epochs;.*--fresh"):
         train(longer, tmp_path / "run")
     assert train(longer, tmp_path / "run", resume=False)["epochs"] == 2
-    (tmp_path / "run" / "checkpoints" / "last.safetensors").unlink()
     constant = recipe.override({"schedule.name": "constant", "training.epochs": 1})
     train(constant, tmp_path / "other")
-    (tmp_path / "other" / "checkpoints" / "last.safetensors").unlink()
-    with pytest.raises(RunError, match=r"its checkpoint .* is gone"):
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    with pytest.raises(RunError, match=r"checkpoints of the run in .* are gone; put .*--fresh"):
         train(with_(constant, "training", epochs=2), tmp_path / "other")
     assert train(constant, tmp_path / "other")["epochs"] == 1
 

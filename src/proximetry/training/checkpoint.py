@@ -1,22 +1,23 @@
 """Checkpoints: one file each, safetensors with JSON in its header, written atomically.
 
 No pickle. A file holds the tensors of every part under the part's name, and everything else as
-JSON, so that it opens on any number of processes and can be read by people.
+JSON, so that it opens on any number of processes and can be read by people. It carries its own
+checksum: one bit that has changed since makes it unreadable, not a different run.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._common import atomic_write
+from proximetry._common import SEAL, atomic_write, is_sealed, sealed
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):
@@ -40,18 +41,27 @@ def save_checkpoint(
             else:
                 plain.setdefault(str(index), {})[name] = value
     header = {
+        "checksum": SEAL,  # first, since only the first one is filled in
         "format": FORMAT,
         "state": state,
         "optimizer": {"groups": flat["param_groups"], "plain": plain},
     }
-    atomic_write(path, save(tensors, {"proximetry": json.dumps(header)}))
+    atomic_write(path, sealed(save(tensors, {"proximetry": json.dumps(header)})))
 
 
 def load_checkpoint(
-    path: Path, modules: dict[str, nn.Module], optimizer: Optimizer | None = None
+    path: Path,
+    modules: dict[str, nn.Module],
+    optimizer: Optimizer | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Read modules and, if given, the optimiser back; return the plain state."""
-    header, tensors = _open(path)
+    """Read modules and, if given, the optimiser back; return the plain state.
+
+    Before anything is changed, ``check`` may refuse the state.
+    """
+    header, content = _read(path)
+    check(header["state"])
+    tensors = load(content)
     for part, module in modules.items():
         prefix = f"{part}."
         own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
@@ -79,8 +89,8 @@ def load_checkpoint(
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the plain state of a checkpoint, without reading its tensors."""
-    header, _ = _open(path, tensors=False)
+    """Return the plain state of a checkpoint."""
+    header, _ = _read(path)
     state: dict[str, Any] = header["state"]
     return state
 
@@ -93,22 +103,26 @@ def _lay_out(optimizer: Optimizer) -> None:
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _open(path: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return what a checkpoint says in JSON, and all of its bytes, which have their checksum."""
     try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("proximetry")
-            wanted = file.keys() if tensors else ()
-            found = {key: file.get_tensor(key) for key in wanted}
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no readable checkpoint: {error}") from error
-    if text is None:
-        raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of proximetry")
-    header = json.loads(text)
-    if header.get("format") != FORMAT:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        size = int.from_bytes(content[:8], "little")
+        text = json.loads(content[8 : 8 + size])["__metadata__"]["proximetry"]
+        header: dict[str, Any] = json.loads(text)
+        version, _ = header["format"], header["state"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or no checkpoint of Proximetry") from error
+    if not is_sealed(content):
+        raise CheckpointError(f"{path} is damaged: it does not have the checksum it was saved with")
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path} has format {header.get('format')}, this version reads {FORMAT}; "
-            "use the version of proximetry that wrote it"
+            f"{path} has format {version!r}, this version reads {FORMAT}; "
+            "use the version of Proximetry that wrote it"
         )
-    return header, found
+    return header, content

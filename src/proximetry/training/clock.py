@@ -28,3 +28,8 @@ class Stopwatch:
         self.seconds[self.phase] += lasted
         self.phase, self._since = phase, now
         return lasted
+
+    def so_far(self) -> dict[str, float]:
+        """Return the seconds by phase up to this moment; the present phase goes on."""
+        lasted = time.monotonic() - self._since
+        return {**self.seconds, self.phase: self.seconds[self.phase] + lasted}

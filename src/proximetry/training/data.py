@@ -4,16 +4,16 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import readable_size, spaced
+from proximetry._common import readable_size, some, spaced, torch_pool
 from proximetry.data import (
     Catalog,
     CenterCrop,
@@ -27,9 +27,11 @@ from proximetry.data import (
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.pixel_cache import cache_home, estimate
+from proximetry.data.pixel_cache import cache_home, estimate, known_contents
 from proximetry.models import Preprocessing
+from proximetry.training.comparison import nothing_to_find
 from proximetry.training.distributed import World
+from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Protocol, Recipe, RecipeError
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
@@ -57,6 +59,7 @@ class TrainingData:
         class_names: of the training classes, in the order of their labels.
         sampler: which of the training rows make up which batch.
         notes: what there is to say about the data.
+        fingerprint: by which a continued run knows the images again.
     """
 
     def __init__(
@@ -70,13 +73,17 @@ class TrainingData:
         self.world, self._recipe, self._display = world, recipe, display
         self._filter = preprocessing.interpolation
         catalog = open_catalog(recipe)
+        told = catalog.remarks()
+        for note in told:
+            display.message(note)
         divide(catalog, recipe)  # which may refuse it, before hours of decoding
         cache = self._build(catalog, d.short_side or preprocessing.resize)
         self.catalog = cache.catalog
+        self.fingerprint = fingerprint(self.catalog, known_contents(catalog, d.cache_dir))
         self.rows, self.protocol, self.pca_dim, notes = divide(self.catalog, recipe)
         left_out = [f"left out {path}: {why}" for path, why in cache.bad]
-        self.notes = [*self.catalog.notes, *left_out, *notes]
-        for note in self.notes:
+        self.notes = [*self.catalog.remarks(), *left_out, *notes]
+        for note in self.notes[len(told) :]:
             display.message(note)
         self._cache = cache
         self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize)
@@ -118,9 +125,18 @@ class TrainingData:
                 )
             return cache
 
-        if self.world.size > 1:  # rank 0 decodes, the others then find it done
-            self.world.first(lambda: len(build()))
-        return build()
+        if self.world.size == 1:
+            return build()
+        self.world.first(lambda: len(build()))  # rank 0 decodes, the others then find it done
+        cache = build()
+        # What one of them cannot read just now would give it other rows, and other batches.
+        bad: list[Any] = [None] * self.world.size
+        dist.all_gather_object(bad, set(cache.bad))
+        unlike = sorted(set.union(*bad) - set.intersection(*bad))
+        if unlike:
+            listed = some(f"{path}: {why}" for path, why in unlike)
+            raise RunError(f"some processes can read images that others cannot: {listed}")
+        return cache
 
     @property
     def pixels(self) -> int:
@@ -239,11 +255,8 @@ class TrainingData:
 
 def _in_a_thread(make: Callable[[int], T], numbers: range) -> Iterator[T]:
     """Give what is made of each number, the next one being made in a thread meanwhile."""
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as pool:
-        # One thread is enough for crops; more would take turns with those of the network.
-        pool.submit(torch.set_num_threads, 1).result()
-        torch.set_num_threads(threads)  # new threads of torch take what was set last
+    # One thread is enough for crops; more would take turns with those of the network.
+    with torch_pool(1, 1) as pool:
         for future in _one_ahead(pool.submit(make, number) for number in numbers):
             yield future.result()
 
@@ -330,6 +343,9 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             notes.append(f"{reason}: trained on all of them, the last epoch is taken")
         out = np.isin(np.asarray(part.labels), names)
         rows["train"], rows["held_out"] = train[~out], train[out]
+        reason = nothing_to_find(part.subset(out)) if out.any() else ""
+        if reason:
+            raise RunError(f"in the held-out classes {reason}; or use evaluation.protocol last")
     if protocol == "last" and recipe.training.stop_after:
         notes.append(
             f"training.stop_after {recipe.training.stop_after} has no effect: without a metric "
@@ -361,10 +377,16 @@ def _drop_unusable_splits(catalog: Catalog, rows: dict[str, Rows], protocol: Pro
     """Empty splits in which no image can be found again, or none confused; return notes on that."""
     notes = []
     for name, split, selects in (("held_out", "val", "held_out"), ("test", "test", "paper")):
-        images = np.bincount(catalog.subset(rows[name]).codes)
-        if len(images) == 0 or (len(images) > 1 and images.max() > 1):
+        part = catalog.subset(rows[name])
+        images = np.bincount(part.codes)
+        if len(images) == 0:
             continue
         why = f"split {split} needs two classes, one of them with two images or more"
+        if len(images) > 1 and images.max() > 1:
+            reason = nothing_to_find(part)
+            if not reason:
+                continue
+            why = f"in split {split} {reason}"
         if protocol == selects:
             raise RunError(f"{why}, to select an epoch; fix it, or use evaluation.protocol last")
         notes.append(f"{why}: it is not evaluated")

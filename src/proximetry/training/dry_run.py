@@ -13,7 +13,6 @@ from proximetry._common import readable_size, spaced
 from proximetry.data.pixel_cache import cache_home, estimate
 from proximetry.models import Embedder
 from proximetry.training.automatic import choose, device_facts
-from proximetry.training.checkpoint import read_state
 from proximetry.training.data import (
     Division,
     check_space,
@@ -41,7 +40,7 @@ def dry_run(
     Raises what the run would raise: about the data, the weights, the loss, or the folder.
     """
     world = join_processes(device)
-    with guest_of_torch(world, out):
+    with guest_of_torch(world, out, recipe.training.rank_timeout):
         return _estimate_run(recipe, Path(out), world, resume)
 
 
@@ -85,7 +84,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
             name: {"images": len(part), "classes": len(part.class_names)}
             for name, part in parts.items()
         },
-        "notes": [*catalog.notes, *division.notes, *notes],
+        "notes": [*catalog.remarks(), *division.notes, *notes],
         "recipe": recipe.to_dict(),
         "dim": division.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0],
@@ -113,7 +112,7 @@ def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
         return "new", 0
     if folder.is_complete(recipe):
         return "complete already", recipe.training.epochs
-    return "continued", read_state(folder.last)["state"]["epoch"]
+    return "continued", folder.newest().state["epoch"]
 
 
 def _images_evaluated(

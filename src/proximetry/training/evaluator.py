@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from proximetry import metrics
-from proximetry._common import Progress
+from proximetry._common import Progress, some
 from proximetry.cuda.graphs import GraphedInference
 from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
-from proximetry.models.names import Similarity
+from proximetry.models.embedder import why_not_finite
+from proximetry.models.names import LARGEST_BATCH, Similarity
 from proximetry.models.pca import principal_axes, second_moments, with_pca
+from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.data import Rows, TrainingData
-from proximetry.training.distributed import World
-from proximetry.training.recipe import Recipe
+from proximetry.training.distributed import World, any_rank, share_buffers
+from proximetry.training.recipe import EvaluationConfig, Recipe
+from proximetry.training.run_folder import RunError
 from proximetry.training.update import autocast
 
 Scores = dict[str, Any]
@@ -36,24 +40,6 @@ MOST_DISTRACTORS = 10_000
 """So many training images at most are put into the gallery of the held-out classes."""
 
 
-def compared(vectors: Tensor, catalog: Catalog, similarity: Similarity) -> dict[str, Any]:
-    """Return the arguments by which the metrics compare a catalogue's embeddings.
-
-    All images against all, or the catalogue's queries against its gallery.
-    """
-    labels = np.asarray(catalog.labels)  # names, since codes would differ between processes
-    if catalog.queries is None:
-        return {"embeddings": vectors, "labels": labels, "similarity": similarity}
-    queries, gallery = np.array(catalog.queries, bool), np.array(catalog.galleries, bool)
-    return {
-        "embeddings": vectors[torch.from_numpy(gallery)],
-        "labels": labels[gallery],
-        "queries": vectors[torch.from_numpy(queries)],
-        "query_labels": labels[queries],
-        "similarity": similarity,
-    }
-
-
 def score_queries(
     vectors: Tensor,
     catalog: Catalog,
@@ -61,13 +47,19 @@ def score_queries(
     wanted: Metrics,
     eval_dims: Sequence[int] = (),
     *,
+    rows: Rows | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> dict[int, Evaluation]:
-    """Score every query with all dimensions of the embeddings, and with the first d, by d."""
+    """Score every query with all dimensions of the embeddings, and with the first d, by d.
+
+    Of several processes each gives its share of the catalogue, and the number of each ``rows``.
+    """
     options: Any = {"metrics": wanted, "group": group, "progress": progress}
     return {
-        dim: metrics.evaluate_queries(**compared(vectors[:, :dim], catalog, similarity), **options)
+        dim: metrics.evaluate_queries(
+            **compared(vectors[:, :dim], catalog, similarity, rows), **options
+        )
         for dim in (vectors.shape[1], *eval_dims)
     }
 
@@ -79,16 +71,6 @@ def means(scored: Mapping[int, Evaluation]) -> Scores:
     if fewer:
         scores["dims"] = dict(fewer)
     return scores
-
-
-def without_idle_roles(catalog: Catalog) -> Catalog:
-    """Let images none of which is a query or in the gallery be compared all against all.
-
-    The training classes of a dataset that prescribes roles for its test set are such images.
-    """
-    if catalog.queries is None or any(catalog.queries) or any(catalog.galleries or ()):
-        return catalog
-    return replace(catalog, queries=None, galleries=None)
 
 
 def evaluate_embedder(
@@ -124,8 +106,9 @@ def score_embedder(
     progress: Progress | None,
 ) -> tuple[dict[int, Evaluation], dict[str, Any]]:
     """Score every query as `evaluate_embedder` does; also return what was compared."""
+    check_comparison(catalog, wanted)
     vectors = encode_catalog(embedder, catalog, batch_size, progress)
-    catalog, similarity = without_idle_roles(catalog), embedder.architecture.similarity
+    catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     scored = score_queries(vectors, catalog, similarity, wanted, eval_dims, progress=progress)
     return scored, compared(vectors, catalog, similarity)
 
@@ -137,11 +120,16 @@ def encode_catalog(
     progress: Progress | None = None,
 ) -> Tensor:
     """Embed the images of a catalogue as in the evaluations of the run that trained it."""
-    trained = (embedder.recipe or {}).get("evaluation", {}).get("batch_size", 128)
+    if batch_size is None:
+        saved = (embedder.recipe or {}).get("evaluation")
+        trained = saved.get("batch_size") if isinstance(saved, dict) else None
+        if type(trained) is not int or not 1 <= trained <= LARGEST_BATCH:
+            trained = EvaluationConfig().batch_size
+        batch_size = trained
     files = [catalog.file(row) for row in range(len(catalog))]
     return embedder.encode(
         files,
-        batch_size or trained,
+        batch_size,
         progress=None if progress is None else lambda done: progress(done, len(files)),
     )
 
@@ -169,7 +157,6 @@ class Evaluator:
         on_graph_failure: Callable[[str], None] | None = None,
     ) -> None:
         self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
-        self._own = slice(world.rank, None, world.size)  # what this process embeds
         self._group = dist.group.WORLD if world.size > 1 else None
         features = embedder.pixel_features
         self._features = GraphedInference(features, on_graph_failure) if graph else features
@@ -179,12 +166,12 @@ class Evaluator:
 
         With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
         """
+        share_buffers(self.embedder, self.world)
         with torch.no_grad(), evaluating(self.embedder):
             embedder, distractors = self._look_at_train("held_out" in splits, full_precision)
             scores = {}
             for split in splits:
-                rows = self.data.rows[split][self._own]
-                vectors = torch.cat([*self._embed(embedder, rows, full_precision)])
+                vectors = torch.cat([*self._embed(embedder, self._own(split), full_precision)])
                 scores[split] = self._score(vectors, split)
                 if split == "held_out":
                     with self._autocast(full_precision):
@@ -193,23 +180,34 @@ class Evaluator:
         return Evaluated(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
-        """Return the embeddings of rows of the catalogue, before any PCA."""
+        """Return the embeddings of rows of the catalogue, before any PCA; on every process."""
         with torch.no_grad(), evaluating(self.embedder):
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
 
     def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
-        catalog = without_idle_roles(self.data.catalog.subset(rows))
+        # The roles of the whole split: those of a share would differ between processes.
+        catalog, own = with_needed_roles(self.data.catalog.subset(rows)), self._share(rows)
         dims = [dim for dim in e.eval_dims if dim < vectors.shape[1]]
         scored = score_queries(
             vectors,
-            catalog.subset(range(len(rows))[self._own]),
+            catalog.subset(range(len(rows))[own]),
             e.similarity,
             e.metrics,
             dims,
+            rows=rows[own],
             group=self._group,
         )
         return means(scored)
+
+    def _share(self, rows: Rows) -> slice:
+        """What this process embeds: in the order of ranks, the shares are in that of the rows."""
+        rank, size = self.world.rank, self.world.size
+        return slice(len(rows) * rank // size, len(rows) * (rank + 1) // size)
+
+    def _own(self, split: str) -> Rows:
+        rows = self.data.rows[split]
+        return rows[self._share(rows)]
 
     def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch for held-out images and distractors.
@@ -218,8 +216,8 @@ class Evaluator:
         begun to draw unseen images to the classes it knows. Among those it shows.
         """
         e, labels = self.recipe.evaluation, self._labels
-        held = self.data.rows["held_out"][self._own]
-        gallery = np.concatenate([held, self.data.rows["train"][self._own][self._distractors]])
+        held = self._own("held_out")
+        gallery = np.concatenate([held, self._own("train")[self._distractors]])
         found = metrics.evaluate(
             torch.cat([vectors, distractors]),
             labels[gallery],
@@ -247,25 +245,28 @@ class Evaluator:
         others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held]))
         chosen = np.zeros(len(train), bool)
         chosen[others[:: max(1, -(-len(others) // MOST_DISTRACTORS))]] = True
-        return chosen[self._own]
+        return chosen[self._share(train)]
 
     def _look_at_train(self, among: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
         """Return the embedder with PCA where the recipe has it, and the distractors' features.
 
         PCA is fitted on the training images.
         """
-        dim, rows = self.data.pca_dim, self.data.rows["train"][self._own]
+        dim, rows = self.data.pca_dim, self._own("train")
         wanted = self._distractors if among else np.zeros(len(rows), bool)
         if dim is None:
             rows, wanted = rows[wanted], wanted[wanted]
-        moments, kept, start = None, [], 0
+        moments, kept, finite, start = None, [], [], 0
         for features in self._features_of(rows, full_precision):
             kept.append(features[wanted[start : start + len(features)]])
             start += len(features)
+            with self._autocast(full_precision):
+                vectors = self.embedder.project(features)
+            finite.append(vectors.isfinite().all(1))
             if dim is not None:
-                with self._autocast(full_precision):
-                    added = second_moments(self.embedder.project(features))
+                added = second_moments(vectors)
                 moments = added if moments is None else moments + added
+        self._refuse_not_finite(self.embedder, rows, torch.cat(finite))
         distractors = torch.cat(kept)
         if dim is None or moments is None:
             return self.embedder, distractors
@@ -280,9 +281,13 @@ class Evaluator:
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
         """Embed rows with the features of the run's embedder and the head of the one given."""
+        finite = []  # looked at when all is done: a GPU is waited for once
         for features in self._features_of(rows, full_precision):
             with self._autocast(full_precision):
-                yield embedder.project(features)
+                vectors = embedder.project(features)
+            finite.append(vectors.isfinite().all(1))
+            yield vectors
+        self._refuse_not_finite(embedder, rows, torch.cat(finite))
 
     def _autocast(self, full_precision: bool) -> AbstractContextManager[Any]:
         precision = "float32" if full_precision else self.recipe.training.precision
@@ -301,3 +306,17 @@ class Evaluator:
                 found = features(pixels)[:left]  # a batch may be filled up
             left -= len(found)
             yield found
+
+    def _refuse_not_finite(self, embedder: Embedder, rows: Rows, finite: Tensor) -> None:
+        """Stop on every process if an embedding of any is not finite."""
+        bad = [self.data.catalog.file(row) for row in rows[~finite.cpu().numpy()]]
+        if not any_rank(bool(bad), self.world):
+            return
+        if self.world.size > 1:
+            everyone: list[Any] = [None] * self.world.size
+            dist.all_gather_object(everyone, bad)
+            bad = [*chain.from_iterable(everyone)]
+        raise RunError(
+            f"the embeddings of {len(bad)} images have NaN or infinite values, among them "
+            f"{some(bad, 2)}: {why_not_finite(embedder)}"
+        )

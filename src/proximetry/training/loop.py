@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from proximetry.metrics.scores import CLUSTERING
+from proximetry.models import Embedder
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
 from proximetry.training.clock import Stopwatch
@@ -21,7 +23,7 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import metric_title
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.state import TrainState
+from proximetry.training.state import LastStep, TrainState, find_best
 from proximetry.training.stopping import Stopped, StopRequests
 from proximetry.training.update import Updater
 
@@ -66,23 +68,57 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def check_finite(self) -> None:
-        """Stop if a loss was not finite, naming the step and its images; waits for the device."""
+    def check_finite(self, *, weights: bool = False) -> None:
+        """Stop if a loss was not finite, naming the step and its images; waits for the device.
+
+        The weights may be looked at too: the last update can spoil them after a finite loss.
+        """
         step = int(self.state.bad_step)
-        if step < 0:
-            return
-        per_epoch = len(self.data.sampler)
-        indices = self.data.sampler.batch(step // per_epoch, step % per_epoch)
-        files = [self.data.catalog.file(row) for row in self.data.rows["train"][indices[:5]]]
-        raise RunError(
-            f"the loss was not finite at step {step} (epoch {step // per_epoch + 1}); its "
-            f"{len(indices)} images begin with {', '.join(files)}. The last good checkpoint is "
-            f"{self.folder.last}. A smaller learning rate, clipping or float32 usually helps"
+        if step >= 0:
+            per_epoch = len(self.data.sampler)
+            indices = self.data.sampler.batch(step // per_epoch, step % per_epoch)
+            files = [self.data.catalog.file(row) for row in self.data.rows["train"][indices[:5]]]
+            raise self.diverged(
+                f"the loss was not finite at step {step} (epoch {step // per_epoch + 1}); its "
+                f"{len(indices)} images begin with {', '.join(files)}"
+            )
+        if weights and not _all_finite(self.modules()):
+            raise self.diverged(f"the weights are not finite after step {self.state.step}")
+
+    def diverged(self, how: str) -> RunError:
+        """The error that says what to do about numbers that are not finite."""
+        kept = next(iter(self.folder.checkpoints()), None)
+        return RunError(
+            f"the training has diverged: {how}. A smaller learning rate (--optimizer.lr, now "
+            f"{self.recipe.optimizer.lr:g}), --optimizer.clip-norm or --training.precision float32 "
+            "usually helps, in another folder or with --fresh"
+            + (f". The last good checkpoint is {kept}" if kept else "")
         )
+
+
+def _all_finite(modules: dict[str, nn.Module]) -> bool:
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    # A sum is finite only if every term is; one number to wait for.
+    sums = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
+    return not sums or bool(torch.isfinite(torch.stack(sums).sum()))
 
 
 def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
     """Train from where the state stands to the end, save the embedder, return the results."""
+    last = LastStep(run)
+    with run.world.heart.rescuing(partial(_rescue, run, last)):
+        return _fit(run, stop_requested, last)
+
+
+def _rescue(run: Run, last: LastStep) -> str:
+    """Save what there is of a run that cannot go on, and say so."""
+    step = last.save()
+    if step is None:
+        return f"the same command continues the run in {run.folder.path}"
+    return _stopped_after(run, step)
+
+
+def _fit(run: Run, stop_requested: StopRequests, last: LastStep) -> dict[str, Any]:
     evaluated: Evaluated | None = None
     run.notify("on_start")
     if run.recipe.evaluation.untrained and run.state.step == 0 and _final_splits(run):
@@ -91,7 +127,7 @@ def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
         run.notify("on_untrained", line)
     while not run.is_over():
         evaluated = None
-        seen, seconds = _train_epoch(run, stop_requested)
+        seen, seconds = _train_epoch(run, stop_requested, last)
         line = _describe_epoch(run, seen, seconds)
         if _is_evaluated(run):
             run.clock.enter("evaluation")
@@ -100,6 +136,8 @@ def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
             _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
+        with last.changing():
+            pass  # what was selected, and the learning rates
     early = _early_stop(run)
     if early:
         run.report(early)
@@ -133,7 +171,7 @@ def _evaluate_untrained(run: Run) -> dict[str, Any]:
     }
 
 
-def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
+def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tuple[int, float]:
     """Train the rest of an epoch; return the images whose steps were timed, and their seconds."""
     state = run.state
     run.rates.apply(run.updater.optimizer, state.epoch)
@@ -145,10 +183,12 @@ def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
         run.clock.enter("startup" if changed else "training")
     seen = 0
     for pixels, labels in run.data.batches(state.epoch, state.batch):
-        loss = run.updater(pixels, labels, state.step)
-        state.advance(loss)
-        if run.world.device.type == "cpu":  # a GPU would be waited for
-            run.check_finite()
+        loss = run.updater.backward(pixels, labels, state.step)
+        with last.changing():
+            run.updater.update(state.step)
+            state.advance(loss)
+            if run.world.device.type == "cpu":  # a GPU would be waited for
+                run.check_finite()
         if run.clock.phase == "startup":  # kernels are compiled, graphs recorded
             run.check_finite()
             run.clock.enter("training")
@@ -156,12 +196,11 @@ def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
             seen += len(labels) * run.world.size
         run.notify("on_step_end", loss)
         if any_rank(stop_requested(), run.world):
+            run.world.heart.leave_to_main()
             run.clock.enter("other")
             run.notify("on_stop")
-            raise Stopped(
-                f"stopped after step {state.step}, saved in {run.folder.path}; {_usable(run)}"
-            )
-    run.check_finite()  # which waits for the device
+            raise Stopped(_stopped_after(run, state.step))
+    run.check_finite(weights=True)  # which waits for the device
     return seen, run.clock.enter("other")
 
 
@@ -182,11 +221,10 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _usable(run: Run) -> str:
+def _stopped_after(run: Run, step: int) -> str:
     """Say how a stopped run goes on, and what it has come to."""
-    if not run.folder.embedder.exists():
-        return AGAIN
-    return f"{AGAIN}, and the embedder so far can be used"
+    usable = ", and the embedder so far can be used" if run.folder.embedder.exists() else ""
+    return f"stopped after step {step}, saved in {run.folder.path}; {AGAIN}{usable}"
 
 
 def _is_evaluated(run: Run) -> bool:
@@ -261,7 +299,7 @@ def _save_embedder(run: Run, scores: dict[str, Any], evaluated: Evaluated) -> No
             run.folder.embedder,
             class_names=run.data.class_names,
             metrics={"protocol": run.data.protocol, **scores},
-            recipe=run.recipe.to_dict(),
+            recipe=run.recipe.without_places().to_dict(),
         )
 
 
@@ -281,18 +319,57 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         "seconds": round(run.clock.seconds["training"], 3),
         "startup_seconds": round(run.clock.seconds["startup"], 3),
     }
-    for line in run.folder.history()[:1]:
+    for line in state.lines[:1]:
         if line["epoch"] == 0:
             parts = ("epoch", "held_out", "test")
             results["untrained"] = {key: line[key] for key in parts if key in line}
     results["last"] = results["selected"] = {"epoch": state.epoch, **last.scores}
     if state.best_epoch not in (None, state.epoch):
         run.world.wait()
-        load_checkpoint(run.folder.best, run.modules())
-        final = _evaluate_finally(run, None)
-        results["selected"] = {"epoch": state.best_epoch, **final.scores}
+        results["notes"] += _restore_selected(run)
+        if state.best_epoch is not None:
+            final = _evaluate_finally(run, None)
+            results["selected"] = {"epoch": state.best_epoch, **final.scores}
     results["notes"] += _no_gain(run, results)
     return results, final
+
+
+def _restore_selected(run: Run) -> list[str]:
+    """Put the weights of the selected epoch in place; return what there is to say about that.
+
+    If they are lost, none is selected: the last epoch will do.
+    """
+    epoch = run.state.best_epoch
+    path, lost = run.world.first(lambda: find_best(run))
+    if path is not None:
+        load_checkpoint(path, run.modules())
+        return []
+    if run.world.first(lambda: _saved_selected(run) is not None):
+        saved = Embedder.load(run.folder.embedder, device=run.world.device)
+        run.evaluator.embedder.load_state_dict(saved.state_dict())
+        note = f"{lost}: epoch {epoch} is taken from the embedder that was saved then"
+    else:
+        run.state.best_epoch = None
+        note = f"{lost}: epoch {epoch} was selected, but the last one is taken"
+    run.report(note)
+    return [note]
+
+
+def _saved_selected(run: Run) -> Embedder | None:
+    """The embedder in the folder, if it is that of the selected epoch of this run.
+
+    PCA cannot be taken out of one again, as evaluating it here would need.
+    """
+    if run.data.pca_dim is not None:
+        return None
+    try:
+        saved = Embedder.load(run.folder.embedder)
+        recipe = Recipe.load(saved.recipe or {})
+    except ValueError:
+        return None
+    found = (saved.metrics or {}).get("epoch"), saved.class_names, recipe.essence()
+    wanted = run.state.best_epoch, run.data.class_names, run.recipe.essence()
+    return saved if found == wanted else None
 
 
 def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:

@@ -8,12 +8,16 @@ and `Recipe.override` changes one; there is no other way to do either.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,15 +31,30 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from proximetry._common import atomic_write, closest
+from proximetry._common import UsageError, atomic_write, closest, read_text, shorten, shown, some
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
-from proximetry.models.names import POOLINGS, WEIGHTS_SOURCES, Similarity
+from proximetry.models.names import (
+    LARGEST_BATCH,
+    LARGEST_DIM,
+    LARGEST_SIDE,
+    POOLINGS,
+    WEIGHTS_SOURCES,
+    Similarity,
+)
 
 SHIPPED = Path(__file__).parent / "recipes"
 
 
-class RecipeError(ValueError):
+# Files of people are far smaller and flatter; what is beyond that is a mistake, or made to do harm.
+_LARGEST_FILE = 100_000
+_DEEPEST = 20
+_MOST_VALUES = 10_000
+_MOST_BRACKETS = 100  # in a line, where the time to read them grows with their square
+_LARGEST_NUMBER = 10**9
+
+
+class RecipeError(UsageError):
     """A recipe that cannot be used, and why."""
 
 
@@ -45,11 +64,44 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-# YAML reads 1e-4 as text, so numbers may be text; truth values are no numbers.
-Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Whole = Annotated[int, Field(strict=True)]
+def _of_use(value: Any) -> Any:
+    if isinstance(value, int | float) and abs(value) > _LARGEST_NUMBER:
+        raise ValueError(f"must be at most {_LARGEST_NUMBER:g}, got {shown(value)}")
+    return value
+
+
+def _number_if_it_is_one(value: Any) -> Any:
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return value
+
+
+def _writable(text: str) -> str:
+    """Refuse what cannot be the name of anything."""
+    if not text.strip():
+        raise ValueError(f"must not be empty, got {text!r}")
+    try:
+        if b"\0" not in os.fsencode(text):
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise ValueError(f"holds characters that are no text, got {shown(text)}")
+
+
+# YAML reads 1e-4 as text, so numbers may be text; truth values are no numbers. The limits are far
+# beyond what is of use: they keep what was mistyped from failing late, or from eating the memory.
+Number = Annotated[
+    float, BeforeValidator(_no_bool), Field(allow_inf_nan=False), AfterValidator(_of_use)
+]
+Whole = Annotated[int, Field(strict=True), AfterValidator(_of_use)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[Whole, Field(ge=1)]
+Side = Annotated[Count, Field(le=LARGEST_SIDE)]
+Dim = Annotated[Count, Field(le=LARGEST_DIM)]
+Setting = Annotated[
+    bool | int | float | str, BeforeValidator(_number_if_it_is_one), AfterValidator(_of_use)
+]
+Text = Annotated[str, AfterValidator(_writable)]
 
 
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -88,11 +140,11 @@ class DataConfig(Section):
     """Which images, and how they become batches."""
 
     dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
-    root: str | None = _key(None, "where the images lie; glyphs need none", role="place")
-    short_side: Count | None = _key(
+    root: Text | None = _key(None, "where the images lie; glyphs need none", role="place")
+    short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; default: model.resize"
     )
-    crop_size: Count | None = _key(
+    crop_size: Side | None = _key(
         None,
         "side of the training crops; default: model.image_size. Smaller crops than in evaluation "
         "make up for objects looking larger in random crops",
@@ -106,7 +158,7 @@ class DataConfig(Section):
     )
     hue: Number = _key(0.0, "largest random hue shift, as in ColorJitter", ge=0, le=0.5)
     grayscale: Number = _key(0.0, "probability that an image loses its color", ge=0, le=1)
-    batch_size: Count = _key(180, "images per step, over all processes together")
+    batch_size: Count = _key(180, "images per step, over all processes together", le=10**6)
     sampler: Literal["shuffled", "balanced"] = _key(
         "shuffled", "balanced draws images_per_class images of each class in a batch"
     )
@@ -117,7 +169,7 @@ class DataConfig(Section):
         "auto takes the GPU where they fit with room to spare",
         role="pace",
     )
-    cache_dir: str | None = _key(
+    cache_dir: Text | None = _key(
         None, "folder of the pixel cache; default: the user's cache folder", role="place"
     )
     bad_images: Literal["error", "skip"] = _key(
@@ -134,7 +186,7 @@ class DataConfig(Section):
     def _known_dataset(cls, name: str) -> str:
         known = list_datasets()
         if name not in known:
-            raise ValueError(f"is {name!r}{closest(name, known)}")
+            raise ValueError(f"is {shown(name)}{closest(name, known)}")
         return name
 
     @model_validator(mode="after")
@@ -155,9 +207,9 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The embedder."""
 
-    backbone: str = _key("tf_efficientnet_lite0", "a model that `proximetry backbones` lists")
-    dim: Count = _key(512, "dimension of the embedding")
-    pca_dim: Count | None = _key(
+    backbone: Text = _key("tf_efficientnet_lite0", "a model that `proximetry backbones` lists")
+    dim: Dim = _key(512, "dimension of the embedding")
+    pca_dim: Dim | None = _key(
         None,
         "reduce the trained embedding to this dimension with PCA fitted on the training images "
         "(folded into the head); at most as many dimensions as there are of these",
@@ -171,11 +223,11 @@ class ModelConfig(Section):
         False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
     )
     normalize: Flag = _key(True, "L2-normalise the embedding")
-    weights: str = _key(
+    weights: Text = _key(
         "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
     )
-    image_size: Count | None = _key(None, "side of the crop; default: the backbone's")
-    resize: Count | None = _key(
+    image_size: Side | None = _key(None, "side of the crop; default: the backbone's")
+    resize: Side | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"
     )
     freeze_batchnorm: Flag = _key(
@@ -198,18 +250,31 @@ class LossConfig(Section):
     """The loss and the terms added to it."""
 
     name: str = _key("proxy_anchor", "a loss that `proximetry losses` lists")
-    settings: dict[str, bool | int | float | str] = _key({}, "its settings, such as alpha")
+    settings: dict[str, Setting] = _key({}, "its settings, such as alpha")
     exclusive: Number = _key(0.0, "weight of RegularFace's exclusive regulariser", ge=0)
     center: Number = _key(0.0, "weight of the center loss", ge=0)
     project: Flag = _key(
         False, "put the proxies back on the unit sphere after each step (Zhao et al. 2019)"
     )
 
+    @field_validator("name")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        from proximetry.losses import loss_settings  # imports torch, which help does not need
+
+        loss_settings(name)
+        return name
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from proximetry.losses import check_settings  # imports torch, which help does not need
+        from proximetry.losses import check_settings
 
-        check_settings(self.name, self.settings)
+        try:
+            check_settings(self.name, self.settings)
+        except ValueError as error:
+            reason = shorten(str(error), 500)
+            named = reason.split(maxsplit=1)[0] in self.settings
+            raise ValueError(f"settings{'.' if named else ': '}{reason}") from error
         return self
 
 
@@ -222,9 +287,11 @@ class OptimizerConfig(Section):
     proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
     weight_decay: Number = _key(1e-4, "on all parameters", ge=0)
     eps: Number = _key(
-        1e-8, "of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it", gt=0
+        1e-8,
+        "of Adam; ProxyNCA++ uses 1.0, and its learning rates go with it",
+        ge=1e-30,  # less is zero in float32
     )
-    momentum: Number = _key(0.9, "of SGD", ge=0)
+    momentum: Number = _key(0.9, "of SGD", ge=0, lt=1)
     clip_value: Number | None = _key(
         None, "clip each entry of the gradients of the model and the proxies", gt=0
     )
@@ -246,7 +313,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if list(self.at) != sorted(set(self.at)):
-            raise ValueError(f"at must rise, got {list(self.at)}")
+            raise ValueError(f"at must rise, got {shown(list(self.at))}")
         return self
 
 
@@ -258,7 +325,9 @@ class TrainingConfig(Section):
         "number of epochs, warm-up included; auto goes by the number of training images",
         role="end",
     )
-    seed: Whole = _key(0, "random seed of the whole run", ge=0)
+    seed: Annotated[int, Field(strict=True)] = _key(
+        0, "random seed of the whole run", ge=0, lt=2**63
+    )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
         AUTO,
         "of the network (autocast); proxies and loss stay in float32. auto takes bfloat16 on a "
@@ -294,12 +363,19 @@ class TrainingConfig(Section):
     keep_checkpoint_every: Whole = _key(
         0, "keep the checkpoint of every n-th epoch; 0 for last and best alone", role="pace", ge=0
     )
+    rank_timeout: Number = _key(
+        120.0,
+        "seconds without a sign of life after which another process of the run is given up; one "
+        "that is at work is waited for",
+        role="pace",
+        ge=1,
+    )
     two_stages: Flag = _key(
         False,
         "find the number of epochs and the learning-rate drops on half of the classes, then train "
         "on all (Teh et al. 2020)",
     )
-    wandb: str | None = _key(None, "project to report to at Weights & Biases", role="pace")
+    wandb: Text | None = _key(None, "project to report to at Weights & Biases", role="pace")
 
     def is_over(self, epochs: int, stale: int) -> bool:
         """Whether a run ends after so many epochs, so many evaluations after its last improvement.
@@ -338,14 +414,15 @@ class EvaluationConfig(Section):
     eval_dims: tuple[Count, ...] = _key(
         (), "also report the metrics of the first d dimensions of the embedding, for each d"
     )
-    batch_size: Count = _key(128, "images per forward pass", role="pace")
+    batch_size: Count = _key(128, "images per forward pass", role="pace", le=LARGEST_BATCH)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         computed = [name for name in self.metrics.names() if name not in COUNTS]
         if self.select_by not in computed:
             raise ValueError(
-                f"select_by {self.select_by!r} is not computed; choose one of {', '.join(computed)}"
+                f"select_by {shown(self.select_by)} is not computed; "
+                f"choose one of {some(computed, 12)}"
             )
         return self
 
@@ -353,7 +430,7 @@ class EvaluationConfig(Section):
 class Recipe(Section):
     """Everything about a run except where its results go."""
 
-    name: str = _key("unnamed", "of the recipe", role="words")
+    name: Text = _key("unnamed", "of the recipe", role="words")
     about: str = _key("", "one sentence: what it is and where its figures come from", role="words")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -369,7 +446,7 @@ class Recipe(Section):
         if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):
             raise ValueError(
                 f"evaluation.eval_dims must differ and be below the embedding's {width} "
-                f"dimensions, got {list(dims)}"
+                f"dimensions, got {shown(list(dims))}"
             )
         if self.evaluation.protocol == "last" and self.schedule.name == "plateau":
             raise ValueError(
@@ -415,11 +492,25 @@ class Recipe(Section):
     def portable(self, *, without: tuple[Role, ...] = ("words", "place")) -> dict[str, Any]:
         """Return the flat keys and values, less those whose role does not matter."""
         values = flatten(self.to_dict())
-        for key, field in recipe_keys():
-            extra: Any = field.json_schema_extra
-            if extra["role"] in without:
+        for key, role in _roles():
+            if role in without:
                 del values[key]
         return values
+
+    def essence(self) -> dict[str, Any]:
+        """Return the flat keys and values that change what a step computes: those without a role.
+
+        A run continues with the same ones alone.
+        """
+        return self.portable(without=get_args(Role))
+
+    def without_places(self) -> Recipe:
+        """Return the recipe less where things lie on this machine."""
+        weights = self.model.weights
+        if weights not in WEIGHTS_SOURCES:
+            weights = Path(weights).name or "file"
+        places = {key: None for key, role in _roles() if role == "place"}
+        return self.override({**places, "model.weights": weights})
 
     def to_yaml(self) -> str:
         """Return YAML that `load` reads back to an equal recipe."""
@@ -441,6 +532,12 @@ def recipe_keys() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{key}", inner
         else:
             yield name, field
+
+
+def _roles() -> Iterator[tuple[str, Role | None]]:
+    for key, field in recipe_keys():
+        extra: Any = field.json_schema_extra
+        yield key, extra["role"]
 
 
 # What goes with model.image_size.
@@ -465,7 +562,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return "key: old → new" for each key in which two flat recipes differ."""
     keys = dict.fromkeys([*now, *before])
     return [
-        f"{key} {before.get(key)!r} → {now.get(key)!r}"
+        f"{key} {shown(before.get(key))} → {shown(now.get(key))}"
         for key in keys
         if before.get(key) != now.get(key)
     ]
@@ -486,7 +583,7 @@ def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """Write changes, nested or dotted, into nested values, and return these."""
     for key, value in changes.items():
         if not isinstance(key, str):
-            raise RecipeError(f"keys must be text, got {key!r}")
+            raise RecipeError(f"keys must be text, got {shown(key)}")
         first, _, rest = key.partition(".")
         if rest or isinstance(value, Mapping):
             old = values.get(first)
@@ -509,14 +606,21 @@ def find_recipe(source: str | Path) -> Path:
 
 def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, command: str) -> Path:
     """The file at a path, else the shipped one of this name; ``command`` lists those."""
-    path = Path(source)
-    found = path if path.is_file() else shipped.get(str(source))
+    found = Path(source) if is_file(source) else shipped.get(str(source))
     if found is None:
         raise RecipeError(
-            f"no {kind} {str(source)!r}{closest(str(source), shipped)} "
+            f"no {kind} {shown(str(source))}{closest(str(source), shipped)} "
             f"`proximetry {command}` lists the shipped ones"
         )
     return found
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; what is too long to be a name is none."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
 
 
 def plain_values(
@@ -535,25 +639,85 @@ def plain_values(
     if base is None:
         return _lay_over({}, values)
     if not isinstance(base, str):
-        raise RecipeError(f"base must name one recipe, got {base!r}")
+        raise RecipeError(f"base must name one recipe, got {shown(base)}")
     beside = place.parent / base if place is not None else Path(base)
-    found = beside if beside.is_file() else base
+    found = beside if is_file(beside) else base
     return merge(plain_values(found, (*above, place) if place else above), values)
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     """Return the keys and values of a YAML file."""
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse_yaml(read_text(path, _LARGEST_FILE))
+    except YamlError as error:
         raise RecipeError(f"{path} is no valid YAML: {error}") from error
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds no {kind}: expected keys and values")
     return values
+
+
+class YamlError(ValueError):
+    """A text that is no YAML, or none that a person writes."""
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain values of a YAML text; each key may stand there once."""
+    import yaml
+
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count("[") + line.count("{") > _MOST_BRACKETS:
+            raise YamlError(f"line {number} is nested too deeply")
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(root)
+        return loader.construct_document(root)
+    except YamlError:
+        raise
+    except RecursionError:
+        raise YamlError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        where = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise YamlError(f"line {where}: {shorten(error.problem or 'unreadable', 200)}") from error
+    except Exception as error:
+        # Values that look like a date, or that have a tag, raise whatever their reader trips over.
+        raise YamlError(f"a value cannot be read: {shorten(str(error), 200)}") from error
+
+
+def _check_nodes(root: Any) -> None:
+    """Refuse what its aliases let grow without end, what is nested deeply, and keys said twice."""
+    lines: dict[tuple[str, ...], int] = {}
+    left: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    for count in itertools.count(1):
+        if not left:
+            return
+        path, node = left.pop()
+        line = node.start_mark.line + 1
+        if len(path) > _DEEPEST or count > _MOST_VALUES:
+            what = "is nested too deeply" if len(path) > _DEEPEST else "makes it too large"
+            raise YamlError(f"line {line} {what}")
+        if isinstance(node.value, str):
+            continue
+        inside = []
+        for number, entry in enumerate(node.value):
+            if not isinstance(entry, tuple):  # of a list
+                inside.append(((*path, str(number)), entry))
+                continue
+            key, value = entry
+            name = (*path, *str(key.value).split(".")[: _DEEPEST + 1])
+            here = key.start_mark.line + 1
+            if name in lines:
+                first, second = sorted((lines[name], here))
+                raise YamlError(
+                    f"line {second} says {shown('.'.join(name))} a second time, after line {first}"
+                )
+            lines[name] = here
+            inside.append((name, value))
+        left += reversed(inside)
 
 
 def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
@@ -569,13 +733,14 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
             return f"{where} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
             section, _, key = where.rpartition(".")
-            return f"unknown key {where!r}{closest(key, _known_keys(model, section))}"
+            return f"unknown key {shown(where)}{closest(key, _known_keys(model, section))}"
         case "literal_error":
             allowed = re.findall(r"'([^']+)'", context["expected"])
-            return f"{where} is {value!r}{closest(str(value), allowed)}"
+            near = closest(value if isinstance(value, str) else "", allowed)
+            return f"{where} is {shown(value)}{near}"
         case "value_error":  # one of our own checks
             reason = str(context["error"])
-            if reason.split(maxsplit=1)[0] in _known_keys(model, where):
+            if re.split(r"[.: ]", reason, maxsplit=1)[0] in _known_keys(model, where):
                 return f"{where}.{reason}".lstrip(".")
             if reason.startswith(f"{where} "):
                 return reason
@@ -583,7 +748,7 @@ def validation_sentence(error: ValidationError, model: type[BaseModel]) -> str:
             return f"{where}{joint}{reason}" if where else reason
     reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
     reason = reason.partition(", unable to parse")[0]
-    return f"{where} {reason}, got {value!r}"
+    return f"{where} {reason}, got {shown(value)}"
 
 
 def _known_keys(model: Any, section: str) -> list[str]:

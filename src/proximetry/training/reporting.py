@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._common import need, spaced
+from proximetry._common import need, shorten, spaced, writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
@@ -58,9 +58,10 @@ class Trackers(Callback):
             if isinstance(value, (int, float))
         }
         if self._board is not None:
-            for name, value in flat.items():
-                self._board.add_scalar(name, value, line["epoch"])
-            self._board.flush()
+            with writing(run.folder.path / "tensorboard"):
+                for name, value in flat.items():
+                    self._board.add_scalar(name, value, line["epoch"])
+                self._board.flush()
         if self._run is not None:
             self._run.log(flat, step=line["step"])
 
@@ -278,14 +279,6 @@ def metrics_table(
         most = f"{'up to ' * (len(left_out) > 1)}{max(left_out):.0f}"
         blocks.append(f"{most} queries have no other image of their class and do not count")
     return "\n\n".join(blocks)
-
-
-def shorten(text: str, width: int) -> str:
-    """Leave out the middle of a text that is too long."""
-    if len(text) <= width:
-        return text
-    half = (width - 1) // 2
-    return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
 
 
 def _metrics(scores: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,15 +21,15 @@ from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
-from proximetry.training.distributed import World, join_processes, leave_processes
+from proximetry.training.distributed import World, join_processes, watching
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
+from proximetry.training.run_folder import FIRST_STAGE, Continuation, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.state import Checkpoints, TrainState, restore_state
+from proximetry.training.state import Checkpoints, TrainState, find_best, restore_state, save_state
 from proximetry.training.stopping import stop_requests
 from proximetry.training.update import Updater
 
@@ -45,8 +46,10 @@ def train(
     """Train as the recipe says, write everything to the folder ``out``, return the results.
 
     A run that was cut off continues where its last checkpoint stands; one that is complete
-    returns its results at once. Under torchrun all processes call this alike. Everything is
-    checked before the folder is touched, and torch's global state is afterwards as it was before.
+    returns its results at once. Under torchrun all processes call this alike; when one of them is
+    lost, the others raise a `RankError` or, where they wait for it inside torch, end. Everything
+    is checked before the folder is touched, and torch's global state is afterwards as it was
+    before. Threads take turns.
 
     Args:
         recipe: what to do.
@@ -59,7 +62,8 @@ def train(
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
     stage = partial(_train_stage, world, resume, shown, callbacks)
-    with guest_of_torch(world, out), shown:
+    world.heart.tidy = shown.__exit__
+    with guest_of_torch(world, out, recipe.training.rank_timeout, shown.message), shown:
         if recipe.training.two_stages:
             return _two_stages(recipe, Path(out), stage, shown)
         return stage(recipe, RunFolder(Path(out)))
@@ -78,11 +82,29 @@ def _train_stage(
 
     A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
     """
+    try:
+        # Where there is a run, at once: nobody should decode for hours to be refused then.
+        if world.first(folder.lock.exists):
+            world.first(lambda: folder.acquire(display.message))
+        return _train_alone(world, resume, display, callbacks, recipe, folder, outdates)
+    finally:
+        folder.release()
+
+
+def _train_alone(
+    world: World,
+    resume: bool,
+    display: Display,
+    callbacks: Sequence[Callback],
+    recipe: Recipe,
+    folder: RunFolder,
+    outdates: RunFolder | None,
+) -> dict[str, Any]:
     asked = recipe
     recipe = world.first(lambda: folder.keep_choices(asked, resume))
     begun = world.first(lambda: folder.check(recipe, resume))
     _check_end(begun, recipe, folder, in_stages=outdates is not None)
-    if begun is not None and world.first(lambda: folder.is_complete(recipe)):
+    if begun is not None and world.first(lambda: folder.is_complete(recipe, display.message)):
         results = folder.read_results()
         display.message(f"{folder.path} is complete already")
         if results.get("stopped_early"):
@@ -93,22 +115,38 @@ def _train_stage(
     run = prepare(recipe, folder, world, display, needs_graph=asked.training.cuda_graph is True)
     trackers = [Trackers()] if world.leads else []
     run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
-    world.first(folder.acquire)
-    try:
-        if world.first(lambda: folder.begin(run.recipe, resume, world.device)):
-            restore_state(folder.last, run)
-            world.first(lambda: folder.forget_after(run.state.epoch))
-            if begun is not None and begun.training.epochs != recipe.training.epochs:
-                before, now = begun.training.epochs, recipe.training.epochs
-                how = "extended" if now > before else "shortened"
-                display.message(f"{how} from {before} to {now} epochs")
-            display.message(f"continuing after step {run.state.step} (epoch {run.state.epoch})")
-        elif outdates is not None:
+    world.first(lambda: folder.acquire(display.message))
+    begun = world.first(lambda: folder.check(run.recipe, resume))  # another may have begun by now
+    if begun is not None:
+        _continue(run, begun, world.first(folder.newest), display)
+    else:
+        if resume and world.first(folder.recipe.exists):
+            display.message(f"no checkpoint in {folder.path} yet: beginning again")
+        world.first(lambda: folder.begin(run.recipe, world.device))
+        if outdates is not None:
             world.first(outdates.remove)
-        with stop_requests() as stop_requested:
-            return fit(run, stop_requested)
-    finally:
-        folder.release()
+    with stop_requests() as stop_requested:
+        return fit(run, stop_requested)
+
+
+def _continue(run: Run, begun: Recipe, found: Continuation, display: Display) -> None:
+    """Put a run back to where a checkpoint stands; only then write to its folder."""
+    for problem in found.problems:
+        display.message(problem)
+    restore_state(found.path, run)
+    run.world.first(lambda: run.folder.go_on(run.recipe, run.state.lines, display.message))
+    before, now = begun.training.epochs, run.recipe.training.epochs
+    if before != now:
+        how = "extended" if now > before else "shortened"
+        display.message(f"{how} from {before} to {now} epochs")
+    which = ""
+    if found.path != run.folder.last:
+        which = f" from {found.path.name}"
+        save_state(run.folder.last, run)
+    at_the_best = (run.state.best_epoch, 0) == (run.state.epoch, run.state.batch)
+    if at_the_best and run.world.first(lambda: find_best(run))[0] is None:
+        save_state(run.folder.best, run)
+    display.message(f"continuing{which} after step {run.state.step} (epoch {run.state.epoch})")
 
 
 def _check_end(begun: Recipe | None, recipe: Recipe, folder: RunFolder, in_stages: bool) -> None:
@@ -268,11 +306,27 @@ def _two_stages(
     return {**results, "protocol": "held_out", "first_stage": found["selected"]}
 
 
+# A callback may train too, hence the R.
+_TURN = threading.RLock()
+
+
 @contextmanager
-def guest_of_torch(world: World, out: str | Path) -> Iterator[None]:
-    """Leave torch as it was, and the processes; say in a sentence when memory runs out."""
+def guest_of_torch(
+    world: World,
+    out: str | Path,
+    rank_timeout: float,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[None]:
+    """Leave torch as it was, and the processes.
+
+    Says in a sentence when memory runs out, or a rank is lost. Torch has one random state for all
+    threads: they train one after the other.
+    """
+    if not _TURN.acquire(blocking=False):
+        report("waiting for another training in this process to end")
+        _TURN.acquire()
     try:
-        with _torch_state_restored(world.device):
+        with _torch_state_restored(world.device), watching(world, rank_timeout):
             yield
     except torch.OutOfMemoryError as error:
         raise RunError(
@@ -282,7 +336,7 @@ def guest_of_torch(world: World, out: str | Path) -> Iterator[None]:
             f"have left the device ({str(error).split('. ')[0]})"
         ) from error
     finally:
-        leave_processes(world)
+        _TURN.release()
 
 
 @contextmanager

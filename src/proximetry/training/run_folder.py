@@ -7,20 +7,37 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 
 from proximetry import __version__
-from proximetry._common import PART_SUFFIX, atomic_write, some
+from proximetry._common import (
+    SEAL,
+    UsageError,
+    atomic_write,
+    is_sealed,
+    sealed,
+    some,
+    take_lock,
+    writing,
+    written_for,
+)
+from proximetry.models.storage import read_embedder
 from proximetry.training.automatic import keep_choices
-from proximetry.training.checkpoint import read_state
-from proximetry.training.recipe import Recipe, Role, differences
+from proximetry.training.checkpoint import CheckpointError, read_state
+from proximetry.training.recipe import Recipe, RecipeError, differences
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+Report = Callable[[str], None]
 
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
@@ -30,16 +47,30 @@ FIRST_STAGE = "first-stage"
 
 # What a run has written by the time its recipe is there.
 _BEFORE_RECIPE = ("checkpoints", "environment.json", LOCK)
-# What a run writes into folders of its own; other files there are not its own.
+# What a run writes, by folder; other files there are not its own.
 _OURS = {
-    "checkpoints": ("last.safetensors", "best.safetensors", "epoch-*.safetensors"),
+    "": ("recipe.yaml", "environment.json", "metrics.jsonl", "results.json"),
+    "checkpoints": ("last.safetensors", "epoch-*.safetensors", "best.safetensors"),
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
 }
+_OTHERWISE = "choose another folder, or start over with --fresh"
 
 
 class RunError(ValueError):
     """A run that cannot start or go on, and why."""
+
+
+class Continuation(NamedTuple):
+    """A checkpoint to continue from and how far it is; ``problems`` are those of other ones."""
+
+    path: Path
+    state: dict[str, Any]
+    problems: list[str]
+
+
+class PlaceError(RunError, UsageError):
+    """A folder in which no run can be begun."""
 
 
 class RunFolder:
@@ -52,6 +83,7 @@ class RunFolder:
         results: what came out: metrics, protocol, selected epoch.
         embedder: the folder of the trained embedder.
         last, best: the newest checkpoint, and that of the selected epoch so far.
+        lock: held by the process that writes here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,31 +95,75 @@ class RunFolder:
         self.embedder = path / "embedder"
         self.last = path / "checkpoints" / "last.safetensors"
         self.best = path / "checkpoints" / "best.safetensors"
-        self._lock = FileLock(path / LOCK)
+        self.lock = path / LOCK
+        self._held: BaseFileLock | None = None
 
     def of_epoch(self, epoch: int) -> Path:
         """The kept checkpoint of an epoch."""
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
 
-    def begin(self, recipe: Recipe, resume: bool, device: torch.device) -> bool:
-        """Begin a run here, or continue one; return whether there is a checkpoint to continue.
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that are here: the last, the best, and kept ones from the newest on."""
+        kept = self.last.parent.glob("epoch-*.safetensors")
+        newest_first = sorted(kept, key=lambda path: (len(path.name), path.name), reverse=True)
+        return [path for path in (self.last, self.best, *newest_first) if path.exists()]
 
-        A folder without a checkpoint is free: nothing was trained in it yet. Without ``resume``
-        a run that is there is removed first.
+    def newest(self) -> Continuation:
+        """The checkpoint that has come furthest: the last one, or else the best or a kept one.
+
+        It makes no difference to the result which one a run continues from.
         """
-        begun = self.check(recipe, resume)
-        for leftover in self.path.glob(f"**/.*{PART_SUFFIX}"):
-            leftover.unlink(missing_ok=True)
-        if begun is not None and self.last.exists():
-            if begun != recipe:
-                recipe.save(self.recipe)
-            return True
+        found: list[tuple[Path, dict[str, Any]]] = []
+        problems: list[str] = []
+        for path in self.checkpoints():
+            if found and path not in (self.last, self.best):
+                break
+            try:
+                state = read_state(path)["state"]
+                state["step"], state["epoch"], state["batch"]
+            except CheckpointError as error:
+                problems.append(str(error))
+            except (LookupError, TypeError):
+                problems.append(f"{path} is no checkpoint of a run")
+            else:
+                found.append((path, state))
+        if not found:
+            why = "; ".join(problems) or f"the checkpoints of the run in {self.path} are gone"
+            raise RunError(f"{why}; put {self.last} back, {_OTHERWISE}")
+        if not self.last.exists():
+            problems.append(f"there is no checkpoint {self.last}")
+        path, state = max(found, key=lambda one: one[1]["step"])
+        return Continuation(path, state, problems)
+
+    def begin(self, recipe: Recipe, device: torch.device) -> None:
+        """Begin a run here; one that is here is removed first."""
+        self._tidy()
         self.remove()
         self.last.parent.mkdir(parents=True, exist_ok=True)
         environment = json.dumps(describe_environment(recipe.training.seed, device), indent=2)
         atomic_write(self.environment, environment.encode())
         recipe.save(self.recipe)
-        return False
+
+    def go_on(self, recipe: Recipe, lines: Sequence[dict[str, Any]], report: Report) -> None:
+        """Continue the run here, of whose metrics these lines are known."""
+        self._tidy()
+        if Recipe.load(self.recipe) != recipe:
+            recipe.save(self.recipe)
+        known = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        there = self.metrics.read_bytes() if self.metrics.exists() else b""
+        if there == known:
+            return
+        # A run that is cut off has logged epochs since the checkpoint, or has yet to log some.
+        if not there.startswith(known) and not known.startswith(there):
+            report(f"{self.metrics} was changed or damaged: written again from the checkpoint")
+        atomic_write(self.metrics, known)
+
+    def _tidy(self) -> None:
+        """Remove what a killed process of ours has left half-written."""
+        for folder, names in _OURS.items():
+            for path in (self.path / folder).glob(".*"):
+                if any(fnmatch(written_for(path), name) for name in names):
+                    path.unlink(missing_ok=True)
 
     def check(self, recipe: Recipe, resume: bool = True) -> Recipe | None:
         """Refuse a folder that holds something else, or a run that was started differently.
@@ -97,145 +173,194 @@ class RunFolder:
         """
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
-            raise RunError(f"{there} is a file; choose another folder")
+            raise PlaceError(f"{there} is a file; choose another folder")
         if not os.access(there, os.W_OK | os.X_OK):
-            raise RunError(f"{there} cannot be written to; choose another folder")
+            raise PlaceError(f"{there} cannot be written to; choose another folder")
         if there != self.path:
             return None
-        if not self.recipe.exists():
-            names = {path.name for path in self.path.iterdir() if path.suffix != PART_SUFFIX}
+        if not self._is_ours():
+            names = {path.name for path in self.path.iterdir() if not written_for(path)}
             if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
-                raise RunError(f"{self.path} is not empty and holds no run; choose another folder")
+                raise PlaceError(
+                    f"{self.path} is not empty and holds no run; choose another folder"
+                )
         elif resume and (begun := self.begun()) is not None:
             self._check_same(begun, recipe)
             return begun
         self._check_embedder()
         return None
 
+    def _is_ours(self) -> bool:
+        """Whether there is the recipe of a run, and not a file that is called like one."""
+        return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
+
     def _check_same(self, begun: Recipe, recipe: Recipe) -> None:
-        roles: tuple[Role, ...] = get_args(Role)
-        changed = differences(begun.portable(without=roles), recipe.portable(without=roles))
-        other = "choose another folder, or start over with --fresh"
+        changed = differences(begun.essence(), recipe.essence())
         if changed:
             raise RunError(
                 f"the run in {self.path} was started with another recipe: {', '.join(changed)}; "
-                f"continue it with the same recipe, {other}"
+                f"continue it with the same recipe, {_OTHERWISE}"
             )
         before, now = begun.training.epochs, recipe.training.epochs
-        if before == now:
-            return
-        if recipe.schedule.name == "cosine":
+        if before != now and recipe.schedule.name == "cosine":
             raise RunError(
                 f"the run in {self.path} cannot go on to training.epochs {now}: its cosine "
-                f"schedule is laid out over {before} epochs; {other}"
+                f"schedule is laid out over {before} epochs; {_OTHERWISE}"
             )
-        if not self.last.exists():
-            raise RunError(
-                f"the run in {self.path} cannot go on to training.epochs {now}: its checkpoint "
-                f"{self.last} is gone; {other}"
-            )
-        state = read_state(self.last)["state"]
+        if before == now and (self.results.exists() or self.checkpoints()):
+            return
+        state = self.newest().state
         done = state["epoch"] + (state["batch"] > 0)
         if now < done:
             raise RunError(
                 f"the run in {self.path} is in its epoch {done} already, past training.epochs "
-                f"{now}; {other}"
+                f"{now}; {_OTHERWISE}"
             )
 
     def _check_embedder(self) -> None:
         """Refuse to begin where the new embedder would have to be saved among other files."""
-        ours = {path for name in _OURS["embedder"] for path in self.embedder.glob(name)}
         inside = self.embedder.iterdir() if self.embedder.is_dir() else ()
-        foreign = [path.name for path in inside if path not in ours and path.suffix != PART_SUFFIX]
+        foreign = [
+            path.name
+            for path in inside
+            if not any(fnmatch(written_for(path) or path.name, name) for name in _OURS["embedder"])
+        ]
         if foreign:
             raise RunError(
                 f"{self.embedder} holds other files ({some(sorted(foreign), 3)}), which are kept; "
                 "move them elsewhere, or choose another folder"
             )
 
-    def is_complete(self, recipe: Recipe) -> bool:
-        """Whether the results that are here are those at the end of this recipe."""
+    def is_complete(self, recipe: Recipe, report: Report = lambda line: None) -> bool:
+        """Whether the results and the embedder that are here are those at the end of this recipe.
+
+        What of them is lost or damaged is made again from the checkpoint, if there is one.
+        """
         if not self.results.exists():
             return False
-        epochs, wanted = self.read_results()["epochs"], recipe.training
-        if epochs == wanted.epochs or not self.last.exists():
+        try:
+            epochs, wanted = self.read_results()["epochs"], recipe.training
+            read_embedder(self.embedder)
+        except ValueError as error:
+            if not self.checkpoints():
+                raise RunError(f"{error}, and there is no checkpoint; {_OTHERWISE}") from error
+            report(f"{error}; made again from the checkpoint")
+            return False
+        if epochs == wanted.epochs or not self.checkpoints():
             return True
-        state = read_state(self.last)["state"]
+        state = self.newest().state
         return bool(state["epoch"] == epochs and wanted.is_over(epochs, state["stale"]))
 
     def begun(self) -> Recipe | None:
-        """The recipe of the run that is here, unless nothing was trained yet."""
-        if self.recipe.exists() and (self.last.exists() or self.results.exists()):
-            return Recipe.load(self.recipe)
-        return None
+        """The recipe of the run that is here, unless it has not come to its first checkpoint."""
+        if not self._is_ours():
+            return None
+        try:
+            recipe = Recipe.load(self.recipe)
+        except RecipeError as error:
+            raise RunError(f"{error}; put {self.recipe} back, {_OTHERWISE}") from error
+        if self.results.exists() or self.checkpoints():
+            return recipe
+        # Without a checkpoint nothing is known of a run, unless it must have been there.
+        return recipe if self._epochs_logged() >= recipe.training.checkpoint_epochs else None
+
+    def _epochs_logged(self) -> int:
+        """The last epoch that metrics.jsonl tells of, whatever else is in it."""
+        epochs = [0]
+        with suppress(OSError):
+            for text in self.metrics.read_bytes().splitlines():
+                with suppress(ValueError, LookupError, TypeError):
+                    epochs.append(int(json.loads(text)["epoch"]))
+        return max(epochs)
 
     def keep_choices(self, recipe: Recipe, resume: bool) -> Recipe:
         """Leave nothing to ``auto`` that was chosen when the run here was begun."""
         begun = self.begun() if resume else None
         return recipe if begun is None else keep_choices(recipe, begun)
 
-    def acquire(self) -> None:
+    def acquire(self, report: Report = lambda line: None) -> None:
         """Be the only one who writes here, after waiting a little for another run to end."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        if self._held is not None:
+            return
         try:
-            self._lock.acquire(timeout=LOCK_SECONDS)
-        except Timeout:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._held = take_lock(self.lock, LOCK_SECONDS, report)
+        except TimeoutError as error:
             raise RunError(
-                f"another process is training in {self.path}; wait for it, or choose another folder"
+                f"{error} is training in {self.path}; wait for it, or choose another folder"
             ) from None
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written to ({error.strerror}); choose another folder"
+            ) from error
 
     def release(self) -> None:
         """Let others write here."""
-        self._lock.release()
+        if self._held is not None:
+            self._held.release()
+            self._held = None
 
     def remove(self) -> None:
         """Remove the run that is here, if any, but nothing else.
 
         Whenever that is cut off, what is left can be continued, or counts as no run: the results
-        and the last checkpoint go first, the recipe goes last.
+        go first, the best checkpoint after the others, and the recipe last. Without metrics nobody
+        misses a checkpoint.
         """
         self.results.unlink(missing_ok=True)
-        self.last.unlink(missing_ok=True)
+        self.metrics.unlink(missing_ok=True)
         for folder, names in _OURS.items():
+            if not folder:
+                continue
             for file in [file for name in names for file in (self.path / folder).glob(name)]:
                 file.unlink()
             with suppress(OSError):  # it is not there, or holds what others have put there
                 (self.path / folder).rmdir()
         if (self.path / "wandb").is_dir():
             shutil.rmtree(self.path / "wandb")
-        for file in (self.metrics, self.environment, self.recipe):
+        for file in (self.environment, self.recipe):
             file.unlink(missing_ok=True)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line of metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics so far; a half-written last line of a killed run is left out."""
         if not self.metrics.exists():
             return []
-        lines = []
-        for text in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
+        lines: list[dict[str, Any]] = []
+        try:
+            whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
+            for text in whole.splitlines():
+                line = json.loads(text)
+                line["epoch"]
+                lines.append(line)
+        except OSError as error:
+            raise RunError(f"{self.metrics} cannot be read: {error.strerror}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(
+                f"{self.metrics} is damaged in line {len(lines) + 1}; without {self.results.name} "
+                "the same command writes both again from the checkpoint"
+            ) from error
         return lines
-
-    def forget_after(self, epochs: int) -> None:
-        """Drop lines of epochs that will be trained again."""
-        kept = [line for line in self.history() if line["epoch"] <= epochs]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        atomic_write(self.metrics, text.encode())
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        atomic_write(self.results, json.dumps(results, indent=2).encode())
+        text = json.dumps({"checksum": SEAL, **results}, indent=2)
+        atomic_write(self.results, sealed(text.encode()))
 
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""
-        results: dict[str, Any] = json.loads(self.results.read_text(encoding="utf-8"))
+        try:
+            content = self.results.read_bytes()
+        except OSError as error:
+            raise RunError(f"{self.results} cannot be read: {error.strerror}") from error
+        if not is_sealed(content):
+            raise RunError(f"{self.results} is damaged: it does not have its checksum any more")
+        results: dict[str, Any] = json.loads(content)
+        del results["checksum"]
         return results
 
 

@@ -1,17 +1,32 @@
 """How far a run has come: what a checkpoint holds besides weights and optimiser."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from proximetry.training.callbacks import Callback
-from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
+from proximetry.training.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from proximetry.training.fingerprint import what_changed
+from proximetry.training.recipe import Recipe, differences
+from proximetry.training.run_folder import RunError
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
+
+CHANGING_SECONDS = 60.0
+"""More than it takes to change the weights once."""
 
 
 @dataclass
@@ -27,6 +42,7 @@ class TrainState:
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
         stale: evaluations since the last improvement.
+        lines: of metrics.jsonl, which a continued run writes again.
     """
 
     loss_sum: Tensor
@@ -37,6 +53,7 @@ class TrainState:
     best_epoch: int | None = None
     best_value: float | None = None
     stale: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.bad_step = torch.full_like(self.loss_sum, -1, dtype=torch.long)
@@ -63,37 +80,126 @@ class TrainState:
 
 
 def save_state(path: Path, run: "Run") -> None:
-    """Write a checkpoint; only of a run whose losses were finite."""
-    run.check_finite()
-    if not run.world.leads:
-        return
+    """Write a checkpoint; only of a run whose losses and weights were finite."""
+    run.check_finite(weights=True)
+    if run.world.leads:
+        save_checkpoint(path, run.modules(), run.updater.optimizer, _plain_state(run))
+
+
+def _plain_state(run: "Run") -> dict[str, Any]:
     state = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in vars(run.state).items()
     }
-    plain = {
+    return {
         "state": state,
         "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
-        "seconds": run.clock.seconds,
+        "seconds": run.clock.so_far(),
         "scaler": run.updater.scaler.state_dict(),
+        "recipe": run.recipe.to_dict(),
+        "images": run.data.fingerprint,
     }
-    save_checkpoint(path, run.modules(), run.updater.optimizer, plain)
+
+
+class LastStep:
+    """The run after its last finished step, which can be saved while another one is under way.
+
+    The weights change between two steps alone, in `changing`, but networks and losses count in
+    their buffers what they see: those are kept aside. Only of use to the rank that writes, and only
+    on a CPU: on a GPU nobody knows what a step has done when it is cut off.
+    """
+
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._wanted = run.world.size > 1 and run.world.leads and run.world.device.type == "cpu"
+        self._turn = Lock()
+        self._plain: dict[str, Any] | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the run from one finished step to the next."""
+        if not self._wanted:
+            yield
+            return
+        with self._turn:
+            self._plain = None
+            yield
+            self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers()}
+            self._plain = copy.deepcopy(_plain_state(self._run))
+
+    def save(self) -> int | None:
+        """Write the last checkpoint for good; return its step, None if there is nothing to save.
+
+        The run must not go on after that, and cannot.
+        """
+        if not self._turn.acquire(timeout=CHANGING_SECONDS) or self._plain is None:
+            return None
+        for name, buffer in self._named_buffers():
+            buffer.copy_(self._buffers[name])
+        run = self._run
+        save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, self._plain)
+        return int(self._plain["state"]["step"])
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for part, module in self._run.modules().items():
+            yield from module.named_buffers(part)
 
 
 def restore_state(path: Path, run: "Run") -> None:
     """Continue from a checkpoint."""
-    plain = load_checkpoint(path, run.modules(), run.updater.optimizer)
-    for name, value in plain["state"].items():
-        now = getattr(run.state, name)
-        if isinstance(now, Tensor):
-            now.fill_(value)
-        else:
-            setattr(run.state, name, value)
-    vars(run.rates).update(plain["rates"])
-    for phase, seconds in plain["seconds"].items():
-        run.clock.seconds[phase] += seconds
-    if plain["scaler"]:
-        run.updater.scaler.load_state_dict(plain["scaler"])
+    try:
+        plain = load_checkpoint(
+            path, run.modules(), run.updater.optimizer, lambda plain: _check_same(path, plain, run)
+        )
+        for name, value in plain["state"].items():
+            now = getattr(run.state, name)
+            if isinstance(now, Tensor):
+                now.fill_(value)
+            else:
+                setattr(run.state, name, value)
+        vars(run.rates).update(plain["rates"])
+        for phase, seconds in plain["seconds"].items():
+            run.clock.seconds[phase] += seconds
+        if plain["scaler"]:
+            run.updater.scaler.load_state_dict(plain["scaler"])
+    except (LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of this version of Proximetry ({error!r}); use the one that "
+            "wrote it, or start over with --fresh"
+        ) from error
+
+
+def find_best(run: "Run") -> tuple[Path | None, str]:
+    """Find a checkpoint of the selected epoch; where there is none, also say why."""
+    wanted = run.state.best_epoch
+    problems = []
+    for path in (run.folder.best, run.folder.of_epoch(wanted or 0)):
+        try:
+            plain = read_state(path)
+            _check_same(path, plain, run)
+            if plain["state"]["epoch"] == wanted:
+                return path, ""
+            problems.append(f"{path} is of epoch {plain['state']['epoch']}, not of epoch {wanted}")
+        except (ValueError, LookupError) as error:
+            problems.append(str(error))
+    return None, problems[0]
+
+
+def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
+    """Refuse a checkpoint of another recipe, or of other images than there are now."""
+    changed = differences(Recipe.load(plain["recipe"]).essence(), run.recipe.essence())
+    if changed:
+        raise RunError(
+            f"{path} is of a run with another recipe: {', '.join(changed)}; put the right one "
+            "back, or start over with --fresh"
+        )
+    changes = what_changed(plain["images"], run.data.fingerprint)
+    if changes:
+        raise RunError(
+            f"the run in {run.folder.path} was begun with other images: {changes}; put them back "
+            "as they were, choose another folder, or start over with --fresh"
+        )
 
 
 class Checkpoints(Callback):
@@ -101,6 +207,7 @@ class Checkpoints(Callback):
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
         """Note the baseline."""
+        run.state.lines.append(line)
         if run.world.leads:
             run.folder.log(line)
 
@@ -111,9 +218,12 @@ class Checkpoints(Callback):
             save_state(run.folder.last, run)
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Save at the end of an epoch; its line comes first, since a continued run drops it."""
-        if run.world.leads:
-            run.folder.log(line)
+        """Save at the end of an epoch.
+
+        Its line in metrics.jsonl comes afterwards: once it is there, so is the checkpoint, and who
+        finds the one without the other knows that something was lost.
+        """
+        run.state.lines.append(line)
         t, epoch = run.recipe.training, run.state.epoch
         selected = run.state.best_epoch == epoch
         if selected:
@@ -123,6 +233,8 @@ class Checkpoints(Callback):
             save_state(run.folder.last, run)
         if t.keep_checkpoint_every and epoch % t.keep_checkpoint_every == 0:
             save_state(run.folder.of_epoch(epoch), run)
+        if run.world.leads:
+            run.folder.log(line)
 
     def on_stop(self, run: "Run") -> None:
         """Save where the run was stopped."""

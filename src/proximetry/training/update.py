@@ -93,18 +93,27 @@ class Updater:
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Make one update and return the loss of the whole batch over all processes."""
+        loss = self.backward(pixels, labels, step)
+        self.update(step)
+        return loss
+
+    def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Fill in the gradients and return the loss; processes wait for each other here alone."""
         # Every step has a seed of its own, so a continued run draws what the first would have.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(pixels, labels, step)
         self.scaler.unscale_(self.optimizer)
         average_gradients(self.objective.parameters(), self.world)
+        return loss
+
+    def update(self, step: int) -> None:
+        """Change the weights by their gradients."""
         self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
         self._update_average(step)
-        return loss
 
     def _backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Fill in the gradients and return the loss.

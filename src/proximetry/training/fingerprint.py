@@ -1,0 +1,75 @@
+"""Which images a run was begun with, and what has become of them since."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from proximetry._common import some, spaced
+from proximetry.data import Catalog
+
+
+def fingerprint(catalog: Catalog, contents: str | None) -> dict[str, Any]:
+    """Describe the images of a catalogue in plain values, to be compared with `what_changed`.
+
+    Args:
+        catalog: the images.
+        contents: the digest of what the image files contain, where it is known.
+    """
+    roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
+    return {
+        "classes": dict(sorted(Counter(catalog.labels).items())),
+        "splits": dict(sorted(Counter(catalog.splits).items())),
+        "rows": _digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
+        "paths": _digest(map(repr, catalog.paths)),
+        "contents": contents,
+    }
+
+
+def _digest(lines: Iterable[str]) -> str:
+    whole = hashlib.sha256()
+    for line in lines:
+        whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
+    return whole.hexdigest()
+
+
+def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say in which way images are not those of before, "" where they are the same ones.
+
+    Files that lie elsewhere now, or are called otherwise, are the same if they contain the same.
+    """
+    known = None not in (before["contents"], now["contents"])
+    same_files = "contents" if known else "paths"
+    if all(before[part] == now[part] for part in ("rows", same_files)):
+        return ""
+    old, new = before["classes"], now["classes"]
+    gone, added = ([name for name in a if name not in b] for a, b in ((old, new), (new, old)))
+    sizes = [
+        f"{name} has {new[name]} images instead of {old[name]}"
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
+    splits = [
+        f"split {name} has {now['splits'].get(name, 0)} images instead of {count}"
+        for name, count in before["splits"].items()
+        if now["splits"].get(name, 0) != count
+    ]
+    told = [
+        f"{_classes(gone)} gone ({some(gone)})" if gone else "",
+        f"{_classes(added)} new ({some(added)})" if added else "",
+        some(sizes, 3),
+        "" if gone or added or sizes else some(splits, 3),
+    ]
+    if not any(told):
+        rows = before["rows"] != now["rows"]
+        told = ["images are in other classes or splits" if rows else "image files are other ones"]
+    total, was = (spaced(sum(classes.values())) for classes in (new, old))
+    if total != was:
+        told.append(f"{total} images in all instead of {was}")
+    return ", ".join(filter(None, told))
+
+
+def _classes(names: list[str]) -> str:
+    return "1 class is" if len(names) == 1 else f"{spaced(len(names))} classes are"

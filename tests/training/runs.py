@@ -1,0 +1,81 @@
+"""What tests do with runs: cut them off, and tell whether two are the same to the last bit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proximetry.training import Callback, RunFolder, train
+from proximetry.training.checkpoint import load_checkpoint
+from proximetry.training.reporting import PlainDisplay
+from proximetry.training.state import TrainState
+
+
+def tensors(folder, name="last"):
+    return load_file(folder / "checkpoints" / f"{name}.safetensors")
+
+
+def state_of(checkpoint):
+    return load_checkpoint(checkpoint, {})
+
+
+def assert_same_run(one, two, but=()):
+    """Compare everything but timings, and these of the results."""
+    first, second = tensors(one), tensors(two)
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+    drop = ("images_per_second", "seconds", "evaluation_seconds")
+    lines = [
+        [{k: v for k, v in line.items() if k not in drop} for line in RunFolder(f).history()]
+        for f in (one, two)
+    ]
+    assert lines[0] == lines[1]
+    # The checksum of an embedder is in the name of its weights.
+    weights = [[path.name for path in f.glob("embedder/embedder-*")] for f in (one, two)]
+    assert weights[0] == weights[1]
+    timings = ("seconds", "startup_seconds")
+    results = [
+        {k: v for k, v in RunFolder(f).read_results().items() if k not in (*timings, *but)}
+        for f in (one, two)
+    ]
+    assert results[0] == results[1]
+
+
+class OnStep(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, run, loss):
+        if run.state.step == self.step:
+            self.action()
+
+
+def fail(error):
+    raise error
+
+
+def killed_at(step, recipe, folder):
+    """Train until after a step, and no further."""
+    with pytest.raises(SystemError):
+        train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
+
+
+def observed(monkeypatch, values):
+    """Let the selection metric have these values, epoch by epoch."""
+    observe = TrainState.observe
+    monkeypatch.setattr(
+        TrainState, "observe", lambda state, _: observe(state, values[state.epoch - 1])
+    )
+
+
+class Said(PlainDisplay):
+    """Keeps what a run says."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)

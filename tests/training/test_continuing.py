@@ -1,0 +1,518 @@
+"""Runs that find something lost, changed, damaged or taken: a sentence, and a way on."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+
+from proximetry._common import (
+    SEAL,
+    WriteError,
+    atomic_path,
+    atomic_write,
+    is_sealed,
+    sealed,
+    written_for,
+)
+from proximetry.data import PixelCache, open_dataset
+from proximetry.models import Embedder
+from proximetry.training import Callback, RunError, RunFolder, clock, train
+from proximetry.training.checkpoint import CheckpointError, load_checkpoint
+from proximetry.training.dry_run import dry_run
+from proximetry.training.update import Updater
+from tests.training.runs import OnStep, Said, assert_same_run, killed_at, observed
+from tests.training.tiny import make_recipe, with_
+
+
+@pytest.fixture(scope="module")
+def recipe(images, cache):
+    return make_recipe(images, cache, training={"checkpoint_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(recipe, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def cut_off(recipe, tmp_path_factory):
+    """Killed in its third epoch; the second one was the best."""
+    out = tmp_path_factory.mktemp("cut") / "run"
+    killed_at(11, recipe, out)
+    return out
+
+
+@pytest.fixture
+def run(cut_off, tmp_path):
+    return RunFolder(shutil.copytree(cut_off, tmp_path / "run"))
+
+
+# What a run was begun with
+
+
+def rename_a_class(root):
+    (root / "class00").rename(root / "zebra")
+    return r"1 class is gone \(class00\), 1 class is new \(zebra\);"
+
+
+def add_a_class(root):
+    shutil.copytree(root / "class03", root / "class99")
+    return r"1 class is new \(class99\), 52 images in all instead of 48;"
+
+
+def remove_images(root):
+    (root / "class05" / "1.png").unlink()
+    (root / "class05" / "2.png").unlink()
+    return r"class05 has 2 images instead of 4, 46 images in all instead of 48;"
+
+
+def exchange_images(root):
+    for here, there in (("class01/0.png", "t.png"), ("class02/0.png", "class01/0.png")):
+        (root / here).rename(root / there)
+    (root / "t.png").rename(root / "class02/0.png")
+    return "image files are other ones;"
+
+
+@pytest.mark.parametrize("change", [rename_a_class, add_a_class, remove_images, exchange_images])
+def test_a_run_is_not_continued_on_other_images(images, cache, tmp_path, change):
+    root = shutil.copytree(images, tmp_path / "images")
+    recipe = make_recipe(root, cache)
+    killed_at(5, recipe, tmp_path / "run")
+    before = (tmp_path / "run" / "checkpoints" / "last.safetensors").read_bytes()
+    changes = change(root)
+    with pytest.raises(RunError, match=f"was begun with other images: {changes} put.*--fresh"):
+        train(recipe, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "last.safetensors").read_bytes() == before
+    train(with_(recipe, "training", epochs=1), tmp_path / "run", resume=False)
+
+
+def test_images_may_move_but_not_to_another_split(images, cache, tmp_path):
+    def table(name, root, split):
+        rows = [f"{path},{path.parent.name},train" for path in sorted(root.rglob("*.png"))]
+        rows[-1] = rows[-1].replace("train", split)
+        (tmp_path / name).write_text("\n".join(["path,label,split", *rows]))
+        return make_recipe(tmp_path / name, cache, data={"dataset": "csv"}, training={"epochs": 2})
+
+    killed_at(5, table("a.csv", images, "train"), tmp_path / "run")
+    moved = shutil.copytree(images, tmp_path / "moved")
+    with pytest.raises(RunError, match=r"split train has 47 images instead of 48;"):
+        train(table("b.csv", moved, "test"), tmp_path / "run")
+    train(table("c.csv", moved, "train"), tmp_path / "run")  # whose paths are absolute
+
+
+def test_a_checkpoint_of_another_run_is_refused(recipe, run, tmp_path):
+    other = with_(recipe, "training", seed=7)
+    killed_at(3, other, tmp_path / "other")
+    shutil.copy(RunFolder(tmp_path / "other").last, run.last)
+    run.best.unlink()
+    with pytest.raises(RunError, match=r"last.safetensors is of a run with another recipe: .*seed"):
+        train(recipe, run.path)
+
+
+# Checkpoints that are lost or damaged
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("lose", [os.unlink, damage])
+def test_without_its_last_checkpoint_a_run_continues_from_the_best(recipe, run, whole, lose):
+    lose(run.last)
+    said = Said()
+    train(recipe, run.path, display=said)
+    assert any(str(run.last) in line for line in said.lines)
+    assert any(line.startswith("continuing from best.safetensors") for line in said.lines)
+    assert_same_run(whole, run.path)
+
+
+def test_without_any_other_one_a_run_continues_from_a_kept_checkpoint(recipe, run, whole):
+    kept = with_(recipe, "training", keep_checkpoint_every=1)
+    shutil.rmtree(run.path)
+    killed_at(11, kept, run.path)
+    run.last.unlink()
+    damage(run.best)
+    said = Said()
+    train(kept, run.path, display=said)
+    assert any(line.startswith("continuing from epoch-0002.safe") for line in said.lines)
+    assert_same_run(whole, run.path)
+
+
+@pytest.mark.parametrize(("lose", "also"), [(os.unlink, False), (damage, True)])
+def test_the_best_epoch_outlives_its_checkpoint(recipe, tmp_path, monkeypatch, lose, also):
+    """Its embedder was saved too; if that is lost as well, the last epoch is taken."""
+    observed(monkeypatch, [0.5, 0.9, 0.4])
+    whole = train(recipe, tmp_path / "whole")
+
+    class Lose(Callback):
+        def on_epoch_end(self, run, line):
+            if run.state.epoch == 3:
+                lose(run.folder.best)
+                if also:
+                    next(run.folder.embedder.glob("*.safetensors")).unlink()
+
+    said, out = Said(), tmp_path / "run"
+    results = train(recipe, out, callbacks=[Lose()], display=said)
+    note = next(note for note in results["notes"] if str(RunFolder(out).best) in note)
+    assert note in said.lines
+    if also:
+        assert note.endswith("epoch 2 was selected, but the last one is taken")
+        assert results["selected"] == results["last"] == whole["last"]
+        assert Embedder.load(out).metrics["epoch"] == 3
+    else:
+        assert note.endswith("epoch 2 is taken from the embedder that was saved then")
+        assert_same_run(tmp_path / "whole", out, but=["notes"])
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(recipe, run):
+    shutil.rmtree(run.last.parent)
+    metrics = run.metrics.read_bytes()
+    for attempt in (train, dry_run):
+        with pytest.raises(RunError, match=r"checkpoints of the run in .* are gone; put.*--fresh"):
+            attempt(recipe, run.path)
+    assert run.metrics.read_bytes() == metrics
+    train(with_(recipe, "training", epochs=1), run.path, resume=False)
+
+
+def test_before_its_first_checkpoint_a_run_begins_again_and_says_so(recipe, tmp_path):
+    recipe = recipe.override(
+        {"training": {"checkpoint_epochs": 3, "checkpoint_steps": 0}, "evaluation.protocol": "last"}
+    )
+    train(recipe, tmp_path / "whole")
+    for step in (2, 6, 10, 11):
+        killed_at(step, recipe, tmp_path / "run")
+    said = Said()
+    train(recipe, tmp_path / "run", display=said)
+    assert f"no checkpoint in {tmp_path / 'run'} yet: beginning again" in said.lines
+    assert [line["epoch"] for line in RunFolder(tmp_path / "run").history()] == [1, 2, 3]
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("lost", ["embedder", "results.json", "embedder/embedder.json"])
+def test_what_is_lost_of_a_complete_run_is_made_again(recipe, whole, tmp_path, lost):
+    out = shutil.copytree(whole, tmp_path / "run")
+    if lost == "embedder":
+        shutil.rmtree(out / lost)
+    else:
+        (out / lost).write_text("{")
+    steps = []
+    train(recipe, out, callbacks=[OnStep(9, lambda: steps.append(9))])
+    assert steps == []
+    assert_same_run(whole, out)
+
+
+@pytest.mark.parametrize("lost", ["embedder/embedder.json", "results.json"])
+def test_a_complete_run_without_checkpoints_is_not_trained_again(recipe, whole, tmp_path, lost):
+    out = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints")
+    assert train(recipe, out) == RunFolder(whole).read_results()
+    (out / lost).write_text("{")
+    with pytest.raises(RunError, match=rf"{lost}.* and there is no checkpoint; .*--fresh"):
+        train(recipe, out)
+
+
+def test_a_damaged_recipe_is_a_sentence(recipe, run):
+    run.recipe.write_text("data: [")
+    with pytest.raises(RunError, match=r"(?s)recipe.yaml is no valid YAML.*put.*back,.*--fresh"):
+        train(recipe, run.path)
+
+
+def forge(path, change):
+    """Write a checkpoint with something else in its header, and with the right checksum."""
+    header = json.loads(safe_open(path, "pt").metadata()["proximetry"])
+    change(header)
+    header["checksum"] = SEAL
+    path.write_bytes(sealed(save(load_file(path), {"proximetry": json.dumps(header)})))
+
+
+@pytest.mark.parametrize("key", ["state", "rates", "seconds", "scaler", "recipe", "images"])
+def test_a_checkpoint_without_a_key_is_a_sentence(recipe, run, key):
+    run.best.unlink()
+    forge(run.last, lambda header: header["state"].pop(key))
+    with pytest.raises(ValueError, match=r"last.safetensors is no checkpoint of .*--fresh"):
+        train(recipe, run.path)
+
+
+def test_a_checkpoint_of_another_version_is_a_sentence(run):
+    forge(run.last, lambda header: header.update(format=99))
+    with pytest.raises(CheckpointError, match=r"has format 99, this version reads \d"):
+        load_checkpoint(run.last, {})
+
+
+# metrics.jsonl
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text + text.splitlines()[-1] + "\n", False),
+        (lambda text: text[:-30], False),
+        (lambda text: "", False),
+        (lambda text: "5\n" + text, True),
+        (lambda text: text.replace('"epoch": 1', '"epoch": 7'), True),
+        (lambda text: "\udcff\0" + text, True),
+    ],
+)
+def test_metrics_are_written_again_from_the_checkpoint(recipe, run, whole, change, told):
+    text = change(run.metrics.read_text())
+    run.metrics.write_text(text, encoding="utf-8", errors="surrogateescape")
+    said = Said()
+    train(recipe, run.path, display=said)
+    assert any("metrics.jsonl was changed or damaged" in line for line in said.lines) == told
+    assert_same_run(whole, run.path)
+
+
+@pytest.mark.parametrize("line", ["5", "{", '{"loss": 1}', "[]"])
+def test_damaged_metrics_are_named_with_their_line(run, line):
+    lines = run.metrics.read_text().splitlines()
+    run.metrics.write_text("\n".join([*lines, line, *lines]) + "\n")
+    with pytest.raises(RunError, match=rf"metrics.jsonl is damaged in line {len(lines) + 1};"):
+        run.history()
+
+
+# Time
+
+
+def test_seconds_of_training_survive_being_killed(recipe, tmp_path, monkeypatch):
+    """A step takes a second by this clock; the first of each process is its start."""
+    now = [0.0]
+    update = Updater.backward
+
+    def tick(*args):
+        now[0] += 1
+        return update(*args)
+
+    monkeypatch.setattr(Updater, "backward", tick)
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    for step in (4, 7, 10):
+        killed_at(step, with_(recipe, "training", checkpoint_steps=1), tmp_path / "run")
+    results = train(recipe, tmp_path / "run")
+    assert (results["seconds"], results["startup_seconds"]) == (12 - 4, 4)
+
+
+# Several at once
+
+
+KILLED = """
+import os, random, signal, sys, traceback
+import torch
+torch.set_num_threads(1)
+import proximetry.training.run  # once, before the forks
+from proximetry.training import Callback, Recipe, train
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
+
+def train_until(moment, recipe, out):
+    left = [moment]
+
+    def tick():
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Tick(Callback):
+        def on_step_end(self, run, loss):
+            tick()
+
+    sys.addaudithook(lambda event, about: event in EVENTS and out in str(about[0]) and tick())
+    train(recipe, out, callbacks=[Tick()])
+
+draw = random.Random(0)
+for file in sys.argv[1:]:
+    kills = 0
+    while True:
+        moment = draw.randrange(1, 70) if kills < 6 else 0
+        child = os.fork()
+        if child == 0:
+            try:
+                train_until(moment, Recipe.load(file), file + ".run")
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            break
+        kills += 1
+    assert kills and status == 0, (kills, status)
+"""
+
+
+@pytest.mark.slow
+def test_processes_killed_at_random_moments_end_with_the_same_run(recipe, tmp_path):
+    """With SIGKILL, before or after any step, file opened, renamed or removed."""
+    rare = {"checkpoint_epochs": 3, "checkpoint_steps": 0}
+    recipes = {
+        "often": with_(recipe, "training", checkpoint_steps=1),
+        "rarely": recipe.override({"training": rare, "evaluation.protocol": "last"}),
+    }
+    for name, one in recipes.items():
+        one.save(tmp_path / name)
+        train(one, tmp_path / f"whole-{name}")
+    words = [sys.executable, "-c", KILLED, *(str(tmp_path / name) for name in recipes)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in recipes:
+        out = tmp_path / f"{name}.run"
+        assert_same_run(tmp_path / f"whole-{name}", out)
+        epochs = [line["epoch"] for line in RunFolder(out).history()]
+        assert epochs == sorted(set(epochs))
+        assert not [path for path in out.rglob(".*") if written_for(path)]
+
+
+def test_two_trainings_in_threads_are_those_one_after_the_other(recipe, tmp_path):
+    recipes = [recipe.override({"model.dropout": 0.3, "training.seed": seed}) for seed in (0, 1)]
+    for number, one in enumerate(recipes):
+        train(one, tmp_path / f"alone{number}")
+    begun, said = threading.Event(), Said()
+
+    def first():
+        train(recipes[0], tmp_path / "thread0", callbacks=[OnStep(1, begun.set)])
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(60)
+    train(recipes[1], tmp_path / "thread1", display=said)
+    thread.join()
+    assert said.lines[0] == "waiting for another training in this process to end"
+    for number in range(2):
+        assert_same_run(tmp_path / f"alone{number}", tmp_path / f"thread{number}")
+
+
+def test_a_training_may_train_another_one(recipe, tmp_path):
+    recipe = recipe.override({"model.dropout": 0.3, "training.epochs": 1})
+    train(recipe, tmp_path / "alone")
+    inner = OnStep(2, lambda: train(with_(recipe, "training", seed=1), tmp_path / "inner"))
+    train(recipe, tmp_path / "outer", callbacks=[inner])
+    assert_same_run(tmp_path / "alone", tmp_path / "outer")
+
+
+# Other people's files
+
+
+@pytest.mark.parametrize("name", [".movie.mkv.part", ".a.0123456789abcdef.part", "recipe.yaml"])
+def test_a_folder_of_other_files_is_refused_and_kept(recipe, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("mine")
+    for resume in (True, False):
+        with pytest.raises(RunError, match="not empty and holds no run"):
+            train(recipe, tmp_path / "mine", resume=resume)
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine"]
+
+
+def test_only_what_we_left_half_written_is_removed(recipe, run):
+    ours = [
+        run.path / f".proximetry-{32 * 'a'}-metrics.jsonl.part",
+        run.last.parent / f".proximetry-{32 * 'b'}-last.safetensors.part",
+        run.embedder / f".proximetry-{32 * 'c'}-embedder.json.part",
+    ]
+    theirs = [
+        run.path / ".movie.mkv.part",
+        run.path
+        / f".proximetry-{32 * 'a'}-scores.json.part",  # of another command, perhaps at work
+        run.last.parent / ".last.safetensors.part",
+        run.path / "downloads" / f".proximetry-{32 * 'a'}-metrics.jsonl.part",
+    ]
+    theirs[-1].parent.mkdir()
+    for path in (*ours, *theirs):
+        path.write_text("half")
+    train(recipe, run.path)
+    assert [path.exists() for path in (*ours, *theirs)] == [False] * 3 + [True] * 4
+
+
+# Writing
+
+
+@contextmanager
+def largest_file(size):
+    """Let no file become larger: what a full disk does, without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_is_named(recipe, run, images, tmp_path):
+    too_large = "cannot be written: File too large"
+    with largest_file(1000), pytest.raises(WriteError, match=rf"a.bin {too_large}"):
+        atomic_write(tmp_path / "a.bin", bytes(2000))
+    with pytest.raises(WriteError, match=r"none/a.bin cannot be written: No such file"):
+        atomic_write(tmp_path / "none" / "a.bin", b"")
+    with largest_file(1000), pytest.raises(WriteError, match=rf"cache/\w+ {too_large}"):
+        PixelCache.build(open_dataset("folder", images), 24, tmp_path / "cache")
+    size = run.metrics.stat().st_size
+    with largest_file(size + 9), pytest.raises(WriteError, match=rf"metrics.jsonl {too_large}"):
+        run.log({"epoch": 9, "loss": 1.0, "lr": 2.0})
+    with largest_file(20_000), pytest.raises(WriteError, match=rf"last.safetensors {too_large}"):
+        train(recipe, run.path)
+    assert not [path for path in tmp_path.rglob(".*") if written_for(path)]
+
+
+def test_errors_about_other_files_keep_their_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"), atomic_path(tmp_path / "a") as part:
+        part.write_text((tmp_path / "nowhere").read_text())
+
+
+@given(content=st.binary(max_size=60), place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_one_flipped_bit_breaks_a_seal(content, place, bit):
+    whole = sealed(content + SEAL.encode() + content)
+    assert is_sealed(whole)
+    spoiled = bytearray(whole)
+    spoiled[place % len(whole)] ^= 1 << bit
+    assert not is_sealed(bytes(spoiled))
+
+
+# Divergence
+
+
+def test_a_first_step_that_is_not_finite_names_no_checkpoint(recipe, tmp_path):
+    class Poison(Callback):
+        def on_start(self, run):
+            run.updater.objective.proxies.weight.data.fill_(torch.inf)
+
+    with pytest.raises(RunError, match=r"diverged: the loss was not finite.*lr, now 0.001") as told:
+        train(recipe, tmp_path / "run", callbacks=[Poison()])
+    assert "checkpoint" not in str(told.value)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_weights_that_are_not_finite_after_the_last_step_of_an_epoch(recipe, tmp_path, step):
+    class Poison(Callback):
+        def on_step_end(self, run, loss):
+            if run.state.step == step:
+                next(run.updater.embedder.parameters()).data.fill_(torch.nan)
+
+    with pytest.raises(RunError, match=rf"diverged: the weights are not.*step {step}") as told:
+        train(recipe, tmp_path / "run", callbacks=[Poison()])
+    folder = RunFolder(tmp_path / "run")
+    assert f"The last good checkpoint is {folder.last}" in str(told.value)
+    train(recipe, folder.path)  # which was not spoiled
+
+
+def test_embeddings_that_are_not_finite_are_told_with_their_images(recipe, tmp_path):
+    class Poison(Callback):
+        def on_step_end(self, run, loss):
+            if run.state.step == 4:  # finite, but the network overflows
+                run.updater.embedder.head.weight.data.fill_(3e38)
+
+    recipe = with_(recipe, "model", normalize=False)
+    recipe = with_(recipe, "evaluation", similarity="euclidean")
+    with pytest.raises(RunError, match=r"embeddings of \d+ images have NaN .*overflows on the"):
+        train(recipe, tmp_path / "run", callbacks=[Poison()])

@@ -1,0 +1,133 @@
+"""Run folders damaged at random: the same run, or a sentence; never another run without a word."""
+
+import random
+import shutil
+
+import pytest
+
+from proximetry.training import RunError, RunFolder, train
+from proximetry.training.checkpoint import CheckpointError, load_checkpoint
+from tests.training.runs import Said, assert_same_run, killed_at
+from tests.training.tiny import make_recipe
+
+FILES = [
+    "checkpoints/last.safetensors",
+    "checkpoints/best.safetensors",
+    "checkpoints/epoch-0001.safetensors",
+    "checkpoints/epoch-0002.safetensors",
+    "metrics.jsonl",
+    "recipe.yaml",
+    "environment.json",
+    "embedder/embedder.json",
+    "run.lock",
+]
+CHECKPOINTS = FILES[:4]
+OFTEN = [*FILES[:2], "metrics.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def recipe(images, cache):
+    changes = {"checkpoint_steps": 2, "keep_checkpoint_every": 1}
+    return make_recipe(images, cache, training=changes)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(recipe, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def cut_off(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cut") / "run"
+    killed_at(11, recipe, out)
+    return out
+
+
+def flip(draw, content):
+    """Change one bit."""
+    content = bytearray(content)
+    if content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    return bytes(content)
+
+
+def cut(draw, content):
+    return content[: draw.randrange(len(content) + 1)]
+
+
+def overwrite(draw, content):
+    """Let a block be zeros, as after a power cut."""
+    start = draw.randrange(len(content) + 1)
+    block = content[start : start + draw.choice([1, 512, 4096])]
+    return content[:start] + bytes(len(block)) + content[start + len(block) :]
+
+
+def lines_changed(draw, content):
+    """Lose a line, repeat one, or add one that says nothing."""
+    lines = content.splitlines(keepends=True) or [b"5\n"]
+    place = draw.randrange(len(lines))
+    lines[place : place + 1] = draw.choice([[], 2 * [lines[place]], [lines[place], b"5\n"]])
+    return b"".join(lines)
+
+
+def damage(draw, out):
+    """Do something to a file or two."""
+    kind = draw.randrange(8)
+    there = [name for name in FILES if (out / name).exists()]
+    checkpoints = [out / name for name in CHECKPOINTS if name in there]
+    if kind == 0:
+        (out / draw.choice(there)).unlink()
+    elif kind == 1:
+        (out / draw.choice(CHECKPOINTS)).write_bytes(draw.choice(checkpoints).read_bytes())
+    elif kind == 2:
+        one, two = draw.sample(checkpoints, 2)
+        contents = one.read_bytes(), two.read_bytes()
+        two.write_bytes(contents[0])
+        one.write_bytes(contents[1])
+    else:
+        name = draw.choice([*there, *(name for name in there if name in OFTEN)])
+        change = lines_changed if name == "metrics.jsonl" else draw.choice([flip, cut, overwrite])
+        (out / name).write_bytes(change(draw, (out / name).read_bytes()))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_damaged_run_is_the_same_run_or_a_sentence(recipe, whole, cut_off, tmp_path, seed):
+    draw, out = random.Random(seed), shutil.copytree(cut_off, tmp_path / "run")
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        damage(draw, out)
+    said, refused = Said(), ""
+    try:
+        results = train(recipe, out, display=said)
+    except (ValueError, OSError) as error:
+        refused = str(error)
+    if refused:
+        assert str(out) in refused
+        assert "--fresh" in refused or "holds no run; choose another folder" in refused
+        if "--fresh" in refused:
+            train(recipe, out, resume=False)
+            assert_same_run(whole, out)
+        return
+    if "but the last one is taken" in " ".join(results["notes"]):
+        assert results["last"] == RunFolder(whole).read_results()["last"]
+    else:
+        assert_same_run(whole, out, but=["notes"])
+    assert set(results["notes"]) <= {*RunFolder(whole).read_results()["notes"], *said.lines}
+
+
+@pytest.mark.parametrize("change", [flip, cut, overwrite])
+def test_no_damage_to_a_checkpoint_or_to_results_goes_unnoticed(whole, tmp_path, change):
+    draw, folder = random.Random(0), RunFolder(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    for name, read in (
+        ("checkpoints/last.safetensors", lambda: load_checkpoint(folder.last, {})),
+        ("results.json", folder.read_results),
+    ):
+        content = (whole / name).read_bytes()
+        for _ in range(100):
+            damaged = change(draw, content)
+            if damaged != content:
+                (tmp_path / name).write_bytes(damaged)
+                with pytest.raises((CheckpointError, RunError), match=name):
+                    read()
