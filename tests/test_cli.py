@@ -1,15 +1,24 @@
 """The command line as people use it: real processes, exit codes, one sentence per mistake."""
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from proximetry import cli
+from proximetry.cli import train_plan
 from proximetry.cli.commands import COMMANDS
+from proximetry.data import Catalog
+from proximetry.models import Embedder
 from proximetry.training import Recipe, train
 from tests.training.tiny import make_images, make_recipe
 
@@ -150,7 +159,7 @@ def test_train_with_overrides_and_again(capsys, run, images):
 def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp_path):
     words = ["train", run / "tiny.yaml", tmp_path / "out", "--model.backbone"]
     code, _, err = call(capsys, *words, "small_convnett")
-    assert code == 1
+    assert code == 2
     assert "small_convnet" in err
     assert not (tmp_path / "out").exists()
     code, _, err = call(capsys, *words, "small_convnet")
@@ -178,17 +187,17 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
             2,
             "data.root is missing",
         ),
-        (["train", "glyphs", "OUT", "--device", "gpu"], 1, "did you mean 'cuda'"),
+        (["train", "glyphs", "OUT", "--device", "gpu"], 2, "there is no device 'gpu'"),
         (["train", "glyphs", "OUT", "--schedule.at", "-3"], 2, "must be greater than or equal to"),
         (["train", "glyphs", "OUT", "--schedule.at"], 2, "--schedule.at requires an argument"),
         (["train", "glyphs", "OUT", "--config", "missing.yaml"], 2, "missing.yaml cannot be read"),
-        (["evaluate", "nowhere", "glyphs"], 1, "nowhere"),
+        (["evaluate", "nowhere", "glyphs"], 2, "nowhere"),
         (["evaluate", "nowhere", "glyphs", "--recall-at"], 2, "--recall-at requires an argument"),
-        (["evaluate", "EMBEDDER", "cubs"], 1, "unknown dataset 'cubs', did you mean 'cub'"),
-        (["evaluate", "EMBEDDER", "folder"], 1, "needs its folder"),
+        (["evaluate", "EMBEDDER", "cubs"], 2, "unknown dataset 'cubs', did you mean 'cub'"),
+        (["evaluate", "EMBEDDER", "folder"], 2, "needs its folder"),
         (["recipes", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
-        (["datasets", "cubs", "."], 1, "cub"),
-        (["embed", "EMBEDDER", "missing.jpg"], 1, "no image or folder missing.jpg"),
+        (["datasets", "cubs", "."], 2, "cub"),
+        (["embed", "EMBEDDER", "missing.jpg"], 2, "no image or folder missing.jpg"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, run, tmp_path, words, code, message):
@@ -214,13 +223,14 @@ def test_evaluate(capsys, run, images):
     assert code == 0, err
     for name in ("recall@5", "precision@3", "map@3", "first 2 dimensions"):
         assert name in out
+    assert {"nmi", "nmi_geometric", "ami", "f1"} <= set(out.split())
     scores = json.loads((run / "scores.json").read_text())["metrics"]
     assert scores["queries"] == 48
     assert 0 < scores["nmi"] <= 1
     assert 0 < scores["dims"]["2"]["recall@1"] <= 1
     words = ["evaluate", run / "out" / "embedder", images, "--split", "test"]
     code, _, err = call(capsys, *words)
-    assert code == 1
+    assert code == 2
     assert "no rows of split 'test'" in err
 
 
@@ -289,12 +299,216 @@ def test_completion_can_be_installed(tmp_path, monkeypatch):
         assert word in script
 
 
-def test_a_reader_that_leaves_early_is_no_mistake():
-    """`proximetry recipes | head`: nothing is printed about the pipe."""
-    words = "import sys; from proximetry.cli import main; sys.exit(main(['recipes']))"
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+# Each with what it says, and followed by a word that must not be taken for its value.
+OPTIONS = [
+    (["--name", "cub-mpa"], {"name": "cub-mpa"}),
+    (["--device", "cpu"], {}),
+    (["--recipe", "glyphs"], {}),
+    (["--optimizer.lr", "0.5"], {"optimizer.lr": 0.5}),
+    (["--schedule.at", "3", "5"], {"schedule.at": [3, 5]}),
+    (["--model.flip-tta"], {"model.flip_tta": True}),
+    (["--data.flip", "false"], {"data.flip": False}),
+    (["--training.cuda-graph", "auto"], {"training.cuda_graph": "auto"}),
+    (["--data.dataset", "faces"], {"data.dataset": "faces"}),
+]
+
+
+@settings(max_examples=15)
+@given(order=st.permutations([*OPTIONS, (["WORD"], {}), (["WORD"], {})]))
+def test_no_value_is_taken_for_a_word_in_any_order(images, order):
+    positional = iter([str(images), "runs/x"])
+    words = [word for group, _ in order for word in group]
+    words = [next(positional) if word == "WORD" else word for word in words]
+    changes = {key: value for _, said in OPTIONS for key, value in said.items()}
+    expected = Recipe.load("glyphs", {"data.root": str(images), **changes}).to_dict()
+    with redirect_stdout(StringIO()) as out:
+        assert cli.main(["train", *words, "--print-config"]) == 0
+    assert yaml.safe_load(out.getvalue()) == expected
+
+
+def test_an_empty_word_is_a_variable_that_is_not_set(capsys, run, tmp_path, monkeypatch):
+    """As a path it would be the folder one is in."""
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", ""], ["train", "glyphs", ""], ["evaluate", run / "out", ""]):
+        code, _, err = call(capsys, *words)
+        assert code == 2
+        assert "one of the words is empty" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:7", "CUDA", "mps", "meta", "cpu:5", "hpu", "cpu "])
+def test_devices_that_are_not_there(capsys, run, images, tmp_path, device):
+    for words in (
+        ["train", run / "tiny.yaml", tmp_path / "out"],
+        ["evaluate", run / "out", images],
+        ["embed", run / "out", images, "--out", tmp_path / "v.npz"],
+        ["reproduce", "mpa-table4", "--data", images, "--out", tmp_path / "out"],
+    ):
+        code, _, err = call(capsys, *words, "--device", device)
+        assert code == 2
+        assert f"there is no device '{device}'; there is cpu" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_cannot_choose_where_its_run_goes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("../../elsewhere", "/etc/x", "..", "a/b", 300 * "x", "..."):
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump({"base": "glyphs", "name": name}))
+        plan = train_plan.make_plan("r.yaml", None, None, {}, "cpu")
+        assert plan.out.parent == Path("runs")
+        assert plan.out.name not in ("", ".", "..")
+        assert len(plan.out.name) <= 100
+
+
+# Places where nothing can be written, seen from a folder that holds `kept`, a folder, and `file`.
+BLOCKED = {
+    "no folder": "none/out",
+    "a folder": "kept",
+    "no folder but a file": "file/out",
+    "a device": "/dev/null",
+    "too long": 300 * "x",
+    "of the kernel": "/proc/self/out",
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKED)
+@pytest.mark.parametrize(
+    ("words", "suffix"),
+    [
+        (["embed", "RUN", "IMAGES", "--out"], ".npz"),
+        (["embed", "RUN", "IMAGES", "--out"], ".npy"),
+        (["evaluate", "RUN", "IMAGES", "--out"], ".json"),
+        (["export", "RUN"], ".onnx"),
+    ],
+    ids=str,
+)
+def test_out_is_tried_before_the_work(
+    capsys, run, images, tmp_path, monkeypatch, words, suffix, kind
+):
+    monkeypatch.setattr(Embedder, "load", lambda *_, **__: pytest.fail("the work has begun"))
+    (tmp_path / f"kept{suffix}").mkdir()
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.iterdir())
+    out = tmp_path / BLOCKED[kind]
+    if kind != "a device":
+        out = out.with_name(f"{out.name}{suffix}")
+    places = {"RUN": run / "out", "IMAGES": images}
+    code, _, err = call(capsys, *[places.get(word, word) for word in words], out)
+    assert code == 2
+    assert str(out) in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_out_is_not_what_is_read(capsys, run, images, tmp_path):
+    table = tmp_path / "t.parquet"
+    Catalog.from_folder(images).to_parquet(table)
+    before = table.read_bytes()
+    code, _, err = call(capsys, "embed", run / "out", table, "--out", table)
+    assert code == 2
+    assert "is read by this command" in err
+    assert table.read_bytes() == before
+
+
+class FullDisk(StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device", "standard output")
+
+
+def test_what_cannot_be_printed_is_still_written(run, images, tmp_path):
+    words = ["evaluate", run / "out", images, "--out", tmp_path / "e.json"]
+    with redirect_stdout(FullDisk()):
+        assert cli.main([str(word) for word in words]) == 1
+    assert json.loads((tmp_path / "e.json").read_text())["images"] == 48
+
+
+def test_an_embedder_tells_nothing_about_the_machine_it_was_trained_on(run, images):
+    text = (run / "out" / "embedder" / "embedder.json").read_text()
+    assert '"batch_size": 8' in text
+    for place in (images, run, Path.home(), Path.cwd()):
+        assert str(place) not in text
+
+
+def test_work_that_fails_leaves_no_file(capsys, run, tmp_path):
+    images = make_images(tmp_path / "images", classes=1, each=1)
+    (images / "class00" / "0.png").write_bytes(b"no image")
+    code, _, _ = call(capsys, "embed", run / "out", images, "--out", tmp_path / "v.npz")
+    assert code == 1
+    assert not list(tmp_path.glob("*v.npz*"))
+
+
+STREAMS = """
+import sys
+from proximetry.cli.streams import open_streams
+open_streams()
+print("α → \\udcff 😀")
+print("ß", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1:strict", "utf-8:strict"])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_no_character_stops_a_command(encoding, buffered):
+    name = encoding.partition(":")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", STREAMS],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": buffered},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "α → \udcff 😀\n".encode(name, "backslashreplace")
+    assert done.stderr == "ß\n".encode(name, "backslashreplace")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", 0),
+        ("| head -1; exit ${PIPESTATUS[0]}", 0),
+        (">&-", 0),
+        ("<&- >&- 2>&-", 0),
+        (">/dev/full", 1),
+        ("nonsense 2>&-", 2),
+        ("nonsense >&- 2>&-", 2),
+    ],
+)
+def test_the_exit_code_of_a_list_is_true_wherever_it_goes(ending, code):
+    command = f"'{sys.executable}' -m proximetry recipes {ending}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    expected = ["proximetry: standard output: No space left on device"] if code == 1 else []
+    assert done.stderr.splitlines() == expected
+
+
+def test_training_that_nobody_watches_goes_on_to_its_end(run, tmp_path):
+    words = [sys.executable, "-m", "proximetry", "train", run / "tiny.yaml", tmp_path / "r"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 0
+    assert json.loads((tmp_path / "r" / "results.json").read_text())["epochs"] == 1
+    assert Embedder.load(tmp_path / "r").dim == 8
+
+
+def test_json_is_json_whatever_the_encoding(tmp_path):
+    images = make_images(tmp_path / "Bär 😀", classes=2, each=1)
+    done = subprocess.run(
+        [sys.executable, "-m", "proximetry", "datasets", str(images), "--json"],
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert json.loads(done.stdout)["root"] == str(images)
+
+
+def test_sentences_are_bounded_and_fill_the_terminal(capsys, monkeypatch):
+    code, _, err = call(capsys, "train", "x" * 100_000)
+    assert code > 0
+    assert len(err) < 3000
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    code, _, err = call(capsys, "losses", "nonsense")
+    assert code == 2
+    assert len(err.splitlines()) > 3
+    assert max(map(len, err.splitlines())) <= 60

@@ -1,6 +1,8 @@
 """`proximetry train` with images alone: which recipe, which folder, what it says and writes."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -253,7 +255,7 @@ def test_weights_come_from_the_folder_of_another_run(capsys, home):
         ({"model_weights": "runs"}, "runs is no saved embedder"),
     ):
         code, _, err = call(capsys, images, "out", *small(**wrong))
-        assert code == 1
+        assert code == 2
         assert message in err
 
 
@@ -369,3 +371,49 @@ def test_images_that_were_skipped_are_skipped_by_the_next_command(capsys, home):
     code, out, err = call(capsys, images, "mine", *small(data_bad_images="skip"))
     assert code == 0, err
     assert "--bad-images skip" in out.partition("Next:")[2]
+
+
+def hostile(home):
+    """Splits beside stray folders and links, with a class in both and files that never end."""
+    root = make_images(home / "hostile" / "train", classes=3).parent
+    make_images(root / "test", classes=2, seed=1)
+    for name in ("__MACOSX", "docs"):
+        (root / name).mkdir()
+    (root / "loop").symlink_to(".")
+    os.mkfifo(root / "train" / "class00" / "pipe.png")
+    (root / "train" / "class01" / "zero.png").symlink_to("/dev/zero")
+    return root
+
+
+TAKEN = "images: 3 classes in train/, 2 classes in test/; left out: __MACOSX, docs, loop"
+
+
+def test_what_the_folder_was_taken_for_is_told_first(capsys, home):
+    words = [hostile(home), "mine", *small()]
+    code, out, err = call(capsys, *words, "--dry-run")
+    assert code == 0, err
+    assert TAKEN in out
+    code, out, err = call(capsys, *words)
+    assert code == 1
+    assert out.index(TAKEN) < out.index("decoding")
+    for name, reason in (("class00/pipe", "a named pipe"), ("class01/zero", "a device")):
+        assert f"train/{name}.png: cannot be opened: {reason}, not a file" in err
+    assert err.endswith("--data.bad-images skip leaves them out\n")
+    assert not (home / "here" / "mine").exists()
+    code, out, err = call(capsys, *words, "--data.bad-images", "skip")
+    assert code == 0, err
+    assert "left out train/class00/pipe.png" in out
+    notes = json.loads((home / "here" / "mine" / "results.json").read_text())["notes"]
+    assert notes[0] == TAKEN
+    assert notes[1].startswith("train and test share 2 classes, so test does not")
+
+
+def test_a_folder_whose_names_are_not_utf8_trains(capsys, home):
+    sys.stdout.reconfigure(errors="backslashreplace")
+    root = (home / "flowers" / "train").rename(home / os.fsdecode(b"b\xfcro"))
+    (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
+    (root / "class01" / "0.png").rename(root / "class01" / os.fsdecode(b"\xff.png"))
+    for _ in range(2):  # the second time from its results
+        code, _, err = call(capsys, root, "mine", *small(evaluation_protocol="last"))
+        assert code == 0, err
+    assert "cl\udce4ss" in Embedder.load(home / "here" / "mine").class_names

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import os
+import sys
 import tarfile
 
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from proximetry import cli
 from proximetry.data import Catalog, list_datasets
@@ -107,7 +110,7 @@ def test_own_backbones_come_first_and_a_part_of_a_name_is_enough(call):
     found = call("backbones", "inception").splitlines()
     assert found[0].startswith("bn_inception")
     assert "inception_v4" in found
-    assert "'zzz'" in call("backbones", "zzz", code=1)
+    assert "'zzz'" in call("backbones", "zzz", code=2)
 
 
 def test_an_unknown_backbone_gets_advice_for_the_shell():
@@ -122,7 +125,7 @@ def test_a_dataset_is_described_by_its_name_or_where_it_lies(call, images):
     found = data(call, "datasets", images)
     assert found["images"] == 48
     assert found["splits"] == {"all": 48}
-    assert "no folder or file" in call("datasets", images / "nothing", code=1)
+    assert "no folder or file" in call("datasets", images / "nothing", code=2)
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +185,44 @@ def test_evaluate_shows_the_worst_classes_and_confusions(call, embedder, tmp_pat
     text = call(*words)
     assert max(map(len, text.splitlines())) <= 80
     assert "class00 (4 queries)" in text
-    assert f"{rows[-1]['label']} " not in text, "of twelve classes the worst ten are shown"
+    assert f"{rows[-1]['label']} (" not in text, "of twelve classes the worst ten are shown"
     assert "class00 → class02" in text
     assert "95 % intervals over the queries: recall@1 " in text
+
+
+def test_an_image_that_is_query_and_gallery_never_finds_itself(call, embedder, images):
+    catalog = Catalog.from_folder(images)
+    shuffled = np.random.default_rng(0).permutation(catalog.labels).tolist()
+    plain = dataclasses.replace(catalog, labels=shuffled)
+    both = dataclasses.replace(plain, queries=(True,) * 48, galleries=(True,) * 48)
+    words = ["--per-class", "--confusions", "99", "--clustering"]
+    found = []
+    for number, table in enumerate((plain, both)):
+        table.to_csv(images / f"roles{number}.csv")
+        found.append(data(call, "evaluate", embedder, images / f"roles{number}.csv", *words))
+    assert found[0] == found[1]
+    assert found[0]["metrics"]["recall@1"] < 0.5
+
+
+def test_evaluate_says_what_cannot_be_measured_before_it_reads_an_image(call, embedder, tmp_path):
+    def told(*rows, code=1, words=()):
+        table = tmp_path / "table.csv"
+        table.write_text("\n".join(["path,label,query,gallery", *rows]))
+        return call("evaluate", embedder, table, *words, code=code)
+
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(b"no image")
+    pairs = [f"{i}.png,{i // 2}" for i in range(4)]
+    assert "one image each" in told(*(f"{i}.png,{i},true,true" for i in range(4)))
+    err = told(*(f"{row},true,false" for row in pairs))
+    assert "none of the 4 images" in err
+    assert "marked as gallery" in err
+    assert "clustering takes one set" in told(
+        pairs[0] + ",true,false", *(f"{row},true,true" for row in pairs[1:]), words=["--clustering"]
+    )
+    make_images(tmp_path / "images", classes=2, each=2)
+    text = call("evaluate", embedder, tmp_path / "images", "--recall-at", "1", "3")
+    assert "note: recall@3 is 100 % for any embedder: a query can find no more than 3" in text
 
 
 @pytest.mark.parametrize(
@@ -194,14 +232,103 @@ def test_evaluate_shows_the_worst_classes_and_confusions(call, embedder, tmp_pat
         (["--recall-at", "1", "2.5"], 2, "--recall-at takes whole numbers, got 2.5"),
         (["--recall_at=1.5"], 2, "--recall-at takes whole numbers, got 1.5"),
         (["--batch-size", "2.5"], 2, "--batch-size takes whole numbers, got 2.5"),
-        (["--eval-dims", "8"], 1, "--eval-dims must be below the embedding's 8 dimensions, got 8"),
-        (["--root", "elsewhere"], 1, "a root goes with the name of a dataset"),
-        (["--split", "test"], 1, "try --split all"),
+        (["--eval-dims", "8"], 2, "--eval-dims must be below the embedding's 8 dimensions, got 8"),
+        (["--root", "elsewhere"], 2, "a root goes with the name of a dataset"),
+        (["--split", "test"], 2, "try --split all"),
     ],
     ids=str,
 )
 def test_mistakes_of_evaluate_are_one_sentence(call, embedder, images, words, code, message):
     assert message in call("evaluate", embedder, images, *words, code=code)
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Splits beside a stray folder, with a class in both and a file that never ends."""
+    root = make_images(tmp_path / "hostile" / "train", classes=4, each=3).parent
+    make_images(root / "test", classes=3, each=3, seed=1)
+    (root / "docs").mkdir()
+    (root / "test" / "class01" / "zero.png").symlink_to("/dev/zero")
+    return root
+
+
+def test_evaluate_tells_what_it_took_for_what(call, embedder, hostile):
+    message = call("evaluate", embedder, hostile, code=1)
+    assert "test/class01/zero.png: cannot be opened: a device, not a file" in message
+    (hostile / "test" / "class01" / "zero.png").unlink()
+    found = data(call, "evaluate", embedder, hostile)
+    assert (found["split"], found["images"]) == ("test", 9)
+    assert found["layout"] == "images: 4 classes in train/, 3 classes in test/; left out: docs"
+    assert found["notes"][0].startswith("train and test share 3 classes, so test does not")
+    text = call("evaluate", embedder, hostile)
+    assert found["layout"] in text
+    assert f"note: {found['notes'][0]}" in text
+
+
+def test_embed_leaves_out_what_never_ends_and_names_it(call, embedder, hostile, tmp_path):
+    os.mkfifo(hostile / "docs" / "pipe.png")
+    Image.new("1", (1, 4_000_000)).save(hostile / "docs" / "line.png")
+    (hostile / "loop").symlink_to(".")
+    words = ["embed", embedder, hostile, "--out", tmp_path / "v.npz", "--bad-images", "skip"]
+    found = data(call, *words)
+    assert found["images"] == 21
+    assert found["notes"] == [f"left out in {hostile}: loop (leads to {hostile})"]
+    reasons = ("too narrow to scale", "a named pipe, not a file", "a device, not a file")
+    for told, reason in zip(found["left_out"], reasons, strict=True):
+        assert told.endswith(reason)
+    labels = read_npz(tmp_path / "v.npz")["labels"]
+    assert set(labels) == {f"class0{i}" for i in range(4)}
+    assert f"loop (leads to {hostile})" in call(*words)
+
+
+def test_embed_does_without_classes_where_they_are_not_clear(call, embedder, tmp_path):
+    root = make_images(tmp_path / "mixed" / "train", classes=2, each=2).parent
+    make_images(root / "others", classes=1, each=2)
+    found = data(call, "embed", embedder, root, "--out", tmp_path / "v.npz")
+    assert found["images"] == 6
+    assert "without classes" in found["notes"][0]
+    assert "is train/ a split or a class?" in found["notes"][0]
+    assert "labels" not in read_npz(tmp_path / "v.npz")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "npy", "parquet"])
+def test_names_that_are_not_utf8_reach_every_file(call, tmp_path, suffix):
+    sys.stdout.reconfigure(errors="backslashreplace")
+    root = make_images(tmp_path / "images", classes=2, each=2)
+    (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
+    made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    names = Catalog.from_folder(root).class_names
+    made.save(tmp_path / "embedder", class_names=names)
+    assert Embedder.load(tmp_path / "embedder").class_names == list(names)
+    out = tmp_path / f"v.{suffix}"
+    call("embed", tmp_path / "embedder", root, "--out", out)
+    found = {"npz": read_npz, "npy": read_npy, "parquet": read_parquet}[suffix](out)
+    labels = [os.fsencode(label) for label in found["labels"]]
+    assert labels == [b"class01", b"class01", b"cl\xe4ss", b"cl\xe4ss"]
+    assert os.path.exists(found["paths"][-1])
+    call("evaluate", tmp_path / "embedder", root, "--per-class", "--out", tmp_path / "e.json")
+    told = json.loads((tmp_path / "e.json").read_text())
+    assert {row["label"] for row in told["per_class"]} == set(names)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("a,1,0\na,1,0\nb,1,0", "marked as gallery"),
+        ("a,0,1\na,0,1\nb,0,1", "marked as query"),
+        ("a,1,0\nb,0,1\nb,0,1", "no query has another image of its class in the gallery"),
+        ("a,1,1\nb,1,1\nc,1,1", "one image each"),
+        ("a,0,0\nb,0,0\nc,0,0", "one image each"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_images_are_embedded(
+    call, embedder, images, tmp_path, monkeypatch, rows, message
+):
+    lines = [f"{images}/class00/{number}.png,{row}" for number, row in enumerate(rows.splitlines())]
+    (tmp_path / "t.csv").write_text("\n".join(["path,label,query,gallery", *lines]))
+    monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("embedded"))
+    found = call("evaluate", embedder, tmp_path / "t.csv", code=1)
+    assert message in found
 
 
 def read_npz(out):
@@ -227,7 +354,7 @@ def read_parquet(out):
 def test_embed_writes_what_the_suffix_says(call, embedder, images, vectors, tmp_path, suffix, read):
     out = tmp_path / f"v.{suffix}"
     told = data(call, "embed", embedder, images, "--out", out)
-    assert told == {"out": str(out), "images": 48, "dim": 8, "left_out": []}
+    assert told == {"out": str(out), "images": 48, "dim": 8, "left_out": [], "notes": []}
     found = read(out)
     catalog = Catalog.from_folder(images)
     assert list(found["paths"]) == [catalog.file(row) for row in range(48)]
@@ -247,8 +374,8 @@ def test_embed_takes_tables_and_shards(call, embedder, sources, tmp_path):
 
 def test_embed_refuses_an_unknown_suffix_before_the_work(call, tmp_path):
     words = ["embed", "nowhere", "nothing.png", "--out"]
-    assert "must end in .npz, .npy, .parquet" in call(*words, tmp_path / "v.zip", code=1)
-    assert "there is no folder" in call(*words, tmp_path / "new" / "v.npy", code=1)
+    assert "must end in .npz, .npy, .parquet" in call(*words, tmp_path / "v.zip", code=2)
+    assert "there is no folder" in call(*words, tmp_path / "new" / "v.npy", code=2)
 
 
 def test_embed_stops_at_a_bad_image_or_leaves_it_out(call, embedder, tmp_path):
@@ -277,6 +404,21 @@ def test_embed_stops_at_a_bad_image_or_leaves_it_out(call, embedder, tmp_path):
     err = call("embed", embedder, bad, "--out", out, "--bad-images", "skip", code=1)
     assert "none of the 1 images can be read" in err
     assert not out.exists()
+
+
+def test_an_embedder_that_gives_nan_writes_nothing(call, embedder, images, tmp_path):
+    broken = Embedder.load(embedder)
+    broken.head.weight.data[0, 0] = float("nan")
+    broken.save(tmp_path / "broken")
+    for words in (
+        ["embed", tmp_path / "broken", images, "--out", tmp_path / "v.npz"],
+        ["evaluate", tmp_path / "broken", images, "--out", tmp_path / "e.json"],
+        ["export", tmp_path / "broken", tmp_path / "e.onnx"],
+    ):
+        err = call(*words, code=1)
+        assert "head.weight" in err
+        assert words[0] == "export" or "class00/0.png" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 def test_help_of_a_command_in_words(call):

@@ -37,3 +37,15 @@ def test_every_citation_is_in_the_bibliography():
                 assert f"{citation}.**" in bibliography, f"{page.name} cites {citation}"
             for key in re.findall(r"bibliography\.md#([\w-]+)", text):
                 assert f'<a id="{key}"></a>' in bibliography, f"{page.name} links to {key}"
+
+
+def test_every_test_that_a_promise_names_is_there():
+    text = (generate.DOCS / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
+    for file, test in named:
+        source = (generate.DOCS.parent / file).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in source, f"{file} has no {test}"
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| promise"):
+            assert "`tests/" in line, f"no test shows: {line}"

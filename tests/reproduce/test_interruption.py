@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -127,10 +128,11 @@ def test_killed_processes_and_commands_cost_no_run(table, data, tmp_path, uninte
 
 def test_only_one_command_at_a_time(tmp_path):
     said = []
-    refused = pytest.raises(ReproduceError, match="another command is at work")
+    us = f"process {os.getpid()} on {socket.gethostname()}"
+    refused = pytest.raises(ReproduceError, match=f"^{us} is at work in .*; wait for it")
     with _alone(tmp_path, said.append), refused, _alone(tmp_path, said.append, patience=0.2):
         pass
-    assert said == [f"waiting up to 0.2 s for another command at work in {tmp_path}"]
+    assert said == [f"waiting up to 0.2 s for {us}, at work in {tmp_path}"]
     with _alone(tmp_path, said.append, patience=0):
         pass
     assert len(said) == 1

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from filelock import FileLock
 
 from proximetry import cli
 from proximetry.reproduce import (
@@ -94,7 +95,8 @@ def test_the_page_shows_ours_beside_the_published(whole):
     for words in (
         "20 % of the training classes",
         "| seeds | 0, 1 |",
-        "| data | your own images: 60 training, 36 test images |",
+        "| data | your own images: 60 training, 36 test images; images: 10 classes in train/, "
+        "6 classes in test/ |",
         "Training crops are cut from images scaled to a short side of 24.",
         "centre crop 24.",
         "| device | CPU |",
@@ -277,14 +279,14 @@ def test_notes_of_the_runs_are_on_the_page(whole, tmp_path):
     record["notes"] = ["Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"]
     path.write_text(json.dumps(record))
     table = make_table("anywhere")
-    note = "36 test images; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
+    note = "6 classes in test/; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
     results = Results.read(table, out / "small")
     assert f"{note} |" in page(results)
     assert f"{note}." in overview(results, "there")
     record["notes"] = [f"left out {i}.png: no image" for i in range(9)]
     path.write_text(json.dumps(record))
     text = page(Results.read(table, out / "small"))
-    assert "left out 2.png: no image; and 6 more notes in the JSON files |" in text
+    assert "left out 1.png: no image; and 7 more notes in the JSON files |" in text
 
 
 def test_files_that_say_less_can_still_be_read(whole, tmp_path):
@@ -295,7 +297,7 @@ def test_files_that_say_less_can_still_be_read(whole, tmp_path):
         record["environment"]["packages"]["proximetry"] = None
         path.write_text(json.dumps(record))
     text = page(Results.read(make_table("anywhere"), out / "small"))
-    assert "| data | your own images: number of images not recorded |" in text
+    assert "| data | your own images: number of images not recorded; images: " in text
     assert "| concurrent runs | not recorded |" in text
     assert "proximetry not recorded" in text
 
@@ -411,8 +413,8 @@ def call(capsys, *words):
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "different"),
         (["TABLE", "--data", "DATA/train"], "has no images of split"),
-        (["TABLE", "--data", "DATA", "--device", "gpu"], "did you mean 'cuda'?"),
-        (["TABLE", "--data", "DATA", "--device", "cuda:99"], "torch sees"),
+        (["TABLE", "--data", "DATA", "--device", "gpu"], "there is no device 'gpu'"),
+        (["TABLE", "--data", "DATA", "--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),
     ],
 )
@@ -429,7 +431,7 @@ def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message
     }
     words = [places.get(word, word) for word in words]
     code, _, err = call(capsys, *words, "--out", tmp_path / "out")
-    assert code == 1
+    assert code == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -441,16 +443,16 @@ def test_results_need_a_folder(capsys, data, cache, tmp_path, monkeypatch):
     words = [table, "--data", data, "--device", "cpu", "--out"]
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         code, _, err = call(capsys, *words, out)
-        assert code == 1
+        assert code == 2
         assert "nothing can be written to" in err
         assert "(Not a directory); choose another folder" in err
 
     def refuse(lock, timeout):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(runner.FileLock, "acquire", refuse)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
     code, _, err = call(capsys, *words, tmp_path / "closed")
-    assert code == 1
+    assert code == 2
     assert "nothing can be written to" in err
     assert "(Permission denied); choose another folder" in err
 

@@ -1,17 +1,22 @@
 """The command line: a table of plain functions, read from their signatures by cyclopts."""
 
+import errno
 import itertools
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
+from proximetry._common import UsageError, shorten
+from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
     from cyclopts import App, UnknownOptionError
 
 
+_LONGEST = 2000  # characters of a sentence: it may quote a value that has no end
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -50,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
         return 1
-    from proximetry.training.recipe import RecipeError
     from proximetry.training.stopping import Stopped
 
     app = make_app()
@@ -63,28 +67,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(leaving.code or 0)
     except UnknownOptionError as error:
         return _complain(_unknown_option(error), 2)
-    except (CycloptsError, RecipeError, _WordError) as error:
+    except (CycloptsError, UsageError) as error:
         return _complain(error, 2)
     except Stopped as error:
         return _complain(error, 130)
     except KeyboardInterrupt:
         return _complain("stopped", 130)
-    except BrokenPipeError:  # `proximetry recipes | head`
-        sys.stderr.close()
-        return 0
     except (ValueError, ImportError, OSError) as error:
         # A mistake of the user's is a sentence; anything else is ours and keeps its traceback.
-        return _complain(error, 1)
+        no_name = getattr(error, "errno", None) == errno.ENAMETOOLONG
+        return _complain(error, 2 if no_name else 1)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        return _complain("not enough memory; a smaller batch or smaller images need less", 1)
     return 0
 
 
 def _complain(error: Exception | str, code: int) -> int:
-    print(f"proximetry: {' '.join(str(error).split())}", file=sys.stderr)
+    if isinstance(error, OSError) and error.filename is not None:
+        error = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    text = f"proximetry: {shorten(' '.join(str(error).split()), _LONGEST)}"
+    if sys.stderr.isatty():
+        from proximetry.cli.output import wrap
+
+        text = wrap(text)
+    print(text, file=sys.stderr)
     return code
-
-
-class _WordError(ValueError):
-    """A word that does not fit its option."""
 
 
 def _unknown_option(error: "UnknownOptionError") -> str:
@@ -110,19 +119,28 @@ def _prepare(app: "App", words: list[str]) -> list[str]:
         return [*words[1:], "--help"]
     if words[0] not in COMMANDS:
         return words
+    if "" in words:  # which as a path would be the folder one is in
+        raise UsageError("one of the words is empty; is a variable of the shell not set?")
     arguments = app[words[0]].assemble_argument_collection()
     kinds = {name: argument.hint for argument in arguments for name in argument.names}
-    words = _repeat_lists(kinds, words)
+    words = _join_values(kinds, words)
     for option, word in itertools.pairwise([*words, ""]):
         name, _, value = option.replace("_", "-").partition("=")
-        whole = int in (kinds.get(name), *get_args(kinds.get(name)))
-        if whole and "." in (value or word):  # which cyclopts would round
-            raise _WordError(f"{name} takes whole numbers, got {value or word}")
+        if _is(int, kinds.get(name)) and "." in (value or word):  # which cyclopts would round
+            raise UsageError(f"{name} takes whole numbers, got {value or word}")
     return words
 
 
-def _repeat_lists(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
-    """Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word."""
+def _is(kind: type, hint: Any) -> bool:
+    return kind in (hint, *get_args(hint))
+
+
+def _join_values(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
+    """Put values to their options, so that none is taken for the first word of a command.
+
+    Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word; and
+    ``--flip true`` as ``--flip=true``.
+    """
     lists = {name: get_args(kind)[0] for name, kind in kinds.items() if get_origin(kind) is tuple}
     found: list[str] = []
     current = ""
@@ -135,6 +153,10 @@ def _repeat_lists(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
         elif current in lists and (lists[current] is str or number):
             if found[-1].replace("_", "-") != current:
                 found.append(current)
+        elif word in ("true", "false") and _is(bool, kinds.get(current)):
+            found[-1] += f"={word}"
+            current = ""
+            continue
         else:
             current = ""
         found.append(word)
@@ -143,4 +165,10 @@ def _repeat_lists(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
 
 def entry() -> None:
     """Run a command and leave with its exit code; the console script."""
-    sys.exit(main())
+    open_streams()
+    try:
+        code = main()
+        sys.stdout.flush()
+    except OSError as error:  # standard output is a file on a full disk
+        code = _complain(error, 1)
+    sys.exit(code)

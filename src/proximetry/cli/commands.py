@@ -3,22 +3,26 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from proximetry._common import Progress, atomic_write
+from proximetry._common import Progress, UsageError, atomic_write, check_writable
 from proximetry.cli import lists
 from proximetry.cli.output import AsJson, tell
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.metrics.scores import Metrics
+from proximetry.models.names import LARGEST_BATCH, LARGEST_DIM
 from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:
     from proximetry.models import Embedder
+
+BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
 
 
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
@@ -104,10 +108,10 @@ def evaluate(
     root: Path | None = None,
     split: Literal["test", "train", "val", "all"] | None = None,
     metrics: Annotated[Metrics, Parameter(name="*")] = Metrics(),  # noqa: B008
-    eval_dims: tuple[int, ...] = (),
+    eval_dims: Annotated[tuple[int, ...], Parameter(validator=Number(gte=1, lte=LARGEST_DIM))] = (),
     per_class: Annotated[bool, Parameter(negative=())] = False,
-    confusions: int = 0,
-    batch_size: int | None = None,
+    confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    batch_size: BatchSize | None = None,
     device: str | None = None,
     out: Path | None = None,
     as_json: AsJson = False,
@@ -129,16 +133,22 @@ def evaluate(
     """
     from proximetry.cli import evaluation
     from proximetry.data import open_dataset, resolve_source
+    from proximetry.training.comparison import check_comparison
     from proximetry.training.evaluator import score_embedder
 
+    if out is not None:
+        _check_out(out, [source])
     name, place = resolve_source(source, root)
     model = _load(embedder, device)
     if eval_dims and max(eval_dims) >= model.dim:
-        raise ValueError(
+        raise UsageError(
             f"--eval-dims must be below the embedding's {model.dim} dimensions, "
             f"got {max(eval_dims)}"
         )
     catalog, chosen = evaluation.choose_split(open_dataset(name, place), split, source)
+    notes = check_comparison(catalog, metrics)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     with _progress("evaluating") as report:
         scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
     document: dict[str, Any] = {
@@ -149,7 +159,8 @@ def evaluate(
         "images": len(catalog),
         "classes": len(catalog.class_names),
         **evaluation.describe(*scored, per_class=per_class, confusions=confusions),
-        "notes": catalog.notes,
+        "layout": catalog.layout,
+        "notes": [*catalog.notes, *notes],
     }
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
@@ -160,7 +171,7 @@ def embed(
     embedder: Path,
     *images: str,
     out: Path = Path("vectors.npz"),
-    batch_size: int = 64,
+    batch_size: BatchSize = 64,
     flip: Annotated[bool, Parameter(negative=())] = False,
     bad_images: Literal["error", "skip"] = "error",
     device: str | None = None,
@@ -181,10 +192,12 @@ def embed(
     """
     from proximetry.cli.vectors import Embedded, find_images, find_writer
 
-    write = find_writer(out)
-    files = find_images(images)
+    write, written = find_writer(out)
+    for file in written:
+        _check_out(file, images)
+    files, notes = find_images(images)
     if not files:
-        raise ValueError(f"no images below {', '.join(images) or 'nothing'}; name some")
+        raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
     model = _load(embedder, device)
     bad: dict[int, str] = {}
     try:
@@ -205,9 +218,16 @@ def embed(
     kept = [image for i, image in enumerate(files) if i not in bad]
     write(Embedded(kept, vectors.numpy()), out)
     left_out = [bad[i] for i in sorted(bad)]
-    document = {"out": str(out), "images": len(kept), "dim": vectors.shape[1], "left_out": left_out}
+    document = {
+        "out": str(out),
+        "images": len(kept),
+        "dim": vectors.shape[1],
+        "left_out": left_out,
+        "notes": notes,
+    }
     text = f"wrote {len(kept)} embeddings (dim {vectors.shape[1]}) to {out}"
-    tell(as_json, document, "\n".join([*(f"left out {reason}" for reason in left_out), text]))
+    lines = [*notes, *(f"left out {reason}" for reason in left_out), text]
+    tell(as_json, document, "\n".join(lines))
 
 
 def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
@@ -218,6 +238,9 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
+    if out.suffix != ".onnx":
+        raise UsageError(f"{out} must end in .onnx")
+    _check_out(out)
     model = _load(embedder, "cpu")
     model.export_onnx(out, opset=opset)
     height, width = model.preprocessing.crop
@@ -242,15 +265,21 @@ def reproduce(
         out: where the folder of the table is made: JSON per run, README.md, pictures.
         list_: list the tables and leave.
     """
-    from proximetry.reproduce import list_tables
+    from proximetry.reproduce import ReproduceError, list_tables
     from proximetry.reproduce import reproduce as run
+    from proximetry.reproduce.table import RunsFailedError
 
     if list_:
         print(list_tables())
         return
     if table is None:
-        raise ValueError("which table? `proximetry reproduce --list` lists them")
-    home = run(table, data, out, options, report=lambda line: print(line, flush=True))
+        raise UsageError("which table? `proximetry reproduce --list` lists them")
+    try:
+        home = run(table, data, out, options, report=lambda line: print(line, flush=True))
+    except RunsFailedError:
+        raise
+    except ReproduceError as error:
+        raise UsageError(str(error)) from error
     print(f"results in {home / 'README.md'}")
 
 
@@ -270,6 +299,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
         lists.metrics,
     )
 }
+
+
+def _check_out(out: Path, sources: Sequence[str] = ()) -> None:
+    """Refuse a file that cannot be written, or that is read, before the work."""
+    check_writable(out)
+    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
+        raise UsageError(f"{out} is read by this command and would be replaced; name another file")
 
 
 def _load(folder: Path, device: str | None) -> "Embedder":

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from proximetry._common import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, retrieve
 from proximetry.training.evaluator import means
@@ -18,7 +19,7 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
     chosen = split or ("test" if "test" in catalog.splits else "all")
     found = catalog if chosen == "all" else catalog.filter(split=chosen)
     if len(found) == 0:
-        raise ValueError(f"{source} has no rows of split {chosen!r}; try --split all")
+        raise UsageError(f"{source} has no rows of split {chosen!r}; try --split all")
     return found, chosen
 
 
@@ -83,6 +84,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         head = "Queries by class → class of the nearest image, where it is another:"
         parts.append("\n".join([head, *(lines or ["  none"])]))
     parts += [f"note: {note}" for note in document["notes"]]
+    if document["layout"]:
+        parts.insert(1, document["layout"])
     return "\n\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from proximetry._common import UsageError
 from proximetry.cli.output import AsJson, columns, tell, wrap
 
 
@@ -85,7 +86,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     wild = pattern is not None and set("*?[") & set(pattern)
     names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
     if not names:
-        raise ValueError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
+        raise UsageError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
     found = {name: about for name, about in known.items() if name in names}
     if pattern is not None or as_json:
         found |= {name: known.get(name, "") for name in names}
@@ -105,8 +106,8 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
     from proximetry.training.recipe import Recipe, find_recipe, plain_values, shipped_recipes
 
     if name is not None:
-        text = find_recipe(name).read_text(encoding="utf-8")
-        tell(as_json, Recipe.load(name).to_dict() if as_json else None, text.rstrip("\n"))
+        values = Recipe.load(name).to_dict() if as_json else plain_values(name)
+        tell(as_json, values, find_recipe(name).read_text(encoding="utf-8").rstrip("\n"))
         return
     names = sorted(shipped_recipes(), key=lambda name: not name.startswith("default"))
     every = {name: plain_values(name) for name in names}

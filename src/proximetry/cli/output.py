@@ -16,7 +16,7 @@ AsJson = Annotated[
 
 def tell(as_json: bool, document: Any, text: str) -> None:
     """Print the document or the text."""
-    print(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text)
+    print(json.dumps(document, indent=2) if as_json else text)
 
 
 def wrap(text: str, first: str = "", then: str = "") -> str:

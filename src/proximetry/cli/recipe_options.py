@@ -5,18 +5,16 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from cyclopts import Parameter, Token
 
-from proximetry.training.recipe import AUTO, Recipe, Section
+from proximetry.training.recipe import AUTO, Recipe, Section, YamlError, parse_yaml
 
 
 def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
     """Read words as YAML would; whether they fit is for the recipe to say."""
-    import yaml
-
     found = []
     for token in tokens:
         try:
-            found.append(yaml.safe_load(token.value))
-        except yaml.YAMLError:
+            found.append(parse_yaml(token.value) if token.value.strip() else token.value)
+        except YamlError:
             found.append(token.value)
     return found if get_origin(kind) is tuple else found[0]
 

@@ -1,6 +1,7 @@
 """What `proximetry train` works out by itself: recipe and run folder, and what to do next."""
 
 import itertools
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -139,7 +140,8 @@ def _place(
     """The folder of the run: the one given, that of the same run before, or a free one."""
     if out is not None:
         return out, ()
-    found = next(path for path in _numbered(RUNS / name) if _is_free_or_ours(path, data, recipes))
+    base = RUNS / (re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".- ")[:100] or "run")
+    found = next(path for path in _numbered(base) if _is_free_or_ours(path, data, recipes))
     return found, (f"run folder {found}",)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import atomic_write, need
+from proximetry._common import UsageError, atomic_write, need, some
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,35 +17,47 @@ Image = tuple[str, str | None]
 """A path, and the class where the image comes from a folder of class folders or a table."""
 
 
-def find_images(words: Iterable[str]) -> list[Image]:
-    """Return the images that are meant by files, folders, tables and shards."""
-    return [image for word in words for image in _images_of(Path(word).expanduser())]
+def find_images(words: Iterable[str]) -> tuple[list[Image], list[str]]:
+    """Return the images that are meant by files, folders, tables and shards, and notes on them."""
+    images: list[Image] = []
+    notes: list[str] = []
+    for word in words:
+        found, more = _images_of(Path(word).expanduser())
+        images += found
+        notes += more
+    return images, notes
 
 
-def _images_of(path: Path) -> list[Image]:
+def _images_of(path: Path) -> tuple[list[Image], list[str]]:
     from proximetry.data import open_dataset, resolve_source
     from proximetry.data.folders import is_image
 
     if not path.exists():
-        raise ValueError(f"there is no image or folder {path}")
+        raise UsageError(f"there is no image or folder {path}")
     if path.is_file() and is_image(path.name):
-        return [(str(path), None)]
+        return [(str(path), None)], []
     name, root = resolve_source(path.absolute())  # a path, even if it is called like a dataset
     if name == "folder":
         return _images_below(path)
     catalog = open_dataset(name, root)
-    return [(catalog.file(row), catalog.labels[row]) for row in range(len(catalog))]
+    files = [catalog.file(row) for row in range(len(catalog))]
+    return list(zip(files, catalog.labels, strict=True)), catalog.remarks()
 
 
-def _images_below(folder: Path) -> list[Image]:
+def _images_below(folder: Path) -> tuple[list[Image], list[str]]:
     """All images of a folder, with classes if all of them lie in class folders."""
-    from proximetry.data.folders import files_below, is_image, scan_folder
+    from proximetry.data.folders import images_below, scan_folder
 
-    files = [path for path in files_below(folder) if is_image(path.name)]
-    if not files or any(path.parent == folder for path in files):
-        return [(str(path), None) for path in files]
-    paths, labels, _, _ = scan_folder(folder)
-    return [(str(folder / path), label) for path, label in zip(paths, labels, strict=True)]
+    paths, left_out = images_below(folder)
+    notes = [f"left out in {folder}: {some(left_out)}"] if left_out else []
+    labels: dict[str, str] = {}
+    if paths and all("/" in path for path in paths):
+        try:
+            found = scan_folder(folder)
+            labels = dict(zip(found.paths, found.labels, strict=True))
+        except ValueError as error:
+            notes.append(f"without classes: {error}")
+    return [(str(folder / path), labels.get(path)) for path in paths], notes
 
 
 @dataclass(frozen=True)
@@ -89,12 +101,14 @@ def _npy(embedded: Embedded, out: Path) -> None:
 
 
 def _parquet(embedded: Embedded, out: Path) -> None:
+    from proximetry.data.csv_parquet import text_array
+
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
     flat = arrow.array(embedded.vectors.ravel())
-    columns = {"path": arrow.array(embedded.paths, arrow.string())}
+    columns = {"path": text_array(embedded.paths)}
     if embedded.labels:
-        columns["label"] = arrow.array(embedded.labels, arrow.string())
+        columns["label"] = text_array(embedded.labels)
     columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, embedded.vectors.shape[1])
     buffer = io.BytesIO()
     parquet.write_table(arrow.table(columns), buffer)
@@ -108,12 +122,11 @@ WRITERS: dict[str, Callable[[Embedded, Path], None]] = {
 }
 
 
-def find_writer(out: Path) -> Callable[[Embedded, Path], None]:
-    """Return what writes this kind of file; refuse what cannot be written, before the work."""
+def find_writer(out: Path) -> tuple[Callable[[Embedded, Path], None], list[Path]]:
+    """Return what writes this kind of file, and the files it writes."""
     if out.suffix not in WRITERS:
-        raise ValueError(f"--out {out} must end in {', '.join(WRITERS)}")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
     if out.suffix == ".parquet":
         need("pyarrow", "parquet", "Writing Parquet")
-    return WRITERS[out.suffix]
+    written = [out, out.with_suffix(".json")] if out.suffix == ".npy" else [out]
+    return WRITERS[out.suffix], written

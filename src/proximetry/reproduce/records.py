@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from proximetry._common import atomic_write
-from proximetry.models.names import WEIGHTS_SOURCES
 from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.automatic import keep_choices
@@ -88,14 +87,6 @@ class Record(Section):
         atomic_write(folder / f"{self.id}.json", text.encode())
 
 
-def without_places(recipe: Recipe) -> Recipe:
-    """The recipe less where things lie on this machine."""
-    changes: dict[str, Any] = {"data": {"root": None, "cache_dir": None}}
-    if recipe.model.weights not in WEIGHTS_SOURCES:
-        changes["model.weights"] = Path(recipe.model.weights).name
-    return recipe.override(changes)
-
-
 def make_record(
     table: Table,
     run: Run,
@@ -111,7 +102,7 @@ def make_record(
     The recipe is that of the folder, which leaves nothing to ``auto``.
     """
     results = folder.read_results()
-    root, recipe = run.recipe.data.root, without_places(Recipe.load(folder.recipe)).to_dict()
+    root, recipe = run.recipe.data.root, Recipe.load(folder.recipe).without_places().to_dict()
     environment = json.loads(folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
@@ -175,7 +166,7 @@ def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
             "--out, or remove it"
         ) from error
     old, new = (
-        without_places(recipe).portable(without=("words", "place", "pace"))
+        recipe.without_places().portable(without=("words", "place", "pace"))
         for recipe in (there, keep_choices(run.recipe, there))
     )
     changed = differences(old, new)

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import yaml
-from filelock import FileLock, Timeout
 
-from proximetry._common import atomic_write, need, resolve_device
+from proximetry._common import atomic_write, need, resolve_device, take_lock
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
@@ -30,7 +29,7 @@ from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import Run, make_run, plan, wants_selection
 from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
-from proximetry.reproduce.table import ReproduceError, Table
+from proximetry.reproduce.table import ReproduceError, RunsFailedError, Table
 from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.recipe import AUTO, read_yaml
@@ -193,7 +192,7 @@ def reproduce(
             ) from None
     if failures:
         count = len(failures)
-        raise ReproduceError(
+        raise RunsFailedError(
             f"{count} run{'s' * (count > 1)} failed; the others are in {home}, and the same "
             f"command tries again. {'; '.join(failures)}"
         )
@@ -347,17 +346,12 @@ def _find_data(
 @contextmanager
 def _alone(home: Path, report: Report, patience: float = PATIENCE) -> Iterator[None]:
     """Be the only command at work in a folder, after waiting for ``patience`` seconds at most."""
-    lock = FileLock(home / ".lock")
     try:
         home.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            report(f"waiting up to {patience:g} s for another command at work in {home}")
-            lock.acquire(timeout=patience)
-    except Timeout:
+        lock = take_lock(home / ".lock", patience, report)
+    except TimeoutError as error:
         raise ReproduceError(
-            f"another command is at work in {home}; wait for it, or use another --out"
+            f"{error} is at work in {home}; wait for it, or use another --out"
         ) from None
     except OSError as error:
         raise ReproduceError(
@@ -397,7 +391,7 @@ def _check_begun(job: Job) -> None:
     try:
         json.loads(folder.environment.read_text(encoding="utf-8"))
         recipe = read_yaml(folder.recipe, "recipe")
-        begun = folder.last.exists() or folder.results.exists()
+        begun = folder.results.exists() or bool(folder.newest())
     except (OSError, ValueError):
         begun = False
     if begun:

@@ -11,12 +11,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._common import closest
+from proximetry._common import closest, shown
 from proximetry.training.recipe import (
     Count,
+    Dim,
     Flag,
+    Number,
     RecipeError,
     Section,
+    Side,
     TrainingConfig,
     find_file,
     merge,
@@ -32,6 +35,10 @@ Percentage = Annotated[float, Field(ge=0, le=100)]
 
 class ReproduceError(ValueError):
     """A table that cannot be run or was not run to its end, and what to do."""
+
+
+class RunsFailedError(ReproduceError):
+    """Runs that failed, and why."""
 
 
 class Published(Section):
@@ -63,7 +70,7 @@ class Row(Section):
     recipe: str | None = None
     changes: dict[str, Any] = Field({})
     published: dict[str, Percentage] = Field({})
-    x: float | None = None
+    x: Number | None = None
 
     @property
     def slug(self) -> str:
@@ -123,8 +130,8 @@ class Table(Section):
     rows: tuple[Row, ...]
     metrics: tuple[str, ...] = ("recall@1",)
     seconds: Flag = False
-    dims: tuple[Count, ...] = ()
-    views: tuple[tuple[Count, Count], ...] = ()
+    dims: tuple[Dim, ...] = ()
+    views: tuple[tuple[Side, Side], ...] = ()
     claims: tuple[Claim, ...] = ()
     selection: Flag | tuple[str, ...] = False
     figure: Figure | None = None
@@ -197,7 +204,7 @@ class Table(Section):
         """The row of this name."""
         rows = {row.name: row for row in self.rows}
         if name not in rows:
-            raise ReproduceError(f"there is no row {name!r}{closest(name, rows)}")
+            raise ReproduceError(f"there is no row {shown(name)}{closest(name, rows)}")
         return rows[name]
 
     def selected_rows(self, asked: bool | None = None) -> tuple[Row, ...]:
