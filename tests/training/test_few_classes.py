@@ -123,11 +123,11 @@ def test_roles_that_find_nothing_are_told_before_training(tmp_path, cache, split
     replace(catalog, splits=used, queries=queries, galleries=idle).to_csv(root / "t.csv")
     changes = {"data.dataset": "csv", "data.root": str(root / "t.csv")}
     recipe = recipe_for(root, cache, evaluation={"protocol": protocol}).override(changes)
-    with pytest.raises(RunError, match=r"no image is in the gallery.*evaluation\.protocol last"):
+    with pytest.raises(RunError, match=r"is marked as gallery.*evaluation\.protocol last"):
         train(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     results = train(recipe.override({"evaluation.protocol": "last"}), tmp_path / "run")
-    told = [note for note in results["notes"] if "no image is in the gallery" in note]
+    told = [note for note in results["notes"] if "is marked as gallery" in note]
     assert len(told) == (split != "all")
 
 
