@@ -22,7 +22,7 @@ from proximetry.training.automatic import choose_epochs
 from proximetry.training.recipe import AUTO, Recipe
 
 ROOT = Path(__file__).parents[1]
-SEARCHES = (ROOT / "benchmarks" / "record", ROOT / "benchmarks" / "defaults")
+SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
 
 # Figures of the papers, typed a second time.
 PUBLISHED = (

@@ -85,6 +85,18 @@ def test_center_crop_equals_torchvision(pixels):
             assert torch.equal(image, tv.center_crop(chw(pixels, k), crop))
 
 
+def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):
+    rows, crop = np.repeat(np.arange(len(pixels) - 1), 20), CenterCrop((7, 4), flip=True)
+    plain = CenterCrop((7, 4))(pixels, rows)
+    windows = crop.draw(pixels, rows, torch.Generator().manual_seed(0))
+    batch = crop.apply(pixels, rows, windows)
+    assert 0.3 < windows.flip.double().mean() < 0.7
+    expected = torch.where(windows.flip[:, None, None, None], plain.flip(3), plain)
+    assert torch.equal(batch, expected)
+    never = CenterCrop((7, 4)).draw(pixels, rows, torch.Generator().manual_seed(0))
+    assert not never.flip.any()
+
+
 def sized(*sizes):
     """A cache that knows sizes and has no pixels."""
     names = tuple(map(str, range(len(sizes))))

@@ -335,6 +335,18 @@ def test_faces(tmp_path, around):
     assert catalog.notes == ("1 images are not named <person>_<number>: C/photo.jpg",)
 
 
+def test_lfw_is_divided_by_people_with_three_images(tmp_path):
+    people = {"Ann_B": 3, "C": 2, "D_E": 5, "F": 1, "G": 4}
+    files = [f"{n}/{n}_{i + 1:04d}.jpg" for n, images in people.items() for i in range(images)]
+    place(tmp_path / "lfw", *files)
+    catalog = open_dataset("lfw", tmp_path / "lfw")
+    split = dict(zip(catalog.labels, catalog.splits, strict=True))
+    assert split == {"Ann_B": "train", "D_E": "test", "G": "train"}
+    assert len(catalog) == 12
+    assert any("2 of 451 classes" in note for note in catalog.notes)
+    assert repr(catalog).startswith("Catalog(12 images, 3 classes, root=")
+
+
 def test_shards_are_read_in_place(tmp_path):
     pack(tmp_path / "a-00.tar", "x/1.png", "y/2.png", "notes.txt", "lonely.png")
     pack(tmp_path / "a-01.tar", "x/3.png")
@@ -425,7 +437,7 @@ def test_none_of_the_listed_images(tmp_path):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = "cub cars flowers faces sop inshop glyphs folder csv parquet shards"
+    names = "cub cars flowers faces lfw sop inshop glyphs folder csv parquet shards"
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())

@@ -274,12 +274,15 @@ def test_sphereface_psi_is_monotone_and_lambda_is_annealed():
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     for step in (1, 2, 3):  # the authors' layer counts before it uses λ
         assert loss.annealed_lambda().item() == pytest.approx(1000 / (1 + 0.12 * step))
+        assert float(loss.ramp()) == pytest.approx(5 * (1 + 0.12 * step) / 1000)
         loss(x, y)
     loss.eval()
     loss(x, y)
     assert loss.step.item() == 3
     loss.step.fill_(10**6)
     assert loss.annealed_lambda().item() == 5.0
+    assert float(loss.ramp()) == 1.0
+    assert losses.SphereFace(3, 3, lambda_min=0.0).ramp() == losses.CosFace(3, 3).ramp() == 1.0
 
 
 def test_sphereface_keeps_the_length_of_the_embedding():

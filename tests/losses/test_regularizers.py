@@ -12,6 +12,7 @@ from proximetry import losses
 from proximetry._common import nearest_rivals
 from proximetry.losses import regularizers
 from proximetry.losses.regularizers import (
+    AngularCenterLoss,
     CenterLoss,
     ExclusiveRegularizer,
     IntraClassRegularizer,
@@ -182,9 +183,33 @@ def test_center_loss_finds_the_class_means():
     torch.testing.assert_close(term.centers, expected)
 
 
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 5), st.integers(0, 1000))
+def test_angular_center_loss_is_its_formula(classes, k, dim, seed):
+    w, x = draw(classes, k, dim, seed=seed), draw(7, dim, seed=seed + 1)
+    y = torch.arange(7) % classes
+    value = AngularCenterLoss(2.0)(x, y, w)
+    cosines = np.einsum("bd,bkd->bk", reference.unit(x.numpy()), reference.unit(w.numpy()[y]))
+    assert value.item() == pytest.approx(2.0 * np.mean(1 - cosines.max(1)), rel=1e-9)
+
+
+def test_angular_center_loss_draws_both_the_embedding_and_its_own_proxy():
+    w, x = draw(4, 3, seed=1).requires_grad_(), draw(5, 3).requires_grad_()
+    y = torch.tensor([0, 1, 1, 0, 1])
+    term = AngularCenterLoss(0.5)
+    assert torch.autograd.gradcheck(lambda x, w: term(x, y, w), (x, w))
+    term(x, y, w).backward()
+    assert (w.grad[2:] == 0).all()
+    assert (w.grad[:2] != 0).any(1).all()
+    assert torch.isfinite(x.grad).all()
+    assert term(torch.full((1, 3), torch.nan), [0], w).isnan()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: AngularCenterLoss(-1.0), "weight .* got -1.0"),
+        (lambda: AngularCenterLoss()(torch.zeros(1, 2), [3], torch.ones(2, 2)), "label 3"),
+        (lambda: AngularCenterLoss()(torch.zeros(1, 3), [0], torch.ones(2, 2)), "3 dimensions"),
         (lambda: IntraClassRegularizer(-1.0), "weight .* got -1.0"),
         (lambda: ExclusiveRegularizer(float("nan")), "weight .* got nan"),
         (lambda: ExclusiveRegularizer()(torch.zeros(3)), r"got \[3\]"),

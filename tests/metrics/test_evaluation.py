@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
-from proximetry.metrics import Metrics, evaluate, evaluate_queries, retrieve, score_result
+from proximetry.metrics import (
+    Metrics,
+    evaluate,
+    evaluate_queries,
+    retrieve,
+    score_result,
+    verify_classes,
+)
 from proximetry.metrics.scores import score_lists
 
 from . import brute
@@ -307,7 +314,8 @@ def test_a_result_with_short_lists_says_so() -> None:
         ({"ndcg_at": (5,)}, "ndcg@5 needs lists of 5"),
         ({"at_r": True}, "r_precision needs lists of 9"),
         ({"mrr": True}, "mrr needs lists that reach the first positive"),
-        ({"clustering": True}, "clustering needs embeddings"),
+        ({"clustering": True}, "clustering takes embeddings"),
+        ({"clustering": True, "verification": True}, "clustering and verification takes"),
     ):
         with pytest.raises(ValueError, match=message):
             score_result(result, replace(RECALL, **change))
@@ -346,7 +354,7 @@ def test_bad_choices_are_refused(change: dict[str, Any], message: str) -> None:
     [
         ({"labels": None}, "labels must be a sequence of integers or strings, got None"),
         ({"similarity": "l1"}, "unknown similarity 'l1'"),
-        ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "needs one set"),
+        ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "takes one set"),
         ({"similarity": "hamming"}, "not the packed codes"),
     ],
 )
@@ -361,6 +369,25 @@ def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixtur
     evaluate(np.eye(8), np.arange(8) % 2, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (8, 8)
     assert capfd.readouterr() == ("", "")
+
+
+def test_verification_comes_along_when_asked() -> None:
+    draw = np.random.default_rng(0)
+    vectors, labels = draw.normal(size=(80, 4)), np.repeat(list("abcdefgh"), 10)
+    vectors += np.eye(8)[:, :4].repeat(10, axis=0) * 2
+    for similarity in ("cosine", "euclidean"):
+        found = evaluate(vectors, labels, metrics=Metrics(verification=True), similarity=similarity)
+        expected = verify_classes(vectors, labels, similarity=similarity)
+        assert found["verification"] == expected.accuracy
+        assert 0.5 < expected.accuracy < 1
+    with pytest.raises(ValueError, match="verification takes one set"):
+        evaluate(
+            vectors,
+            labels,
+            queries=vectors,
+            query_labels=labels,
+            metrics=Metrics(verification=True),
+        )
 
 
 def test_clustering_comes_along_when_asked() -> None:

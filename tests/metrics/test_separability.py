@@ -98,3 +98,13 @@ def test_bad_input():
     broken[3, 1, 0] = torch.inf
     with pytest.raises(ValueError, match=r"class · 2 \+ proxy.* 7;"):
         separability(broken)
+
+
+def test_scores_are_the_mean_and_the_angles_in_degrees() -> None:
+    angle = torch.tensor([0.0, 30.0, 100.0, 190.0]).deg2rad()
+    scores = separability(torch.stack([angle.cos(), angle.sin()], 1)).scores()
+    # The nearest rivals are 30, 30, 70 and 90 degrees away.
+    assert scores["mean_angle"] == pytest.approx(55, abs=1e-4)
+    assert scores["smallest_angle"] == pytest.approx(30, abs=1e-4)
+    cosines = torch.tensor([30.0, 30.0, 70.0, 90.0]).deg2rad().cos()
+    assert scores["separability"] == pytest.approx(cosines.mean().item(), abs=1e-6)

@@ -12,6 +12,7 @@ from sklearn import metrics as reference
 
 from proximetry.metrics import (
     auc,
+    draw_pairs,
     eer,
     pair_lists,
     pair_similarities,
@@ -21,6 +22,7 @@ from proximetry.metrics import (
     tar_at_far,
     templates,
     verify,
+    verify_classes,
 )
 
 
@@ -365,3 +367,49 @@ def test_bad_input_to_set_similarities():
         set_similarities(vectors, ids, [["a", "b"], ["a", "c"]])
     with pytest.raises(ValueError, match=r"\[M, 2\]"):
         set_similarities(vectors, ids, ["a", "b"])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, 6), min_size=4, max_size=30).filter(
+        lambda n: sum(m > 1 for m in n) > 1
+    ),
+    st.integers(2, 12),
+    st.integers(0, 1000),
+)
+def test_drawn_pairs_are_balanced_and_folds_share_no_class(sizes, folds, seed):
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    drawn = draw_pairs(labels, pairs=120, folds=folds, seed=seed)
+    first, second = labels[drawn.pairs].T
+    np.testing.assert_array_equal(first == second, drawn.same)
+    assert (drawn.pairs[:, 0] != drawn.pairs[:, 1]).all()
+    count = drawn.folds.max() + 1
+    assert count == min(folds, sum(n > 1 for n in sizes), len(sizes) // 2)
+    for fold in range(count):
+        inside = drawn.folds == fold
+        assert drawn.same[inside].mean() == 0.5
+        outside = {*labels[drawn.pairs[~inside]].ravel()}
+        assert not {*labels[drawn.pairs[inside]].ravel()} & outside
+    again = draw_pairs(labels.astype(str), pairs=120, folds=folds, seed=seed)
+    assert len(again.pairs) == len(drawn.pairs)
+    repeated = draw_pairs(labels, pairs=120, folds=folds, seed=seed)
+    np.testing.assert_array_equal(repeated.pairs, drawn.pairs)
+
+
+def test_classes_are_verified_by_drawn_pairs():
+    labels = np.repeat(np.arange(40), 5)
+    apart = verify_classes(np.eye(40)[labels], labels)
+    assert (apart.accuracy, len(apart.fold_accuracies)) == (1.0, 10)
+    assert (apart.same_pairs, apart.different_pairs) == (3000, 3000)
+    nothing = verify_classes(np.random.default_rng(0).normal(size=(200, 8)), labels)
+    assert nothing.accuracy == pytest.approx(0.5, abs=0.03)
+    for few in ([0, 0, 1, 1, 2], [0, 0, 1, 2, 3]):
+        with pytest.raises(ValueError, match="take four classes, two of them with two images"):
+            draw_pairs(few)
+
+
+def test_shuffled_labels_give_one_half():
+    draw = np.random.default_rng(0)
+    values = draw.uniform(size=6000)
+    same = draw.permutation(np.arange(6000) % 2 == 0)
+    assert verify(values, same).accuracy == pytest.approx(0.5, abs=0.02)

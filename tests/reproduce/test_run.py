@@ -1,6 +1,7 @@
 """A small table from end to end on a CPU, and what is said when something is wrong."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -71,6 +72,35 @@ def test_a_json_holds_what_a_figure_needs_and_no_path(whole, data, cache):
     full = json.loads((whole[0] / "mpa-k-2-seed1.json").read_text())
     assert full["protocol"] == "last"
     assert full["curve"][-1]["test"] == full["last"]["test"]
+
+
+def test_angles_of_proxies_and_verification_stand_in_a_table(data, cache, tmp_path):
+    values = with_base(
+        table_values(cache, selection=False, figure=None),
+        "evaluation",
+        metrics={"recall_at": [1], "verification": True},
+    )
+    values["metrics"] = ["verification", "separability", "mean_angle", "smallest_angle"]
+    for row in values["rows"]:
+        del row["published"]
+    apart = {"better": "MPA, K = 2", "worse": "Proxy-Anchor", "metric": "mean_angle"}
+    home = run_table(Table.load({**values, "claims": [apart]}), data, tmp_path, seeds=(0, 1))
+    records = read_records(home)
+    found = [records[f"proxy-anchor-seed{seed}"].metrics() for seed in (0, 1)]
+    for one in found:
+        cosine = math.cos(math.radians(one["mean_angle"]))
+        assert -1 <= one["separability"] <= 1
+        assert abs(cosine - one["separability"]) < 0.1
+        assert 0 < one["smallest_angle"] <= one["mean_angle"] < 180
+        assert 0 <= one["verification"] <= 1
+    text = page_of(home)
+    line = next(line for line in text.splitlines() if line.startswith("| Proxy-Anchor | ours"))
+    mean = sum(one["mean_angle"] for one in found) / 2
+    assert line.split(" | ")[4].startswith(f"{mean:.1f} ±")  # degrees, not percent
+    assert "Angles, in degrees, are of each class's proxy to its nearest rival" in text
+    claim = next(line for line in text.splitlines() if line.startswith("| MPA, K = 2 above"))
+    other = [records[f"mpa-k-2-seed{seed}"].metrics()["mean_angle"] for seed in (0, 1)]
+    assert f"| {sum(other) / 2 - mean:+.2f} ±" in claim
 
 
 def test_the_page_shows_ours_beside_the_published(whole):

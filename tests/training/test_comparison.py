@@ -165,6 +165,9 @@ def test_training_selects_by_what_evaluation_finds(table, cache, tmp_path, proce
         ("abcc", "bbgg", {}, "no query has another image of its class in the gallery"),
         ("aabb", "bbgg", {"clustering": True}, "clustering takes one set, but"),
         ("aabb", "bbbb", {"clustering": True}, None),
+        ("aabbcd", "bbbbbb", {"verification": True}, None),
+        ("aabbc", "bbbbb", {"verification": True}, "take four classes"),
+        ("abababcd", "bbggbbgg", {"verification": True}, "verification takes one set, but"),
         ("aabb", "nnnn", {"clustering": True}, None),
     ],
 )

@@ -383,6 +383,21 @@ def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, c
     assert scores["among_train"]["map@r"] == scores["map@r"]
 
 
+def test_verification_selects_where_there_are_classes_enough(tmp_path, cache):
+    changes = {
+        "evaluation": {"metrics": {"verification": True}, "select_by": "verification"},
+        "training": {"epochs": 1},
+    }
+    images = make_images(tmp_path / "images")
+    with pytest.raises(RunError, match="here are 3 classes"):
+        train(make_recipe(images, cache, **changes), tmp_path / "few", device="cpu")
+    assert not (tmp_path / "few").exists()
+    changes["evaluation"]["held_out"] = 0.5
+    results = train(make_recipe(images, cache, **changes), tmp_path / "run", device="cpu")
+    assert 0.5 <= results["selected"]["held_out"]["verification"] <= 1
+    assert "among_train" not in results["selected"]["held_out"]
+
+
 def test_clusterings_select_by_held_out_images_alone(tmp_path, cache):
     recipe = make_recipe(
         make_images(tmp_path / "images"),

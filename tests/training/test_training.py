@@ -495,7 +495,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
     [
         {"loss": {"name": "pairs/multi_similarity"}},
         {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
-        {"loss": {"exclusive": 1.0, "center": 0.003, "project": True}},
+        {"loss": {"exclusive": 1.0, "center": 0.003, "optimization": "projected"}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
         {"data": {"cache": "memory"}},
         {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
@@ -710,7 +710,7 @@ MISTAKES = [
     ({"data": {"root": None}}, "data.root is missing"),
     ({"data": {"root": "nowhere"}}, "nowhere"),
     ({"data": {"batch_size": 16, "sampler": "balanced", "images_per_class": 1}}, "16"),
-    ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, "need proxies"),
+    ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, "needs proxies"),
     ({"evaluation": {"protocol": "paper"}}, "test set, but there is none"),
     ({"model": {"backbone": "small_convnett"}}, "small_convnet"),
     ({"model": {"weights": "nowhere.pth"}}, "nowhere.pth"),

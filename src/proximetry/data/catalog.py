@@ -27,7 +27,7 @@ SPLITS = ("all", "train", "val", "test")
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Catalog:
     """Images, their classes and their roles; built once, checked, never changed.
 
@@ -63,6 +63,11 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __repr__(self) -> str:
+        return (
+            f"Catalog({len(self)} images, {len(self.class_names)} classes, root={str(self.root)!r})"
+        )
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:

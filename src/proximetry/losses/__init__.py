@@ -17,7 +17,12 @@ from proximetry.losses.formulation import LossForm
 from proximetry.losses.pair_losses import PAIR_LOSSES
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
-from proximetry.losses.regularizers import CenterLoss, ExclusiveRegularizer, IntraClassRegularizer
+from proximetry.losses.regularizers import (
+    AngularCenterLoss,
+    CenterLoss,
+    ExclusiveRegularizer,
+    IntraClassRegularizer,
+)
 from proximetry.losses.softmax import (
     ArcFace,
     CosFace,
@@ -57,6 +62,7 @@ __all__ = [
     "MPAAP",
     "MPADW",
     "PAIR_LOSSES",
+    "AngularCenterLoss",
     "ArcFace",
     "CenterLoss",
     "CosFace",

@@ -78,6 +78,10 @@ class ProxyLoss(Declared):
         """Return the weight of each class's negative term in a class-wise loss: 1 / C."""
         return 1.0 / self.proxies.num_classes
 
+    def ramp(self) -> float | Tensor:
+        """Return what the weight of an added exclusive term is multiplied by at this step."""
+        return 1.0
+
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B] as one number in float32."""
         labels = checks.batch(embeddings, labels, self.proxies.dim)

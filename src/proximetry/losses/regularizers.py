@@ -177,6 +177,32 @@ class CenterLoss(FullPrecision):
             return loss
 
 
+class AngularCenterLoss(FullPrecision):
+    """Draws embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
+
+    ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centres, which the optimiser
+    moves with the rest. Of several proxies per class the nearest counts.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = checks.non_negative("weight", weight)
+
+    def forward(
+        self, embeddings: Tensor, labels: checks.Labels, proxies: Proxies | Tensor
+    ) -> Tensor:
+        """Return the term of a batch, for proxies [C, K, D] or [C, D]."""
+        centers = _weight_of(proxies)
+        labels = checks.batch(embeddings, labels, centers.shape[-1])
+        if not torch.compiler.is_compiling():
+            checks.label_range(labels, len(centers))
+        with torch.autocast(embeddings.device.type, enabled=False):
+            own = centers[labels].reshape(len(labels), -1, centers.shape[-1])
+            direction, _ = unit(embeddings.to(centers.dtype))
+            cosine = (unit(own)[0] @ direction.unsqueeze(2)).amax((1, 2))
+            return self.weight * (1.0 - cosine).mean()
+
+
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):

@@ -201,6 +201,10 @@ class SphereFace(ProxyLoss, name="sphereface"):
         growth = (1.0 + self.lambda_rate * (self.step.double() + 1.0)) ** -self.lambda_power
         return (self.lambda_base * growth).clamp(min=self.lambda_min)
 
+    def ramp(self) -> Tensor | float:
+        """λ_min / λ, as the authors of RegularFace let their term grow; 1 where λ_min is 0."""
+        return self.lambda_min / self.annealed_lambda().float() if self.lambda_min else 1.0
+
     def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the loss; in training mode the step of the annealing advances by one."""
         loss = super().forward(embeddings, labels)

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     )
     from proximetry.metrics.identification import Identification, identify
     from proximetry.metrics.pair_lists import (
+        DrawnPairs,
         PairList,
         Templates,
+        draw_pairs,
         pair_similarities,
         read_pairs,
         set_similarities,
         templates,
+        verify_classes,
     )
     from proximetry.metrics.retrieval import RetrievalResult, retrieve
     from proximetry.metrics.separation import Separability, separability
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DrawnPairs",
     "Evaluation",
     "Identification",
     "Interval",
@@ -62,6 +66,7 @@ __all__ = [
     "ami",
     "auc",
     "cluster",
+    "draw_pairs",
     "eer",
     "evaluate",
     "evaluate_queries",
@@ -79,6 +84,7 @@ __all__ = [
     "tar_at_far",
     "templates",
     "verify",
+    "verify_classes",
 ]
 
 __getattr__ = lazy_exports(
@@ -88,12 +94,15 @@ __getattr__ = lazy_exports(
         "evaluation": ("Evaluation", "Interval", "evaluate", "evaluate_queries", "score_result"),
         "identification": ("Identification", "identify"),
         "pair_lists": (
+            "DrawnPairs",
             "PairList",
             "Templates",
+            "draw_pairs",
             "pair_similarities",
             "read_pairs",
             "set_similarities",
             "templates",
+            "verify_classes",
         ),
         "retrieval": ("RetrievalResult", "retrieve"),
         "separation": ("Separability", "separability"),

@@ -27,6 +27,7 @@ from proximetry.metrics.inputs import (
     normalize,
 )
 from proximetry.metrics.neighbors import search
+from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
 from proximetry.metrics.task import Task, build, check
@@ -56,14 +57,14 @@ class Evaluation:
         query_codes: the class number of each query.
         classes: the label of each class number.
         positives: how many items of its class each query could find.
-        clustering: scores of the set as a whole, if clustering was asked for.
+        whole: scores of the set as a whole: clustering and verification, if asked for.
     """
 
     scores: dict[str, FloatArray]
     query_codes: IntArray
     classes: npt.NDArray[Any]
     positives: IntArray
-    clustering: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.positives > 0).any():
@@ -90,7 +91,7 @@ class Evaluation:
         scored = self.scored
         means = {name: float(values[scored].mean()) for name, values in self.scores.items()}
         counts = dict(zip(COUNTS, (float(scored.sum()), float((~scored).sum())), strict=True))
-        return means | self.clustering | counts
+        return means | self.whole | counts
 
     def per_class(self) -> dict[str, npt.NDArray[Any]]:
         """A table by columns: ``label``, ``queries`` (those scored) and the mean of each score.
@@ -151,11 +152,11 @@ def evaluate_queries(
     progress: Progress | None = None,
 ) -> Evaluation:
     """Like :func:`evaluate`, keeping the score of every query."""
-    if metrics.clustering and queries is not None:
-        raise ValueError("clustering needs one set; call cluster() on the set you mean")
-    if metrics.clustering and similarity == "hamming":
+    if metrics.one_set() and queries is not None:
+        raise ValueError(f"{metrics.one_set()} takes one set, not queries and a gallery")
+    if metrics.one_set() and similarity == "hamming":
         raise ValueError(
-            'clustering needs embeddings, not the packed codes of similarity="hamming"'
+            f'{metrics.one_set()} takes embeddings, not the packed codes of similarity="hamming"'
         )
 
     checked = partial(
@@ -178,6 +179,10 @@ def evaluate_queries(
         if metrics.clustering:
             vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
             whole = cluster(vectors, task.gallery_codes)
+        if metrics.verification and similarity != "hamming":
+            whole["verification"] = verify_classes(
+                task.gallery, task.gallery_codes, similarity=similarity
+            ).accuracy
     return Evaluation(arrays, codes, task.classes, positives, whole)
 
 
@@ -216,8 +221,8 @@ def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score lists that are already there; a score that needs longer lists is refused."""
-    if metrics.clustering:
-        raise ValueError("clustering needs embeddings, not lists; call cluster() on them")
+    if metrics.one_set():
+        raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
         raise ValueError("this search was made without labels, which scores need")
     hits = torch.from_numpy(result.hits)

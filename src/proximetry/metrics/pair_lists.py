@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from proximetry.metrics.inputs import (
     normalize,
     tiles,
 )
+from proximetry.metrics.verification import Verification, verify
 
 Pooling = Literal["mean", "max"]
 
@@ -106,6 +107,63 @@ def _pair(place: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[
         what = "an image with itself" if same else "a person with themselves as different people"
         raise ValueError(f"{place}: {line!r} compares {what}")
     return (first, int(i)), (second, int(j))
+
+
+class DrawnPairs(NamedTuple):
+    """Pairs of rows [M, 2], which of them are of one class, and the fold of each."""
+
+    pairs: IntArray
+    same: npt.NDArray[np.bool_]
+    folds: IntArray
+
+
+def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0) -> DrawnPairs:
+    """Draw pairs of rows as LFW's list has them: half of one class, in folds that share no class.
+
+    For a pair of one class, the class is drawn and then two of its rows; for the other pairs, two
+    classes and a row of each. A pair may be drawn twice. With few classes there are fewer folds,
+    each of two classes at least; the pairs are divided among them evenly.
+    """
+    (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
+    members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
+    draw = np.random.default_rng(seed)
+    order = draw.permutation(len(members))
+    # Classes of several rows first, so that every fold gets one.
+    order = order[np.argsort([len(members[c]) < 2 for c in order], kind="stable")]
+    several = sum(len(rows) > 1 for rows in members)
+    folds = min(folds, several, len(members) // 2)
+    if folds < 2:
+        raise ValueError(
+            "pairs in folds that share no class take four classes, two of them with two images or "
+            f"more; here are {len(members)} classes, {several} of them with two images"
+        )
+    each = max(1, pairs // (2 * folds))
+    found = []
+    for fold in range(folds):
+        inside = [members[c] for c in order[fold::folds]]
+        able = [rows for rows in inside if len(rows) > 1]
+        for _ in range(each):
+            found.append(draw.choice(able[draw.integers(len(able))], 2, replace=False))
+        for _ in range(each):
+            first, second = draw.choice(len(inside), 2, replace=False)
+            found.append(np.array([draw.choice(inside[first]), draw.choice(inside[second])]))
+    number = np.arange(len(found))
+    return DrawnPairs(np.stack(found), number % (2 * each) < each, number // (2 * each))
+
+
+def verify_classes(
+    embeddings: Embeddings,
+    labels: Labels,
+    *,
+    similarity: FloatSimilarity = "cosine",
+    pairs: int = 6000,
+    folds: int = 10,
+    seed: int = 0,
+) -> Verification:
+    """Verification on labelled embeddings, with pairs from `draw_pairs`."""
+    drawn = draw_pairs(labels, pairs, folds, seed)
+    values = pair_similarities(embeddings, drawn.pairs, similarity=similarity)
+    return verify(values, drawn.same, folds=drawn.folds)
 
 
 def pair_similarities(

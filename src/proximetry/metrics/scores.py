@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
 """What `proximetry.metrics.cluster` reports."""
+ONE_SET = (*CLUSTERING, "verification")
+"""What is measured on a set as a whole, not query by query."""
+SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
+"""What a run reports of its proxies: `proximetry.metrics.Separability.scores`."""
 _LARGEST_CUTOFF = 1_000_000  # the best list of so many places is laid out in memory
 COUNTS = ("queries", "queries_without_positive")
 """How many queries the means are taken over, and how many were left out."""
@@ -137,6 +141,11 @@ class Metrics:
         False,
         f"{', '.join(CLUSTERING)} of k-means with as many clusters as classes",
     )
+    verification: bool = _declare(
+        False,
+        "verification: accuracy of LFW's protocol on 6000 random pairs, half of one class, in ten "
+        "folds of classes",
+    )
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -160,8 +169,13 @@ class Metrics:
 
     def names(self) -> list[str]:
         """Every key of the result, in the order in which they are reported."""
-        clustering = CLUSTERING if self.clustering else ()
-        return [*(score.name for score in self.scores()), *clustering, *COUNTS]
+        whole = [*CLUSTERING * self.clustering, *("verification",) * self.verification]
+        return [*(score.name for score in self.scores()), *whole, *COUNTS]
+
+    def one_set(self) -> str:
+        """What is asked for that is measured on one set, and not of queries against a gallery."""
+        names = ("clustering", "verification")
+        return " and ".join(name for name in names if getattr(self, name))
 
     def fixed_depth(self) -> int:
         """How long every list must be, R apart; what reads the first positive needs no list."""

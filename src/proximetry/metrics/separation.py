@@ -1,5 +1,6 @@
 """Separability of classes by their proxies or classifier weights (Zhao et al. 2019)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from proximetry._common import nearest_rivals
 from proximetry.metrics.inputs import Embeddings, as_embeddings, full_precision, normalize
+from proximetry.metrics.scores import SEPARABILITY
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,12 @@ class Separability:
 
     per_class: Tensor
     mean: float
+
+    def scores(self) -> dict[str, float]:
+        """The mean; and of the angles of classes to their nearest rivals, mean and smallest."""
+        angles = self.per_class.double().acos()
+        found = self.mean, math.degrees(angles.mean()), math.degrees(angles.min())
+        return dict(zip(SEPARABILITY, found, strict=True))
 
 
 def separability(proxies: Embeddings) -> Separability:

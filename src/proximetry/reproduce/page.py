@@ -118,6 +118,11 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
             shown = [None if value is None else f"{value:.1f}" for value in theirs]
             add("", f"published, {table.published.backbone}", shown)
     caption = "Percent; ours: mean ± sample standard deviation over the seeds."
+    if any(metric.endswith("_angle") for metric in table.metrics):
+        caption += (
+            " Angles, in degrees, are of each class's proxy to its nearest rival: their mean and "
+            "the smallest; separability is the mean of the cosines, where less is better."
+        )
     for record in list(results.selection.values())[:1]:
         evaluation = record.recipe["evaluation"]
         caption += (

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from proximetry.metrics.scores import SEPARABILITY
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
 from proximetry.training.recipe import AUTO, Recipe, RecipeError, merge
@@ -139,7 +140,7 @@ def _check(table: Table, recipe: Recipe) -> None:
     """Rows are evaluated at the last epoch; nothing else is comparable."""
     if recipe.evaluation.protocol != "last" or recipe.training.two_stages:
         raise RecipeError("the rows of a table have evaluation.protocol last and no two_stages")
-    computed = recipe.evaluation.metrics.names()
+    computed = [*recipe.evaluation.metrics.names(), *SEPARABILITY]
     missing = [metric for metric in table.metrics if metric not in computed]
     if missing:
         raise RecipeError(f"evaluation.metrics has no {missing[0]}, which the table shows")

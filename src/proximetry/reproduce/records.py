@@ -77,7 +77,8 @@ class Record(Section):
         at = self.last
         if epoch not in (None, self.last["epoch"]):
             at = next((line for line in self.curve if line["epoch"] == epoch), {})
-        found: dict[str, Any] = at.get("held_out" if self.kind == "held_out" else "test", {})
+        split = "held_out" if self.kind == "held_out" else "test"
+        found: dict[str, Any] = {**at.get(split, {}), **at.get("proxies", {})}
         return found if dim is None else found.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:

@@ -28,7 +28,7 @@ _T = (
 
 @dataclass(frozen=True)
 class Sample:
-    """Percentages of the same thing over seeds."""
+    """Figures of the same thing over seeds, as they are shown: see `in_units`."""
 
     values: tuple[float, ...]
 
@@ -46,12 +46,17 @@ class Sample:
         return f"{self.mean:.1f}" if self.std is None else f"{self.mean:.1f} ± {self.std:.1f}"
 
 
+def in_units(metric: str, value: float) -> float:
+    """A figure as it is shown: angles in degrees, as they are; everything else in percent."""
+    return value if metric.endswith("_angle") else 100 * value
+
+
 def sample(
     records: Iterable[Record], metric: str, epoch: int | None = None, **of: Any
 ) -> Sample | None:
-    """A metric over runs in percent, as in `Record.metrics`; None if no run has it."""
+    """A metric over runs as it is shown, of `Record.metrics`; None if no run has it."""
     found = [record.metrics(epoch, **of) for record in records]
-    values = tuple(100 * metrics[metric] for metrics in found if metric in metrics)
+    values = tuple(in_units(metric, metrics[metric]) for metrics in found if metric in metrics)
     return Sample(values) if values else None
 
 
@@ -106,7 +111,7 @@ def examine(claim: Claim, results: Results) -> Finding:
 
 def _by_seed(records: Iterable[Record], metric: str) -> dict[int, float]:
     found = ((record.seed, record.metrics().get(metric)) for record in records)
-    return {seed: 100 * value for seed, value in found if value is not None}
+    return {seed: in_units(metric, value) for seed, value in found if value is not None}
 
 
 def verdict_on(difference: float, limit: float | None) -> Verdict:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proximetry.data import Catalog
-from proximetry.metrics import Metrics
+from proximetry.metrics import Metrics, draw_pairs
 from proximetry.models.names import Similarity
 
 Mask = npt.NDArray[np.bool_]
@@ -108,12 +108,18 @@ def check_comparison(catalog: Catalog, wanted: Metrics) -> list[str]:
         raise ValueError(reason)
     catalog = with_needed_roles(catalog)
     queries, gallery = _roles(catalog)
-    if catalog.queries is not None and wanted.clustering:
+    whole = wanted.one_set()
+    if catalog.queries is not None and whole:
         raise ValueError(
-            f"clustering takes one set, but the {len(catalog)} images of {catalog.root} are "
-            "divided into queries and a gallery: leave clustering out, or the columns query and "
+            f"{whole} takes one set, but the {len(catalog)} images of {catalog.root} are "
+            f"divided into queries and a gallery: leave {whole} out, or the columns query and "
             "gallery"
         )
+    if wanted.verification:
+        try:
+            draw_pairs(catalog.codes)
+        except ValueError as error:
+            raise ValueError(f"the images of {catalog.root}: {error}") from error
     most = int(gallery.sum()) - bool(gallery[queries].all())
     return [
         f"recall@{k} is 100 % for any embedder: a query can find no more than {most} images"

@@ -29,7 +29,7 @@ from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
 from proximetry.data.pixel_cache import cache_home, estimate, known_contents
 from proximetry.models import Preprocessing
-from proximetry.training.comparison import nothing_to_find
+from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Protocol, Recipe, RecipeError
@@ -91,12 +91,12 @@ class TrainingData:
         self.class_names = list(train.class_names)
         self._codes = train.codes
         self.sampler = make_sampler(recipe, train.codes, world)
-        self._augment = RandomResizedCrop(
-            d.crop_size or preprocessing.crop,
-            scale=d.crop_scale,
-            flip=d.flip,
-            interpolation=preprocessing.interpolation,
-        )
+        crop = d.crop_size or preprocessing.crop
+        self._augment: RandomResizedCrop | CenterCrop = CenterCrop(crop, d.flip)
+        if d.random_crop:
+            self._augment = RandomResizedCrop(
+                crop, d.crop_scale, flip=d.flip, interpolation=preprocessing.interpolation
+            )
         self._colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
         self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
@@ -353,6 +353,12 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
         )
     if protocol == "paper" and len(rows["test"]) == 0:
         raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
+    for name in ("held_out", "test"):
+        if len(rows[name]):
+            try:
+                check_comparison(catalog.subset(rows[name]), recipe.evaluation.metrics)
+            except ValueError as error:
+                raise RunError(str(error)) from error
     images, pca_dim = len(rows["train"]), recipe.model.pca_dim
     if pca_dim is not None and images < pca_dim:
         notes.append(

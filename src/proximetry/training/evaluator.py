@@ -225,11 +225,11 @@ class Evaluator:
             query_labels=labels[held],
             ignore_groups=gallery,  # no image is to find itself
             query_ignore_groups=held,
-            metrics=replace(e.metrics, clustering=False),
+            metrics=replace(e.metrics, clustering=False, verification=False),
             similarity=e.similarity,
             group=self._group,
         )
-        # Clusterings are of the held-out images alone.
+        # Clusterings and pairs are of the held-out images alone.
         chosen = {e.select_by: found[e.select_by]} if e.select_by in found else {}
         return {"among_train": chosen} if chosen else {}
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from proximetry.metrics.scores import CLUSTERING
+from proximetry.metrics import separability
+from proximetry.metrics.scores import ONE_SET
 from proximetry.models import Embedder
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
@@ -276,7 +277,7 @@ def _describe_selection(run: Run) -> str:
 
 
 def _title(split: str, metric: str) -> str:
-    among = split == "held_out" and metric not in CLUSTERING
+    among = split == "held_out" and metric not in ONE_SET
     where = " among training images" * among
     return f"{split.replace('_', '-')} {metric_title(metric)}{where}"
 
@@ -323,15 +324,31 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         if line["epoch"] == 0:
             parts = ("epoch", "held_out", "test")
             results["untrained"] = {key: line[key] for key in parts if key in line}
-    results["last"] = results["selected"] = {"epoch": state.epoch, **last.scores}
+    results["last"] = results["selected"] = {
+        "epoch": state.epoch,
+        **last.scores,
+        **_separability(run),
+    }
     if state.best_epoch not in (None, state.epoch):
         run.world.wait()
         results["notes"] += _restore_selected(run)
         if state.best_epoch is not None:
             final = _evaluate_finally(run, None)
-            results["selected"] = {"epoch": state.best_epoch, **final.scores}
+            results["selected"] = {
+                "epoch": state.best_epoch,
+                **final.scores,
+                **_separability(run),
+            }
     results["notes"] += _no_gain(run, results)
     return results, final
+
+
+def _separability(run: Run) -> dict[str, dict[str, float]]:
+    """How far the proxies of different classes are apart, where the loss has proxies."""
+    proxies = run.updater.objective.proxies
+    if proxies is None or proxies.num_classes < 2:
+        return {}
+    return {"proxies": separability(proxies.weight.detach()).scores()}
 
 
 def _restore_selected(run: Run) -> list[str]:

@@ -22,28 +22,42 @@ class Objective(nn.Module):
         super().__init__()
         self.loss = _make_loss(config, class_names, dim)
         proxies = self.loss.proxies if isinstance(self.loss, losses.ProxyLoss) else None
-        if proxies is None and (config.exclusive or config.project):
-            raise RecipeError(
-                f"loss.exclusive and loss.project need proxies; {config.name} has none"
+        wanting = [
+            f"loss.{key}"
+            for key, wanted in (
+                ("exclusive", config.exclusive),
+                ("angular_center", config.angular_center),
+                ("optimization", config.optimization == "projected"),
             )
+            if wanted
+        ]
+        if proxies is None and wanting:
+            raise RecipeError(f"{wanting[0]} needs proxies; loss {config.name} has none")
         self.proxies = proxies
-        self.project = config.project
+        self.projected = config.optimization == "projected"
+        self.after_step()  # on the sphere from the start: the first step depends on their length
         classes = len(class_names)
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.center = losses.CenterLoss(classes, dim, config.center) if config.center else None
+        self.angular_center = (
+            losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
+        )
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the terms."""
-        total: Tensor = self.loss(embeddings, labels)
+        ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
+        total: Tensor = self.loss(embeddings, labels)  # after which the ramp is the next step's
         if self.exclusive is not None and self.proxies is not None:
-            total = total + self.exclusive(self.proxies)
+            total = total + ramp * self.exclusive(self.proxies)
+        if self.angular_center is not None and self.proxies is not None:
+            total = total + self.angular_center(embeddings, labels, self.proxies)
         if self.center is not None:
             total = total + self.center(embeddings, labels)
         return total
 
     def after_step(self) -> None:
         """Project the proxies onto the unit sphere, where the recipe asks for it."""
-        if self.project and self.proxies is not None:
+        if self.projected and self.proxies is not None:
             self.proxies.project_()
 
 

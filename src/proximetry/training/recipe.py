@@ -152,6 +152,10 @@ class DataConfig(Section):
     crop_scale: tuple[Number, Number] = _key(
         (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
     )
+    random_crop: Flag = _key(
+        True,
+        "false trains on the centre crops of evaluation, as is usual for aligned faces",
+    )
     flip: Flag = _key(True, "flip half of the training images horizontally")
     color_jitter: Number = _key(
         0.0, "strength of random brightness, contrast and saturation, as in ColorJitter", ge=0, le=1
@@ -251,11 +255,30 @@ class LossConfig(Section):
 
     name: str = _key("proxy_anchor", "a loss that `proximetry losses` lists")
     settings: dict[str, Setting] = _key({}, "its settings, such as alpha")
-    exclusive: Number = _key(0.0, "weight of RegularFace's exclusive regulariser", ge=0)
-    center: Number = _key(0.0, "weight of the center loss", ge=0)
-    project: Flag = _key(
-        False, "put the proxies back on the unit sphere after each step (Zhao et al. 2019)"
+    exclusive: Number = _key(
+        0.0,
+        "weight of RegularFace's exclusive term; with sphereface it grows as the annealing falls",
+        ge=0,
     )
+    center: Number = _key(0.0, "weight of the center loss (Wen et al. 2016)", ge=0)
+    angular_center: Number = _key(
+        0.0, "weight of RegularFace's center loss, one minus the cosine to the own proxy", ge=0
+    )
+    optimization: Literal["normalized", "projected"] = _key(
+        "normalized",
+        "how proxies keep to the unit sphere: normalized in the forward pass, their length free; "
+        "or projected gradient, put back on the sphere after each step (Zhao et al. 2019)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, values: Any) -> Any:
+        """Read the flag `project` of older recipes, which stand beside results."""
+        if isinstance(values, dict) and isinstance(values.get("project"), bool):
+            values = dict(values)
+            projected = values.pop("project")
+            values.setdefault("optimization", "projected" if projected else "normalized")
+        return values
 
     @field_validator("name")
     @classmethod
@@ -596,7 +619,13 @@ def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
-    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+    return {_shipped_name(path): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def _shipped_name(path: Path) -> str:
+    """What a shipped recipe is called, with its folder; any other by its file alone."""
+    inside = path.is_relative_to(SHIPPED)
+    return path.relative_to(SHIPPED).with_suffix("").as_posix() if inside else path.stem
 
 
 def find_recipe(source: str | Path) -> Path:
@@ -634,7 +663,7 @@ def plain_values(
         if place in above:
             names = " → ".join(path.name for path in (*above, place))
             raise RecipeError(f"recipes must not be based on each other in a circle: {names}")
-        values = {"name": place.stem} | read_yaml(place, "recipe")
+        values = {"name": _shipped_name(place)} | read_yaml(place, "recipe")
     base = values.pop("base", None)
     if base is None:
         return _lay_over({}, values)

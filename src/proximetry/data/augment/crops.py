@@ -7,7 +7,7 @@ same everywhere; how it is scaled depends on where the pixels lie.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,20 +104,30 @@ class RandomResizedCrop:
 class CenterCrop:
     """The centre of cached images: a square, or (height, width).
 
+    As augmentation (`draw`, `apply`), with ``flip`` every second image is mirrored, at random.
     From a cache whose short side is an embedder's `resize`, scaled with its interpolation, these
     are the bytes that `resize_and_center_crop` makes of the files.
     """
 
     crop: int | tuple[int, int]
+    flip: bool = False
 
     def __post_init__(self) -> None:
         crop_size(self.crop)
 
     def __call__(self, pixels: PixelCache, rows: Rows) -> Tensor:
         """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
+        return self.apply(pixels, rows, self.windows(pixels, rows))
+
+    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> Tensor:
+        """Return the batch for windows that were drawn before."""
         # Nothing is scaled, so the filter does not matter.
-        size = crop_size(self.crop)
-        return resample(pixels, rows, self.windows(pixels, rows), size, "bilinear")
+        return resample(pixels, rows, windows, crop_size(self.crop), "bilinear")
+
+    def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
+        """Return the central window of each image, flipped or not."""
+        flipped = torch.rand(len(rows), generator=generator, dtype=torch.float64) < 0.5
+        return replace(self.windows(pixels, rows), flip=flipped & self.flip)
 
     def windows(self, pixels: PixelCache, rows: Rows) -> Windows:
         """Return the central window of each image."""
@@ -127,7 +137,7 @@ class CenterCrop:
             k = int(small.int().argmax())
             raise ValueError(
                 f"image {rows[k]} has {heights[k]}×{widths[k]} pixels, too few for a crop of "
-                f"{height}×{width}; use a short side of {max(height, width)}"
+                f"{height}×{width}; use a short side of {max(height, width)} (model.resize)"
             )
         return Windows(
             top=((heights - height).double() / 2).round().long(),  # halves to even, as with files

@@ -1,12 +1,13 @@
 """Aligned faces, one folder per person."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from proximetry._common import some
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import dataset
+from proximetry.data.datasets._reading import Size, dataset, split_by_class
 from proximetry.data.folders import class_folders, is_image
 
 
@@ -30,3 +31,22 @@ def faces(root: Path) -> Catalog:
 def _regular(path: str) -> bool:
     place = PurePosixPath(path)
     return re.fullmatch(re.escape(place.parent.name) + r"_\d+", place.stem) is not None
+
+
+@dataset(
+    "lfw",
+    title="Labeled Faces in the Wild, people with three images or more",
+    layout="<person>/<person>_0001.jpg",
+    about="celebrities, every second one of whom is for training",
+    train=Size(images=3902, classes=451),
+    test=Size(images=3704, classes=450),
+)
+def lfw(root: Path) -> Catalog:
+    """Read the people with three images or more: of their sorted names every second is for test.
+
+    This is no published split: those of LFW are of pairs, not of people to be found.
+    """
+    catalog = faces(root)
+    images = Counter(catalog.labels)
+    catalog = catalog.subset([row for row, name in enumerate(catalog.labels) if images[name] >= 3])
+    return split_by_class(catalog, set(sorted(set(catalog.labels))[::2]))
