@@ -5,9 +5,10 @@ python -m benchmarks.check_results
 It needs no data and trains nothing; it is part of `make lint`.
 """
 
+import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -23,6 +24,9 @@ from proximetry.training.recipe import AUTO, Recipe
 
 ROOT = Path(__file__).parents[1]
 SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
+# Folders of results that are not those of a table.
+OTHERS = ("faces",)
+_FACES = ("verify", "identify")
 
 # Figures of the papers, typed a second time.
 PUBLISHED = (
@@ -43,7 +47,7 @@ BEST = (
 
 def folders() -> dict[Path, Table]:
     """Every folder of results with its table."""
-    found = {path: Table.load(path.name) for path in sorted(HOME.iterdir()) if path.is_dir()}
+    found = {path: Table.load(path.name) for path in _tables()}
     for search in SEARCHES:
         for path in sorted((search / "results").iterdir()):
             found[path] = Table.load(search / f"{path.name}.yaml")
@@ -189,6 +193,28 @@ def check_readme(records: Iterable[Record]) -> Iterator[str]:
         ),
         "docs/training.md": (f"{best['cub']:.1f} with it and {plain} without",),
     }
+    yield from _unsaid(sentences)
+
+
+def check_faces() -> Iterator[str]:
+    """The pages on faces repeat the figures of the JSON files, which hold no place of a machine."""
+    home = HOME / "faces"
+    texts = [(home / f"lfw-{name}.json").read_text(encoding="utf-8") for name in _FACES]
+    for name, text in zip(_FACES, texts, strict=True):
+        if re.search(r'"/\w', text):
+            yield f"{home}/lfw-{name}.json names a place on somebody's machine"
+    verified, identified = map(json.loads, texts)
+    accuracy = f"{100 * verified['accuracy']:.2f} ± {100 * verified['standard_error']:.2f} %"
+    folds = " | ".join(f"{100 * fold['accuracy']:.2f}" for fold in verified["folds"])
+    rates = [f"{100 * identified['rank'][k]:.2f} %" for k in ("1", "5", "10", "100")]
+    tar = [f"{100 * rate:.2f} %" for rate in identified["tar_at_far"].values()]
+    needed = (accuracy, folds, f"{100 * verified['eer']:.2f} %", *rates, *tar)
+    page = str((home / "README.md").relative_to(ROOT))
+    said = {page: needed, "docs/faces.md": (accuracy, rates[0])}
+    yield from _unsaid({file: map(re.escape, these) for file, these in said.items()})
+
+
+def _unsaid(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
     for file, needed in sentences.items():
         text = " ".join((ROOT / file).read_text(encoding="utf-8").split())
         for sentence in needed:
@@ -200,7 +226,7 @@ def complaints() -> Iterator[str]:
     """Everything that is wrong."""
     for home, table in folders().items():
         yield from check_folder(home, table)
-    runs = [r for home in sorted(HOME.iterdir()) if home.is_dir() for r in _full_runs(home)]
+    runs = [record for home in _tables() for record in _full_runs(home)]
     yield from check_page()
     yield from check_repeats(runs)
     yield from check_twins(runs)
@@ -208,6 +234,11 @@ def complaints() -> Iterator[str]:
     yield from check_settings()
     yield from check_best_recipes()
     yield from check_readme(runs)
+    yield from check_faces()
+
+
+def _tables() -> list[Path]:
+    return [path for path in sorted(HOME.iterdir()) if path.is_dir() and path.name not in OTHERS]
 
 
 def _full_runs(home: Path) -> list[Record]:

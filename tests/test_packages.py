@@ -18,9 +18,10 @@ ALLOWED = {
     "cuda": set(),
     "data": {"cuda"},
     "models": {"data"},
+    "faces": {"metrics", "models", "data"},
     "training": {"losses", "metrics", "models", "data", "cuda"},
     "reproduce": {"losses", "metrics", "models", "data", "training"},
-    "cli": {"losses", "metrics", "models", "data", "training", "reproduce"},
+    "cli": {"losses", "metrics", "models", "data", "training", "reproduce", "faces"},
 }
 
 

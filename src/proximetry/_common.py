@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from filelock import BaseFileLock
+    from matplotlib.axes import Axes
     from torch import Tensor
 
 T = TypeVar("T")
@@ -138,20 +140,22 @@ def writing(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_path(file: Path) -> Iterator[Path]:
+def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give a temporary name beside the file to write to; at the end it replaces the file.
 
     All of it is on the disk before it gets its name, so a killed process or a power cut leaves
-    either the old file or the new one, whole.
+    either the old file or the new one, whole. Waiting for the disk takes milliseconds; a file that
+    need not be ``durable`` may be lost or damaged by a power cut.
     """
     part = _part_of(file)
     try:
         with writing(file):
             yield part
-            with part.open("rb+") as stream:
-                os.fsync(stream.fileno())
+            if durable:
+                with part.open("rb+") as stream:
+                    os.fsync(stream.fileno())
             os.replace(part, file)
-            if os.name == "posix":  # the new name has to reach the disk too
+            if durable and os.name == "posix":  # the new name has to reach the disk too
                 handle = os.open(file.parent, os.O_RDONLY)
                 try:
                     os.fsync(handle)
@@ -176,9 +180,9 @@ def written_for(path: Path) -> str:
     return found[1] if found else ""
 
 
-def atomic_write(file: Path, content: bytes) -> None:
+def atomic_write(file: Path, content: bytes, *, durable: bool = True) -> None:
     """Write a file so that at any moment either the old or the new one is there, whole."""
-    with atomic_path(file) as part:
+    with atomic_path(file, durable=durable) as part:
         part.write_bytes(content)
 
 
@@ -399,6 +403,33 @@ def lazy_exports(
             raise _missing(f"{package}.{name}", error.name or "", extra) from error
 
     return find
+
+
+_STYLE: Any = {
+    "svg.hashsalt": "proximetry",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+}
+
+
+def draw_figure(paint: Callable[[Axes], None], kind: str = "svg") -> bytes:
+    """Return a picture as SVG or PNG, the same bytes from the same numbers."""
+    matplotlib = need("matplotlib", "glyphs", "Drawing pictures")
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        canvas = Figure(figsize=(6.4, 4.0), layout="constrained")
+        paint(canvas.add_subplot())
+        buffer = io.BytesIO()
+        unsaid = {"svg": ("Date", "Creator"), "png": ("Software",)}[kind]
+        canvas.savefig(buffer, format=kind, dpi=150, metadata=dict.fromkeys(unsaid))
+    return buffer.getvalue()
 
 
 def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:

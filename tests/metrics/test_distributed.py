@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from proximetry.metrics import Metrics, evaluate, evaluate_queries
+from proximetry.metrics import Metrics, evaluate, evaluate_queries, identify
 
 CUTS = (0, 23, 60)  # uneven shares
 EMPTY = (0, 60, 60)  # one process has nothing
@@ -89,6 +89,20 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     }
 
 
+def faces() -> tuple[Any, Any]:
+    draw = np.random.default_rng(1)
+    return draw.normal(size=(20, 8)), np.arange(20) // 3
+
+
+def crowds(share: slice) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Distractors as a matrix, as a stream, and none: the people themselves."""
+    crowd, far = data()["smooth"][share], {"far": (0.1, 0.01)}
+    return {
+        "matrix": (crowd, far),
+        "stream": ((crowd[i : i + 9] for i in range(0, len(crowd), 9)), far),
+    } | {"closed": (None, far)}
+
+
 def query_label_order(cuts: tuple[int, ...]) -> Any:
     names = data()["names"]
     return np.concatenate([names[a:b][::-1] for a, b in pairwise(cuts)])
@@ -121,6 +135,14 @@ def work(rank: int, file: str, out: str) -> None:
             evaluate(spoiled, spoiled_labels, group=group)
         except ValueError as error:
             found[f"error {name}"] = str(error)
+    for name, (distractors, options) in crowds(share).items():
+        result = identify(*faces(), distractors=distractors, **options, group=group)
+        found[f"identify {name}"] = [result.ranks.tolist(), str(result), result.impostor_pairs]
+    try:
+        crowd = data()["smooth"][share]
+        identify(*faces(), distractors=np.where(rank == 1, np.nan, crowd), group=group)
+    except ValueError as error:
+        found["error identify"] = str(error)
     torch.save(found, os.path.join(out, f"{rank}.pt"))
     dist.destroy_process_group()
 
@@ -176,3 +198,14 @@ def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -
         assert "use one kind" in report["error kinds"]
         assert report["error nothing"] == "embeddings is empty on every process"
         assert "none of the 60 queries has a positive" in report["error alone"]
+
+
+@pytest.mark.parametrize("name", ["matrix", "stream", "closed"])
+def test_identification_by_two_processes_equals_one(
+    reports: list[dict[str, Any]], name: str
+) -> None:
+    distractors, options = crowds(slice(None))[name]
+    result = identify(*faces(), distractors=distractors, **options)
+    expected = [result.ranks.tolist(), str(result), result.impostor_pairs]
+    assert reports[0][f"identify {name}"] == expected
+    assert "process 1: distractors has NaN" in reports[0]["error identify"]

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +36,24 @@ def brute_force(probes, labels, gallery, gallery_labels, distractors, similarity
             if other == label and not (own and i == j):
                 rows.append((i, j, 1 + int((against >= mates[j] - slack).sum())))
     return rows
+
+
+def brute_tar(probes, labels, gallery, gallery_labels, distractors, similarity, own, far):
+    """Try every threshold there is on the list of all pairs."""
+    genuine, impostors = [], []
+    for i, label in enumerate(labels):
+        mates = near(probes[i], gallery, similarity)
+        same = np.array([other == label for other in gallery_labels])
+        others = mates[~same] if distractors is None else near(probes[i], distractors, similarity)
+        impostors.extend(others)
+        same &= np.arange(len(same)) != (i if own else -1)
+        genuine.extend(mates[same])
+    genuine, impostors = np.array(genuine), np.array(impostors)
+    allowed = [t for t in genuine if (impostors >= t - 1e-12).sum() <= far * len(impostors) + 1e-9]
+    if far * len(impostors) < 1 - 1e-9:
+        return None, len(impostors)
+    lowest = min(allowed, default=np.inf)
+    return float((genuine >= lowest - 1e-12).mean()), len(impostors)
 
 
 def as_rows(result):
@@ -77,8 +98,16 @@ def test_equals_brute_force_with_ties(data, similarity, own, closed):
         None if own else gallery,
         None if own else gallery_labels,
         distractors=distractors,
+        far=(0.5, 0.1, 0.02),
         similarity=similarity,
     )
+    for far in (0.5, 0.1, 0.02):
+        tar, pairs = brute_tar(
+            probes, labels, gallery, gallery_labels, distractors, similarity, own, far
+        )
+        assert result.impostor_pairs == pairs
+        assert result.tar_at_far.get(far) == tar
+        assert (far in result.unmeasurable_far) == (tar is None)
     assert as_rows(result) == sorted(expected)
     ranks = np.array([rank for _, _, rank in expected])
     assert result.rates == {k: np.mean(ranks <= k) for k in (1, 5, 10)}
@@ -95,9 +124,10 @@ def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarit
     asked = rng.choice(14, 9, replace=False)
     held = rng.choice(14, 11, replace=False)
     distractors = None if closed else rng.integers(-2, 3, (6, 3)).astype(np.float32)
-    expected = []
+    expected, pairs = [], 0
     for i, row in enumerate(asked):
         pool = rows[held[labels[held] != labels[row]]] if closed else distractors
+        pairs += len(pool)
         against = near(rows[row], pool, similarity)
         for j, other in enumerate(held):
             if labels[other] == labels[row] and other != row:
@@ -114,6 +144,7 @@ def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarit
         gallery_ignore_groups=held,
     )
     assert as_rows(result) == expected
+    assert result.impostor_pairs == pairs
 
 
 def test_groups_keep_distractors_away_too():
@@ -121,6 +152,8 @@ def test_groups_keep_distractors_away_too():
     ranks = {(i, j): rank for i, j, rank in as_rows(identify(rows, labels, ignore_groups=groups))}
     assert ranks[0, 1] == 1  # the third row is as near, but of the first one's group
     assert ranks[1, 0] == 2
+    # Of another person are the third row for the other three and these for it, but not the first.
+    assert identify(rows, labels, ignore_groups=groups).impostor_pairs == 6 - 2
     with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
         identify(rows, labels, rows, labels, ignore_groups=groups)
     with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
@@ -143,9 +176,25 @@ def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):
         similarity,
         own=True,
     )
-    result = identify(probes, labels, distractors=distractors, similarity=similarity)
+    seen = []
+    result = identify(
+        probes,
+        labels,
+        distractors=distractors,
+        far=(0.5, 0.01),
+        similarity=similarity,
+        progress=seen.append,
+    )
     assert as_rows(result) == sorted(expected)
     assert result.distractors == 57
+    assert seen == [*range(4, 57, 4), 57]
+    pairs = torch.cat([probes.double(), distractors.double()]).numpy()
+    for far in (0.5, 0.01):
+        expected, count = brute_tar(
+            pairs[:20], labels.tolist(), pairs[:20], labels.tolist(), pairs[20:], similarity, 1, far
+        )
+        assert result.tar_at_far[far] == expected
+        assert count == result.impostor_pairs == 20 * 57
 
 
 def test_copies_of_the_mate_tie_and_count_against_the_probe():
@@ -189,11 +238,41 @@ def test_distractors_as_matrix_blocks_and_memmap_agree(tmp_path, tiny_tiles):
         (distractors[at : at + 7] for at in range(0, 41, 7)),
         [torch.from_numpy(distractors[:40]), distractors[40:]],
     ]
-    results = [identify(probes, labels, distractors=form) for form in forms]
+    results = [identify(probes, labels, distractors=form, far=(0.2, 0.01)) for form in forms]
     assert {str(result) for result in results} == {str(results[0])}
     for result in results:
         assert torch.equal(result.ranks, results[0].ranks)
         assert result.distractors == 41
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+import torch
+from proximetry.metrics import identify
+
+torch.set_num_threads(1)
+rng = np.random.default_rng(0)
+probes, labels = rng.normal(size=(1000, 32)).astype("f4"), np.arange(1000) // 2
+crowd = np.load(sys.argv[1], mmap_mode="r")
+identify(probes[:4], labels[:4], distractors=crowd[:9], far=(0.5,))  # libraries are loaded
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+result = identify(probes, labels, distractors=crowd, far=(1e-3, 1e-6))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert result.impostor_pairs == 1000 * len(crowd)
+assert len(result.tar_at_far) == 2
+print((peak - before) / 1024)
+"""
+
+
+def test_memory_does_not_grow_with_probes_times_distractors(tmp_path):
+    """A matrix of all similarities would take 763 MiB, and the distractors themselves 12."""
+    crowd = np.random.default_rng(1).normal(size=(100_000, 32)).astype("f4")
+    np.save(tmp_path / "crowd.npy", crowd)
+    words = [sys.executable, "-c", MEMORY, str(tmp_path / "crowd.npy")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 256
 
 
 def test_cmc_and_rates():
@@ -235,6 +314,8 @@ def test_bad_input():
         identify(probes, labels, ranks=(0,))
     with pytest.raises(ValueError, match="ranks"):
         identify(probes, labels, ranks=())
+    with pytest.raises(ValueError, match="far must be above 0"):
+        identify(probes, labels, far=(0.0,))
     with pytest.raises(ValueError, match="together"):
         identify(probes, labels, gallery=probes)
     with pytest.raises(ValueError, match="mate"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from proximetry.faces import open_embedder
 from proximetry.models import Embedder, Preprocessing, export
 
 onnx = pytest.importorskip("onnx")
@@ -49,6 +50,11 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
     assert json.loads(props["architecture"]) == asdict(embedder.architecture)
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
+    again = open_embedder(tmp_path / "e.onnx")  # which reads the metadata
+    assert again.flip_tta == embedder.architecture.flip_tta
+    assert again.preprocessing.resize == embedder.preprocessing.resize
+    whole = pixels.to(torch.uint8)
+    torch.testing.assert_close(again.embed(whole), embedder.embed(whole), rtol=1e-3, atol=1e-4)
 
 
 def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Parameter
 
+    from proximetry.cli import faces
     from proximetry.cli.commands import COMMANDS
 
     app = App(
@@ -40,6 +41,10 @@ def make_app() -> "App":
     )
     for name, function in COMMANDS.items():
         app.command(function, name=name)
+    group = App(name="faces", help=faces.ABOUT)
+    for name, function in faces.COMMANDS.items():
+        group.command(function, name=name)
+    app.command(group)
     app.register_install_completion_command(help="Install completion for your shell.")
     return app
 
@@ -58,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from proximetry.training.stopping import Stopped
 
     app = make_app()
-    if not words:
-        app.help_print([])
+    if not words or words == ["faces"]:
+        app.help_print(words)
         return 2
     try:
         app(_prepare(app, words))
@@ -113,15 +118,18 @@ def _unknown_option(error: "UnknownOptionError") -> str:
 
 def _prepare(app: "App", words: list[str]) -> list[str]:
     """Write ``help train`` as ``train --help``, and lists as cyclopts reads them."""
-    from proximetry.cli.commands import COMMANDS
-
     if words[0] == "help":
         return [*words[1:], "--help"]
-    if words[0] not in COMMANDS:
+    command = app
+    for word in words:  # also `faces verify`
+        if word.startswith("-") or word not in command:
+            break
+        command = command[word]
+    if command.default_command is None:
         return words
     if "" in words:  # which as a path would be the folder one is in
         raise UsageError("one of the words is empty; is a variable of the shell not set?")
-    arguments = app[words[0]].assemble_argument_collection()
+    arguments = command.assemble_argument_collection()
     kinds = {name: argument.hint for argument in arguments for name in argument.names}
     words = _join_values(kinds, words)
     for option, word in itertools.pairwise([*words, ""]):

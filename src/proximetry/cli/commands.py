@@ -3,26 +3,23 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import Progress, UsageError, atomic_write, check_writable
+from proximetry._common import UsageError, atomic_write
 from proximetry.cli import lists
-from proximetry.cli.output import AsJson, tell
+from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.metrics.scores import Metrics
-from proximetry.models.names import LARGEST_BATCH, LARGEST_DIM
+from proximetry.models.names import LARGEST_DIM
 from proximetry.reproduce.options import ReproduceOptions
 
 if TYPE_CHECKING:
     from proximetry.models import Embedder
-
-BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
 
 
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
@@ -137,7 +134,7 @@ def evaluate(
     from proximetry.training.evaluator import score_embedder
 
     if out is not None:
-        _check_out(out, [source])
+        check_out(out, [source])
     name, place = resolve_source(source, root)
     model = _load(embedder, device)
     if eval_dims and max(eval_dims) >= model.dim:
@@ -149,7 +146,7 @@ def evaluate(
     notes = check_comparison(catalog, metrics)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    with _progress("evaluating") as report:
+    with progress_bar("evaluating") as report:
         scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
     document: dict[str, Any] = {
         "embedder": str(embedder),
@@ -194,14 +191,14 @@ def embed(
 
     write, written = find_writer(out)
     for file in written:
-        _check_out(file, images)
+        check_out(file, images)
     files, notes = find_images(images)
     if not files:
         raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
     model = _load(embedder, device)
     bad: dict[int, str] = {}
     try:
-        with _progress("embedding") as report:
+        with progress_bar("embedding") as report:
             vectors = model.encode(
                 [path for path, _ in files],
                 batch_size,
@@ -240,7 +237,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     """
     if out.suffix != ".onnx":
         raise UsageError(f"{out} must end in .onnx")
-    _check_out(out)
+    check_out(out)
     model = _load(embedder, "cpu")
     model.export_onnx(out, opset=opset)
     height, width = model.preprocessing.crop
@@ -301,30 +298,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _check_out(out: Path, sources: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written, or that is read, before the work."""
-    check_writable(out)
-    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
-        raise UsageError(f"{out} is read by this command and would be replaced; name another file")
-
-
 def _load(folder: Path, device: str | None) -> "Embedder":
     """Read an embedder, given its folder or that of the run that saved it."""
     from proximetry._common import resolve_device
     from proximetry.models import Embedder
 
     return Embedder.load(folder, device=resolve_device(device))
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Progress]:
-    """A bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,16 +2,33 @@
 
 import json
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from proximetry._common import Progress, UsageError, check_writable
+from proximetry.models.names import LARGEST_BATCH
 
 AsJson = Annotated[
     bool,
     Parameter(name="--json", negative=(), help="print one JSON document, for scripts."),
 ]
+
+BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
+
+
+def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:
+    """Refuse a file that cannot be written, or that is read, before the work."""
+    check_writable(out)
+    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
+        raise UsageError(f"{out} is read by this command and would be replaced; name another file")
 
 
 def tell(as_json: bool, document: Any, text: str) -> None:
@@ -39,3 +56,17 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
         told = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
         lines.append((name.ljust(left) + "\n".join(told)[left:]).rstrip())
     return "\n".join(lines)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """A bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -47,13 +47,20 @@ def class_folders(root: Path) -> list[Path]:
 
 def images_below(folder: Path) -> tuple[list[str], list[str]]:
     """Return the paths of all images from a folder on, sorted, and what was left out."""
+    paths, _, left_out = files_below(folder)
+    return paths, left_out
+
+
+def files_below(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the paths of images and of other files, each sorted, and what was left out."""
     tree = _Tree(folder)
     top, folders = tree.top()
     found = sorted([top, *tree.walk(folders)])
     paths = [(*home.parts, name) for home in found for name in home.files if is_image(name)]
+    others = [home.path(name) for home in found for name in home.files if not is_image(name)]
     links = _links_to(paths, found)
     kept = ["/".join(path) for path in paths if path not in links]
-    return kept, sorted([*tree.left_out, *links.values()])
+    return kept, others, sorted([*tree.left_out, *links.values()])
 
 
 def scan_folder(root: Path) -> Scan:

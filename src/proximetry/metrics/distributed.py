@@ -20,10 +20,7 @@ Check = Callable[[], tuple[Items, Items | None]]
 
 
 def gather_task(check: Check, similarity: Similarity, group: dist.ProcessGroup) -> Task:
-    """This process's queries against the gallery of all; every process refuses what one refuses.
-
-    A process that raised alone would leave the others waiting for ever.
-    """
+    """This process's queries against the gallery of all; every process refuses what one refuses."""
     gallery, queries = _agree(check, group)
     vectors, counts = gather_rows(gallery.vectors, group)
     whole = replace(_gather_labels(gallery, group), vectors=vectors)
@@ -33,28 +30,46 @@ def gather_task(check: Check, similarity: Similarity, group: dist.ProcessGroup) 
         return task.only(mine, task.gallery[mine])
     # The labels of all queries are needed: every process has to number the classes alike.
     asked = _gather_labels(queries, group)
-    task = build(whole, asked, similarity, on_any=lambda here: any(_gather(here, group)))
-    return task.only(_share(_gather(len(queries), group), group), task.queries)
+    task = build(whole, asked, similarity, on_any=lambda here: any(gather_objects(here, group)))
+    return task.only(_share(gather_objects(len(queries), group), group), task.queries)
 
 
 def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup) -> dict[str, Array]:
     """Join the per-query arrays of all processes; every process gets the same."""
-    parts = _gather(arrays, group)
+    parts = gather_objects(arrays, group)
     return {name: np.concatenate([part[name] for part in parts]) for name in arrays}
 
 
-def _agree(check: Check, group: dist.ProcessGroup) -> tuple[Items, Items | None]:
-    checked: tuple[Items, Items | None] | None = None
+def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Do a task on every process; every process refuses what one of them refuses.
+
+    A process that raised alone would leave the others waiting for ever.
+    """
+    if group is None:
+        return task()
+    done: list[T] = []
     problem = ""
     try:
-        checked = check()
+        done.append(task())
     except ValueError as error:
-        problem = str(error)
-    problems = [f"process {i}: {text}" for i, text in enumerate(_gather(problem, group)) if text]
-    if problems or checked is None:
+        problem = str(error) or type(error).__name__
+    told = gather_objects(problem, group)
+    problems = [f"process {rank}: {text}" for rank, text in enumerate(told) if text]
+    if problems:
         raise ValueError("; ".join(problems))
-    gallery, queries = checked
-    shapes = _gather(
+    return done[0]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The values of all processes, in the order of ranks."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _agree(check: Check, group: dist.ProcessGroup) -> tuple[Items, Items | None]:
+    gallery, queries = checked = together(check, group)
+    shapes = gather_objects(
         f"{gallery.vectors.shape[1]} dimensions, {gallery.vectors.dtype}, "
         f"{'no queries' if queries is None else 'queries'}, "
         f"{'no groups' if gallery.groups is None else 'groups'}",
@@ -64,7 +79,7 @@ def _agree(check: Check, group: dist.ProcessGroup) -> tuple[Items, Items | None]
         listed = "; ".join(f"process {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(f"the processes disagree about their embeddings ({listed})")
     for name, items in (("embeddings", gallery), ("queries", queries)):
-        if items is not None and not any(_gather(len(items), group)):
+        if items is not None and not any(gather_objects(len(items), group)):
             raise ValueError(f"{name} is empty on every process")
     return checked
 
@@ -75,19 +90,13 @@ def _share(counts: list[int], group: dist.ProcessGroup) -> slice:
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
-def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _gather_labels(items: Items, group: dist.ProcessGroup) -> Items:
     groups = None if items.groups is None else _gather_array(items.groups, group)
     return replace(items, labels=_gather_array(items.labels, group), groups=groups)
 
 
 def _gather_array(array: Array, group: dist.ProcessGroup) -> Array:
-    parts = _gather(array, group)
+    parts = gather_objects(array, group)
     filled = [part for part in parts if len(part)] or parts[:1]
     if len({part.dtype.kind for part in filled}) > 1:
         raise ValueError("some processes have integer labels and others strings; use one kind")

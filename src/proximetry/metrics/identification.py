@@ -6,15 +6,17 @@ cost no more memory than a few thousand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from proximetry._common import by_device, chunks
+from proximetry.metrics.distributed import gather_objects, together
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatSimilarity,
@@ -26,6 +28,10 @@ from proximetry.metrics.inputs import (
     full_precision,
 )
 from proximetry.metrics.task import project
+from proximetry.metrics.verification import allowed_accepts
+
+# Distractors, and their place if they are the gallery.
+_Tile = tuple[Tensor, slice | None]
 
 # Probes and distractors of one tile of similarities.
 _PROBES = {"cpu": 1024, "cuda": 4096}
@@ -42,6 +48,9 @@ class Identification:
     as seen from ``probes[t]``, counting from 1. ``rates[k]`` is the fraction of trials with rank
     at most k. Probes without a mate take part in no trial and are counted. ``distractors`` is how
     many were looked at (in the closed set: the rows of the gallery).
+
+    ``tar_at_far`` holds the rates that could be measured, ``unmeasurable_far`` those asked for
+    that are below one in ``impostor_pairs``, the pairs of a probe and a distractor.
     """
 
     probes: Tensor
@@ -50,6 +59,9 @@ class Identification:
     rates: dict[int, float]
     distractors: int
     probes_without_mate: int
+    impostor_pairs: int
+    tar_at_far: dict[float, float] = field(default_factory=dict)
+    unmeasurable_far: tuple[float, ...] = ()
 
     def cmc(self, depth: int) -> Tensor:
         """The cumulative match curve: the rank-k rate for k = 1 … depth, float64."""
@@ -59,8 +71,10 @@ class Identification:
         return counts[1 : depth + 1].cumsum(0).double() / len(self.ranks)
 
     def __str__(self) -> str:
-        rates = ", ".join(f"rank-{k} {rate:.4f}" for k, rate in self.rates.items())
-        return f"{rates} ({len(self.ranks)} trials, {self.distractors} distractors)"
+        rates = [f"rank-{k} {rate:.4f}" for k, rate in self.rates.items()]
+        rates += [f"TAR@FAR={far:g} {tar:.4f}" for far, tar in self.tar_at_far.items()]
+        rates += [f"TAR@FAR={far:g} not measurable" for far in self.unmeasurable_far]
+        return f"{', '.join(rates)} ({len(self.ranks)} trials, {self.distractors} distractors)"
 
 
 def identify(
@@ -71,9 +85,12 @@ def identify(
     *,
     distractors: Embeddings | Iterable[Embeddings] | None = None,
     ranks: Sequence[int] = (1, 5, 10),
+    far: Sequence[float] = (),
     similarity: FloatSimilarity = "cosine",
     ignore_groups: Labels | None = None,
     gallery_ignore_groups: Labels | None = None,
+    progress: Callable[[int], None] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
@@ -87,10 +104,16 @@ def identify(
 
     A distractor exactly as near as the mate counts against the probe. Similarities are compared
     in float64, up to 1e-13 of the vectors' lengths, so copies of a vector really tie.
+
+    For each ``far`` the result has the largest fraction of trials that a threshold can accept
+    which accepts at most that fraction of all pairs of a probe and a distractor, as in ``verify``.
+
+    ``progress`` is called with the number of distractors seen. With a ``group`` every process
+    hands over the same probes and gallery and its own share of the distractors, and returns the
+    same result; of a closed set the processes divide the gallery among themselves.
     """
     check_similarity(similarity, FloatSimilarity)
-    if not ranks or any(isinstance(k, bool) or k < 1 for k in ranks):
-        raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
+    _check_asked(ranks, far)
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("give gallery and gallery_labels together, or neither")
     if (gallery_ignore_groups is None) != (gallery is None or ignore_groups is None):
@@ -133,18 +156,31 @@ def identify(
         bars = left.new_full((len(asked), int(mates.max())), torch.inf)
         bars[probe, column] = scores
         bars, order = bars.sort(dim=1)
-        tiles: Iterable[tuple[Tensor, slice | None]]
+        tiles: Iterable[_Tile]
         if distractors is None:
-            tiles = ((right[at], at) for at in chunks(len(held), width))
+            known: int | None = len(held)
+            hidden = len(probe) + _equal_pairs(never, held_never)
+            tiles = ((right[at], at) for at in _share(list(chunks(len(held), width)), group))
         else:
+            known, hidden = _total(distractors, group), 0
             blocks = _blocks(distractors, asked, similarity, width)
             tiles = ((project(block, block, similarity)[1], None) for block in blocks)
-        beaten, seen = _count_beaten(left, bars, tiles, no_distractors)
+        allowed = allowed_accepts(max(far), len(asked) * known - hidden) if far and known else None
+        accepts = _FalseAccepts(scores, allowed) if far else None
+        beaten, seen = together(
+            lambda: _count_beaten(left, bars, tiles, no_distractors, accepts, progress), group
+        )
+    if group is not None:
+        seen = sum(gather_objects(seen, group))
+        for counts in (beaten, *([accepts.counts] if accepts else ())):
+            dist.all_reduce(counts, group=group)
     if not seen:
         raise ValueError("distractors is empty; leave it out to use the gallery instead")
     # A distractor that beats a near mate beats all farther ones of that probe too.
     behind = beaten.flip(1).cumsum(1).flip(1)[:, 1:]
     places = torch.empty_like(behind).scatter_(1, order, 1 + behind)[probe, column]
+    impostors = len(asked) * seen - hidden
+    found = {rate: accepts.tar(allowed_accepts(rate, impostors)) for rate in far} if accepts else {}
     return Identification(
         probe,
         mate,
@@ -152,7 +188,60 @@ def identify(
         {k: float((places <= k).double().mean()) for k in ranks},
         seen,
         int((mates == 0).sum()),
+        impostors,
+        {rate: tar for rate, tar in found.items() if tar is not None},
+        tuple(rate for rate, tar in found.items() if tar is None),
     )
+
+
+def _check_asked(ranks: Sequence[int], far: Sequence[float]) -> None:
+    if not ranks or any(isinstance(k, bool) or k < 1 for k in ranks):
+        raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
+    for rate in far:
+        allowed_accepts(rate, 1)  # refuses what is no rate
+
+
+class _FalseAccepts:
+    """How many pairs of a probe and a distractor are accepted at the similarity of each trial."""
+
+    def __init__(self, scores: Tensor, allowed: int | None) -> None:
+        self.bars = scores.sort().values
+        self.counts = torch.zeros(len(scores) + 1, dtype=torch.int64, device=scores.device)
+        self._allowed = allowed  # at the highest rate asked for; None if nobody knows yet
+        self._lowest = float(self.bars[0])
+
+    def add(self, scores: Tensor) -> None:
+        """Count the pairs of a tile."""
+        near = torch.searchsorted(self.bars, scores[scores >= self._lowest], right=True)
+        self.counts += torch.bincount(near, minlength=len(self.counts))
+
+    def forget(self) -> None:
+        """Stop looking below the thresholds that accept more pairs than are allowed already."""
+        if self._allowed is not None:
+            left = self.bars[self._accepted() <= self._allowed]
+            self._lowest = float(left[0]) if len(left) else torch.inf
+
+    def tar(self, allowed: int) -> float | None:
+        """The most trials that a threshold with so few false accepts accepts; None for no pair."""
+        return float((self._accepted() <= allowed).double().mean()) if allowed else None
+
+    def _accepted(self) -> Tensor:
+        return self.counts.flip(0).cumsum(0).flip(0)[1:]
+
+
+def _share(parts: list[slice], group: dist.ProcessGroup | None) -> list[slice]:
+    """What this process takes of what all have."""
+    return parts if group is None else parts[dist.get_rank(group) :: dist.get_world_size(group)]
+
+
+def _total(
+    distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGroup | None
+) -> int | None:
+    """How many distractors there are on all processes, unless one of them streams."""
+    own = len(distractors) if isinstance(distractors, (Tensor, np.ndarray)) else None
+    counts = [own] if group is None else gather_objects(own, group)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _like(probes: Tensor, matrix: Tensor, name: str) -> Tensor:
@@ -187,6 +276,11 @@ def _numbered(arrays: list[npt.NDArray[Any]], device: torch.device) -> tuple[Ten
     return codes[0], codes[-1]
 
 
+def _equal_pairs(asked: Tensor, held: Tensor) -> int:
+    """How many pairs of a probe and a gallery row have one number."""
+    return int(torch.bincount(held, minlength=int(asked.max()) + 1)[asked].sum())
+
+
 def _trials(people: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """All pairs of a probe and a gallery row of one person, by probe."""
     pairs = []
@@ -212,8 +306,10 @@ def _scale(
 def _count_beaten(
     left: Tensor,
     bars: Tensor,
-    tiles: Iterable[tuple[Tensor, slice | None]],
+    tiles: Iterable[_Tile],
     hidden: Callable[[slice, slice], Tensor],
+    accepts: _FalseAccepts | None,
+    progress: Callable[[int], None] | None,
 ) -> tuple[Tensor, int]:
     """How many distractors beat exactly the j farthest mates of a probe, [probes, j]; and how many.
 
@@ -227,9 +323,15 @@ def _count_beaten(
             scores = left[rows] @ others.T
             if at is not None:
                 scores.masked_fill_(hidden(rows, at), -torch.inf)
+            if accepts is not None:
+                accepts.add(scores)
             beaten = torch.searchsorted(bars[rows], scores, right=True)
             high, wide = counts[rows].shape
             beaten += wide * torch.arange(high, device=beaten.device)[:, None]
             found = torch.bincount(beaten.view(-1), minlength=high * wide)
             counts[rows] += found.view(high, wide)
+        if accepts is not None:
+            accepts.forget()
+        if progress is not None:
+            progress(seen)
     return counts, seen

@@ -42,13 +42,14 @@ class PairList:
 
     ``images`` lists each image once as (name, number); ``pairs`` is [M, 2] and points into it, so
     embed the images in this order and hand both to ``pair_similarities``. ``same`` and ``folds``
-    go to ``verify``.
+    go to ``verify``; ``lines`` says where in the file each pair stands.
     """
 
     images: tuple[tuple[str, int], ...]
     pairs: IntArray
     same: npt.NDArray[np.bool_]
     folds: IntArray
+    lines: IntArray
 
     @property
     def files(self) -> list[str]:
@@ -63,7 +64,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     single number means one fold). Then each fold lists its same-person pairs, ``name i j``, and
     its different-person pairs, ``name1 i name2 j``.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_text(encoding="utf-8-sig")
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty; expected LFW's pairs format")
@@ -80,7 +81,11 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
         pairs.append([places.setdefault(image, len(places)) for image in images])
     index = np.arange(len(pairs))
     return PairList(
-        tuple(places), np.array(pairs, np.int64), index % (2 * each) < each, index // (2 * each)
+        tuple(places),
+        np.array(pairs, np.int64),
+        index % (2 * each) < each,
+        index // (2 * each),
+        np.array([number for number, _ in lines[1:]], np.int64),
     )
 
 

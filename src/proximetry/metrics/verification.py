@@ -112,12 +112,7 @@ class _Tally:
 
     def tar_at_far(self, far: float) -> float | None:
         """None where the rate is too low to be measured."""
-        if not 0 < far <= 1:
-            raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
-        # How many false accepts are allowed: 0.29 of 100 are 29, although 0.29 · 100 < 29.
-        exact = far * self.totals[0]
-        nearest = round(exact)
-        allowed = nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
+        allowed = allowed_accepts(far, self.totals[0])
         if allowed < 1:
             return None
         at = int(np.searchsorted(self.different, allowed, side="right")) - 1
@@ -132,6 +127,15 @@ class _Tally:
         middle = float(above / 2 + below / 2)
         # Between neighbouring floats there is no middle; the upper one separates them.
         return middle if below < middle <= above else float(above)
+
+
+def allowed_accepts(far: float, different: int) -> int:
+    """How many false accepts a rate allows: 0.29 of 100 are 29, although 0.29 · 100 < 29."""
+    if not 0 < far <= 1:
+        raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
+    exact = far * different
+    nearest = round(exact)
+    return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
 
 
 def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:

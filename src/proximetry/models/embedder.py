@@ -1,10 +1,8 @@
 """`Embedder`: backbone, pooling and head; from images to vectors, to disk and to ONNX."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -18,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import cores, random_numbers_kept, shorten, shown, some
+from proximetry._common import random_numbers_kept, shorten, shown, some
 from proximetry.models.backbones import Features, build, check_name, prepare
 from proximetry.models.batchnorm import evaluating
+from proximetry.models.encoding import embed_images
 from proximetry.models.names import LARGEST_DIM, POOLINGS, SIMILARITIES, Similarity
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import ImageSource, Preprocessing
@@ -253,20 +252,21 @@ class Embedder(nn.Module):
             raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
-        device = next(self.parameters()).device
         vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = 0
-        for names, batch in _read_batches(images, self.preprocessing, batch_size, on_error):
-            pixels = batch.to(device)
-            views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
-            vectors.append(torch.cat([self.embed(view) for view in views], 1).cpu())
-            finite = torch.isfinite(vectors[-1]).all(1).tolist()
-            if not all(finite):
-                raise ValueError(
-                    f"the embedding of {names[finite.index(False)]} has NaN or infinite values: "
-                    f"{why_not_finite(self)}"
-                )
-            done += len(pixels)
+        batches = embed_images(
+            self.embed,
+            images,
+            self.preprocessing,
+            device=next(self.parameters()).device,
+            batch_size=batch_size,
+            concat_flip=concat_flip,
+            on_error=on_error,
+            blame=lambda: why_not_finite(self),
+        )
+        for places, found in batches:
+            vectors.append(found)
+            done += len(places)
             if progress is not None:
                 progress(done)
         return torch.cat(vectors)
@@ -385,42 +385,6 @@ def _extra(description: dict[str, Any], name: str, kind: type) -> Any:
     if value is not None and not isinstance(value, kind):
         raise ValueError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     return value
-
-
-def _read_batches(
-    images: Iterable[ImageSource],
-    preprocessing: Preprocessing,
-    size: int,
-    on_error: Callable[[int, Exception], None] | None,
-) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield what images are called and a uint8 batch of them.
-
-    The next batch is being read while the network works on this one.
-    """
-    numbered = iter(enumerate(images))
-
-    def read(item: tuple[int, ImageSource]) -> tuple[str, Tensor] | None:
-        try:
-            where = f" ({item[1]})" if isinstance(item[1], str | os.PathLike) else ""
-            return f"image {item[0]}{where}", preprocessing.pixels(item[1])
-        except (TypeError, ValueError) as error:
-            if on_error is None:
-                raise ValueError(f"image {item[0]}: {error}") from error
-            on_error(item[0], error)
-            return None
-
-    pool = ThreadPoolExecutor(min(8, cores()))
-    try:
-        ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-        while ahead:
-            batch = ahead
-            ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            done = [future.result() for future in batch]
-            kept = [one for one in done if one is not None]
-            if kept:
-                yield [name for name, _ in kept], torch.stack([pixels for _, pixels in kept])
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
 
 
 def _refuse_one_image(images: object) -> None:

@@ -1,13 +1,12 @@
 """Pictures of a table as SVG, the same bytes from the same numbers."""
 
-import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import atomic_write
+from proximetry._common import atomic_write, draw_figure
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import sample
 
@@ -17,17 +16,6 @@ if TYPE_CHECKING:
 # Colours that people with colour-blindness can tell apart (Okabe and Ito), and marks besides.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
-_STYLE: Any = {
-    "svg.hashsalt": "proximetry",
-    "svg.fonttype": "path",
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "legend.frameon": False,
-}
 
 
 def picture_names(results: Results) -> dict[str, str]:
@@ -66,21 +54,9 @@ def draw(results: Results, folder: Path) -> None:
     names = picture_names(results)
     for name, how in paint.items():
         if name in names:
-            atomic_write(folder / name, _drawn(how))
+            atomic_write(folder / name, draw_figure(how))
         else:  # drawn from other runs, it would be believed
             (folder / name).unlink(missing_ok=True)
-
-
-def _drawn(paint: "Callable[[Axes], None]") -> bytes:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        canvas = Figure(figsize=(6.4, 4.0), layout="constrained")
-        paint(canvas.add_subplot())
-        buffer = io.BytesIO()
-        canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
 
 
 def _sweep(axes: "Axes", results: Results) -> None:

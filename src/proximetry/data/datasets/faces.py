@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from proximetry._common import some
+from proximetry._common import UsageError, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import Size, dataset, split_by_class
 from proximetry.data.folders import class_folders, is_image
@@ -17,15 +17,20 @@ def faces(root: Path) -> Catalog:
 
     `root` may also be the folder around it. Images named otherwise are kept and noted.
     """
-    if not root.is_dir():
-        raise ValueError(f"{root} is not a folder; expected <person>/<person>_0001.jpg in it")
-    folders = class_folders(root)
-    if len(folders) == 1 and not any(is_image(p.name) for p in folders[0].iterdir()):
-        root = folders[0]
-    catalog = Catalog.from_folder(root)
+    catalog = Catalog.from_folder(people_folder(root))
     odd = [path for path in catalog.paths if not _regular(path)]
     notes = [f"{len(odd)} images are not named <person>_<number>: {some(odd)}"] if odd else []
     return replace(catalog, notes=(*catalog.notes, *notes))
+
+
+def people_folder(root: Path) -> Path:
+    """Return the folder that holds one folder per person: this one, or the only one in it."""
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a folder; expected <person>/<person>_0001.jpg in it")
+    folders = class_folders(root)
+    if len(folders) == 1 and not any(is_image(p.name) for p in folders[0].iterdir()):
+        return folders[0]
+    return root
 
 
 def _regular(path: str) -> bool:

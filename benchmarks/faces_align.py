@@ -1,0 +1,138 @@
+"""`proximetry faces align` beside its bare detector.
+
+python -m benchmarks.faces_align PICTURES [--detector FILE.onnx] [--images 400] [--side 640]
+
+The bare detector runs on inputs that are in memory already, on all cores, and what it finds is
+thrown away: once on inputs of 640 × 640, as SCRFD was published, once on those that `align` makes
+of the pictures, which are no larger than these. `align` decodes the pictures, detects, warps,
+encodes and writes. With --side the pictures are first scaled to so many pixels on the longer side.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+from benchmarks.measure import Run, alternate, versions
+from proximetry._common import chunks, cores
+from proximetry.data.folders import images_below
+from proximetry.data.images import open_image
+from proximetry.faces import Detector, align_folder, find_detector
+from proximetry.faces.detector import BATCH, LARGEST, Floats
+
+PREPARED = 64  # pictures that the bare detector runs on; their inputs are kept in memory
+
+
+def copy_pictures(source: Path, home: Path, count: int, side: int | None) -> list[Path]:
+    files = [source / path for path in images_below(source)[0]]
+    chosen = files[:: max(1, len(files) // count)][:count]
+    copies = []
+    for number, file in enumerate(chosen):
+        copy = home / f"{number % 20:02}" / f"{number:05}{file.suffix}"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if side is None:
+            shutil.copy(file, copy)
+        else:
+            image = open_image(file)
+            scale = side / max(image.size)
+            size = round(image.width * scale), round(image.height * scale)
+            image.resize(size, Image.Resampling.BICUBIC).save(copy, quality=90)
+        copies.append(copy)
+    return copies
+
+
+class Recording(Detector):
+    """Keeps the inputs that it makes of pictures."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.inputs: list[Floats] = []
+
+    def run(self, inputs: Floats) -> list[list[Floats]]:
+        """Run the network."""
+        self.inputs.append(inputs)
+        return super().run(inputs)
+
+
+def prepare(file: Path, pictures: list[Path]) -> list[Floats]:
+    detector = Recording(file)
+    for part in chunks(len(pictures), BATCH):
+        detector([np.asarray(open_image(picture)) for picture in pictures[part]])
+    return detector.inputs
+
+
+def bare(detector: Detector, inputs: list[Floats]) -> Run:
+    def run() -> None:
+        with ThreadPoolExecutor(cores()) as pool:
+            list(pool.map(lambda given: detector.run(given) and None, inputs))
+
+    return run
+
+
+def watched(run: Run, busy: list[float]) -> Run:
+    """Note how long the processors work, which others who use them hardly change."""
+
+    def watch() -> None:
+        start = time.process_time()
+        run()
+        busy.append(time.process_time() - start)
+
+    return watch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pictures", type=Path)
+    parser.add_argument("--detector", type=Path)
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--side", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    file = arguments.detector or find_detector()[0]
+    detector = Detector(file)
+    with tempfile.TemporaryDirectory(prefix="faces-align-") as place:
+        home = Path(place)
+        pictures = copy_pictures(arguments.pictures, home / "in", arguments.images, arguments.side)
+        ours = prepare(file, pictures[:PREPARED])
+        full = [np.zeros((BATCH, 3, LARGEST, LARGEST), np.float32)] * (PREPARED // BATCH)
+        images = len(pictures)
+
+        def align() -> None:
+            align_folder(home / "in", tempfile.mkdtemp(dir=home), detector=file)
+
+        published, own = f"bare detector, {LARGEST} × {LARGEST}", "bare detector, inputs of `align`"
+        runs: dict[str, Run] = {
+            published: bare(detector, full),
+            own: bare(detector, ours),
+            "`align`": align,
+        }
+        busy: dict[str, list[float]] = {name: [] for name in runs}
+        seconds = alternate(
+            {name: watched(run, busy[name]) for name, run in runs.items()}, arguments.rounds
+        )
+    counts = {published: PREPARED, own: PREPARED, "`align`": images}
+    shapes = sorted({given.shape[2:] for given in ours})
+    print(f"{images} pictures, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
+    print(f"{versions()}, onnxruntime {onnxruntime.__version__}\n")
+    print("| | images/s | `align` over it | processor time per image | over that of `align` |")
+    print("|---|---|---|---|---|")
+    speed = {name: count / seconds[name] for name, count in counts.items()}
+    work = {name: statistics.median(busy[name][1:]) / count for name, count in counts.items()}
+    for name in runs:
+        print(
+            f"| {name} | {speed[name]:.1f} | {speed['`align`'] / speed[name]:.2f} | "
+            f"{1000 * work[name]:.1f} ms | {work[name] / work['`align`']:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

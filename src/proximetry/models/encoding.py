@@ -1,0 +1,85 @@
+"""From images to vectors, batch by batch, whatever turns pixels into vectors."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from proximetry._common import cores
+from proximetry.models.preprocessing import ImageSource, Preprocessing
+
+OnError = Callable[[int, Exception], None]
+
+
+def embed_images(
+    embed: Callable[[Tensor], Tensor],
+    images: Iterable[ImageSource],
+    preprocessing: Preprocessing,
+    *,
+    device: torch.device,
+    batch_size: int,
+    concat_flip: bool,
+    on_error: OnError | None,
+    blame: Callable[[], str],
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the numbers of images and their vectors on the CPU, all of them finite.
+
+    Args:
+        embed: from uint8 [B, 3, H, W] to vectors [B, dim].
+        images: see `Embedder.encode`.
+        preprocessing: what `embed` takes.
+        device: where it takes it.
+        batch_size: images per pass.
+        concat_flip: append the vector of the horizontal flip.
+        on_error: called with the number of an image that cannot be read, and why; it is then left
+            out. None raises a ValueError.
+        blame: says why a vector may not be finite, which is a ValueError.
+    """
+    for batch, pixels in _read_batches(images, preprocessing, batch_size, on_error):
+        pixels = pixels.to(device)
+        views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
+        vectors = torch.cat([embed(view) for view in views], 1).cpu()
+        finite = torch.isfinite(vectors).all(1).tolist()
+        if not all(finite):
+            place, name = batch[finite.index(False)]
+            raise ValueError(
+                f"the embedding of image {place}{name} has NaN or infinite values: {blame()}"
+            )
+        yield [place for place, _ in batch], vectors
+
+
+def _read_batches(
+    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int, on_error: OnError | None
+) -> Iterator[tuple[list[tuple[int, str]], Tensor]]:
+    """Yield numbers and names of images and a uint8 batch of them.
+
+    The next batch is being read while the network works on this one.
+    """
+    numbered = iter(enumerate(images))
+
+    def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor] | None:
+        place, image = item
+        name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
+        try:
+            return (place, name), preprocessing.pixels(image)
+        except (TypeError, ValueError) as error:
+            if on_error is None:
+                raise ValueError(f"image {place}: {error}") from error
+            on_error(place, error)
+            return None
+
+    pool = ThreadPoolExecutor(min(8, cores()))
+    try:
+        ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+        while ahead:
+            batch = ahead
+            ahead = [pool.submit(read, item) for item in islice(numbered, size)]
+            done = [future.result() for future in batch]
+            kept = [one for one in done if one is not None]
+            if kept:
+                yield [name for name, _ in kept], torch.stack([pixels for _, pixels in kept])
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest

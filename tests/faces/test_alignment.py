@@ -1,0 +1,135 @@
+"""The similarity and the warp against independent computations, and against other libraries."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from PIL import Image
+
+from proximetry.faces import similarity, template, warp
+from proximetry.faces.alignment import height_and_width
+
+SIZES = ("112x112", "112x96")
+points_in_a_picture = hnp.arrays(np.float64, (5, 2), elements=st.floats(0, 400))
+
+
+def umeyama(points, targets):
+    """Eq. 40 to 42 of Umeyama 1991: rotation from a singular value decomposition, then scale."""
+    x, y = points.mean(0), targets.mean(0)
+    covariance = (targets - y).T @ (points - x) / len(points)
+    u, d, vt = np.linalg.svd(covariance)
+    sign = np.array([1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))])
+    rotation = u @ np.diag(sign) @ vt
+    scale = (d * sign).sum() / ((points - x) ** 2).sum(1).mean()
+    return np.column_stack([scale * rotation, y - scale * rotation @ x])
+
+
+def slow_warp(image, matrix, height, width):
+    """Bilinear, pixel by pixel, with black beyond the edge."""
+    inverse = np.linalg.inv(np.vstack([matrix, [0, 0, 1]]))
+    result = np.zeros((height, width, 3))
+    for row in range(height):
+        for column in range(width):
+            x, y, _ = inverse @ (column, row, 1)
+            left, top = int(np.floor(x)), int(np.floor(y))
+            for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                if 0 <= top + i < image.shape[0] and 0 <= left + j < image.shape[1]:
+                    share = abs(1 - i - (y - top)) * abs(1 - j - (x - left))
+                    result[row, column] += share * image[top + i, left + j]
+    return result
+
+
+def photograph(seed=0, height=180, width=150):
+    """Smooth like a photograph, with some noise."""
+    random = np.random.default_rng(seed)
+    coarse = Image.fromarray(random.integers(0, 256, (14, 12, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float64)
+    return np.clip(smooth + random.normal(0, 6, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def some_points(seed, shift=0.0):
+    random = np.random.default_rng(seed)
+    face = template("112x112") * random.uniform(0.7, 1.4) + random.uniform(-10, 30, 2) + shift
+    angle = random.uniform(-0.6, 0.6)
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    return (face - face.mean(0)) @ turn.T + face.mean(0) + random.normal(0, 2, (5, 2))
+
+
+@given(points_in_a_picture, st.sampled_from(SIZES))
+def test_the_similarity_is_umeyamas(points, size):
+    spread = np.linalg.norm(points - points.mean(0))
+    expected = umeyama(points, template(size)) if spread > 1 else None
+    if expected is None or np.hypot(*expected[:, 0]) < 1e-3:
+        return  # hardly a face: test_points_that_fix_nothing
+    found = similarity(points, template(size))
+    np.testing.assert_allclose(found, expected, atol=1e-7, rtol=1e-7)
+
+
+@given(points_in_a_picture, st.floats(-3, 3), st.floats(0.1, 10), st.floats(-50, 50))
+def test_a_similarity_is_found_again(points, angle, scale, shift):
+    if np.linalg.norm(points - points.mean(0)) < 1:
+        return
+    turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    found = similarity(points, points @ turn.T + shift)
+    np.testing.assert_allclose(found, np.column_stack([turn, [shift, shift]]), atol=1e-6)
+
+
+@pytest.mark.parametrize("points", [np.full((5, 2), 7.0), np.full((5, 2), np.nan)])
+def test_points_that_fix_nothing_have_none(points):
+    assert similarity(points, template("112x112")) is None
+
+
+@pytest.mark.parametrize("shift", [0.0, -25.0, 90.0, 500.0], ids=lambda s: f"shift{s:.0f}")
+def test_the_warp_is_bilinear_and_black_outside(shift):
+    image = photograph(1)
+    for size in SIZES:
+        matrix = similarity(some_points(2, shift), template(size))
+        expected = slow_warp(image, matrix, 56, 48)
+        found = warp(image, matrix, 56, 48)
+        assert found.dtype == np.uint8
+        assert np.abs(found - expected).max() <= 0.5 + 1e-3
+    assert (found == 0).all() == (shift == 500.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_small_size_is_the_middle_of_the_large_one(seed):
+    image, points = photograph(seed), some_points(seed)
+    large, small = (
+        warp(image, similarity(points, template(size)), *height_and_width(size)) for size in SIZES
+    )
+    assert large.shape == (112, 112, 3)
+    np.testing.assert_array_equal(large[:, 8:104], small)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warped_face_agrees_with_scikit_image(seed):
+    transform = pytest.importorskip("skimage.transform", reason="scikit-image is not installed")
+    image, points = photograph(seed), some_points(seed)
+    theirs = transform.SimilarityTransform.from_estimate(points, template("112x112"))
+    matrix = similarity(points, template("112x112"))
+    np.testing.assert_allclose(matrix, theirs.params[:2], atol=1e-9)
+    expected = transform.warp(
+        image, theirs.inverse, output_shape=(112, 112), order=1, preserve_range=True
+    )
+    difference = np.abs(warp(image, matrix, 112, 112) - expected)
+    assert difference.mean() < 0.5  # rounding to whole grey levels alone makes 0.25
+    assert difference.max() <= 1.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warped_face_agrees_with_opencvs_way(seed):
+    """As cv2.warpAffine computes: places in 32nds of a pixel, weights in 32768ths."""
+    image, matrix = photograph(seed), similarity(some_points(seed), template("112x112"))
+    inverse = np.linalg.inv(np.vstack([matrix, [0, 0, 1]]))[:2]
+    columns, rows = np.meshgrid(np.arange(112), np.arange(112))
+    x, y = np.rint(32 * (inverse[:, :2] @ [columns.ravel(), rows.ravel()] + inverse[:, 2:]))
+    padded = np.pad(image.astype(np.int64), ((400, 400), (400, 400), (0, 0)))
+    total = np.zeros((112 * 112, 3), np.int64)
+    for i in (0, 1):
+        for j in (0, 1):
+            weight = 32 * np.abs((1 - i) * 32 - y % 32) * np.abs((1 - j) * 32 - x % 32)
+            place = (y // 32).astype(int) + i + 400, (x // 32).astype(int) + j + 400
+            total += weight.astype(np.int64)[:, None] * padded[place]
+    expected = ((total + (1 << 14)) >> 15).reshape(112, 112, 3)
+    assert np.abs(warp(image, matrix, 112, 112) - expected).mean() < 1

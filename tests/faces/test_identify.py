@@ -1,0 +1,181 @@
+"""Identification: ranks and rates as a plain loop finds them, and what probes may hide among."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.faces import identify_people
+from proximetry.faces.identify import FAR, read_people
+from proximetry.models import Embedder
+from tests.faces.small import ANGLES, by_angle, lfw, mean_color, save
+from tests.faces.test_verify import run  # noqa: F401
+
+
+def reference(probes, labels, distractors):
+    """Ranks of (probe, mate) and TAR at FAR, with plain loops; ties count against."""
+
+    def vectors(angles):
+        found = by_angle(torch.tensor(angles, dtype=torch.uint8)[:, None, None, None]).double()
+        return [one / one.norm() for one in found]
+
+    def cosine(a, b):
+        return float(a @ b)
+
+    probes, distractors = vectors(probes), vectors(distractors)
+    ranks, genuine = [], []
+    impostors = np.array([cosine(p, d) for p in probes for d in distractors])
+    for i, probe in enumerate(probes):
+        for j, mate in enumerate(probes):
+            if i != j and labels[i] == labels[j]:
+                score = cosine(probe, mate) - 1e-12
+                ranks.append(1 + sum(cosine(probe, d) >= score for d in distractors))
+                genuine.append(score)
+    rates = {}
+    for far in FAR:
+        if far * len(impostors) >= 1:
+            good = [g for g in genuine if (impostors >= g).sum() <= far * len(impostors)]
+            rates[far] = np.mean(np.array(genuine) >= min(good, default=9))
+    return ranks, rates
+
+
+def test_one_folder_equals_a_plain_loop(tmp_path):
+    """Whole degrees tie often; those with one image are the distractors."""
+    rng = np.random.default_rng(0)
+    people = {f"P{n}": rng.integers(0, 90, 2 + n % 3).tolist() for n in range(12)}
+    alone = {f"Q{n}": [angle] for n, angle in enumerate(rng.integers(0, 180, 40).tolist())}
+    found = identify_people(ANGLES, read_people(lfw(tmp_path, people | alone)), batch_size=7)
+    labels = [label for label in sorted(people) for _ in people[label]]
+    probes = [angle for label in sorted(people) for angle in people[label]]
+    ranks, rates = reference(probes, labels, [angle for (angle,) in alone.values()])
+    assert found.result.ranks.tolist() == ranks
+    assert len(set(ranks)) > 10
+    assert found.result.tar_at_far == pytest.approx(rates)
+    assert set(rates) == {1e-3}
+    document = found.document()
+    assert document["rank"] == {str(k): np.mean(np.array(ranks) <= k) for k in (1, 5, 10, 100)}
+    assert document["cmc"][4] == document["rank"]["5"]
+    assert (document["probes"], document["people"]) == (len(probes), 12)
+    assert document["unmeasurable_far"] == [1e-4, 1e-5, 1e-6]
+
+
+@pytest.fixture
+def crowd(tmp_path):
+    """Probes by color, a folder of distractors, and the vectors of these in files."""
+    rng = np.random.default_rng(0)
+    lfw(tmp_path / "probes", {f"P{n}": rng.integers(0, 256, (3, 3)) for n in range(5)})
+    lfw(tmp_path / "probes", {"lonely": rng.integers(0, 256, (1, 3))})
+    colors = rng.integers(0, 256, (50, 3))
+    for number, color in enumerate(colors):
+        save(tmp_path / "crowd" / str(number % 4) / f"{number:02d}.png", color)
+    vectors = ((colors - 127.5) / 127.5).astype(np.float32)
+    np.save(tmp_path / "plain.npy", vectors)
+    np.save(tmp_path / "both.npy", np.concatenate([vectors, vectors], 1))
+    np.savez(tmp_path / "both.npz", vectors=np.concatenate([vectors, vectors], 1), paths=["a"])
+    mean_color(tmp_path / "m.onnx")
+    return tmp_path
+
+
+def test_distractors_as_images_and_as_vectors_agree(run, crowd):  # noqa: F811
+    words = ["faces", "identify", crowd / "m.onnx", crowd / "probes", "--json", "--distractors"]
+    found = {
+        name: json.loads(run(*words, crowd / name))
+        for name in ("crowd", "both.npy", "both.npz", "plain.npy")
+    }
+    for name, document in found.items():
+        assert document["distractors"] == 50
+        assert document["trials"] == 30
+        for key in ("rank", "cmc", "tar_at_far", "impostor_pairs"):
+            assert document[key] == found["crowd"][key]
+        assert ("alone" in document["views"]) == (name == "plain.npy")
+        assert any(
+            "1 people have one image and are no probes: lonely" in n for n in document["notes"]
+        )
+
+
+def test_the_command_prints_writes_and_draws(run, crowd):  # noqa: F811
+    words = ["faces", "identify", crowd / "m.onnx", crowd / "probes"]
+    words += ["--distractors", crowd / "crowd", "--out", crowd / "x.json"]
+    text = run(*words, "--cmc", crowd / "cmc.svg")
+    assert "15 probes of 5 people, 30 trials, 50 distractors" in text
+    rank = json.loads((crowd / "x.json").read_text())["rank"]
+    assert f"rank-1 {100 * rank['1']:.2f} %" in text
+    assert b"<svg" in (crowd / "cmc.svg").read_bytes()
+
+
+def test_unreadable_images_are_refused_or_skipped_and_listed(run, crowd):  # noqa: F811
+    bad = [crowd / "probes" / "P0" / "P0_0002.png", crowd / "crowd" / "1" / "01.png"]
+    words = ["faces", "identify", crowd / "m.onnx", crowd / "probes"]
+    words += ["--distractors", crowd / "crowd"]
+    before = json.loads(run(*words, "--json"))
+    for number, path in enumerate(bad):
+        path.write_bytes(b"not an image")
+        assert f"{bad[0]}: not an image" in run(*words, code=1)
+        found = json.loads(run(*words, "--bad-images", "skip", "--batch-size", "4", "--json"))
+        assert len(found["skipped"]) == number + 1
+        assert found["trials"] == before["trials"] - 4
+        assert found["distractors"] == 50 - number
+    (crowd / "probes" / "P0" / "P0_0003.png").write_bytes(b"neither")
+    found = json.loads(run(*words, "--bad-images", "skip", "--json"))
+    assert found["people"] == 4
+    assert "1 images are left without another of their person" in found["notes"]
+    for path in (crowd / "probes").rglob("*.png"):
+        path.write_bytes(b"")
+    assert "no two are of one person" in run(*words, "--bad-images", "skip", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["ALONE"], 2, "each of the 2 people there has one image"),
+        (["CROWD"], 2, "everyone there has several images, so nobody is left as a distractor"),
+        (["nowhere"], 2, "nowhere is not a folder"),
+        (["PROBES", "--distractors", "EMPTY"], 2, "there are no images in this folder"),
+        (["PROBES", "--distractors", "nowhere"], 2, "expected a folder of images, .npy or .npz"),
+        (["PROBES", "--distractors", "no.npy"], 1, "no.npy cannot be read"),
+        (["PROBES", "--distractors", "PROBES"], 2, "are the same images"),
+        (["PROBES", "--distractors", "HOME"], 2, "are the same images"),
+        (["PROBES", "--distractors", "zero.npy"], 1, "holds [0, 6] of float32"),
+        (["PROBES", "--distractors", "whole.npy"], 1, "of int64; expected vectors"),
+        (["PROBES", "--distractors", "wide.npy"], 2, "5 dimensions, and MODEL gives 3, or 6 with"),
+        (["PROBES", "--distractors", "other.npz"], 1, "there is no array called vectors"),
+        (["PROBES", "--distractors", "broken.npy"], 1, "broken.npy cannot be read"),
+        (["PROBES", "--distractors", "nan.npy"], 1, "NaN or infinite values in 1 of 50 rows: 7"),
+        (["PROBES", "--cmc", "x.gif"], 2, "--cmc x.gif must end in .png or .svg"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_sentence(run, crowd, words, code, message):  # noqa: F811
+    lfw(crowd / "alone", {"a": [1], "b": [2]})
+    (crowd / "empty").mkdir()
+    both = np.load(crowd / "both.npy")
+    for name, array in {
+        "zero": both[:0],
+        "whole": both.astype(int),
+        "wide": both[:, :5],
+        "nan": np.where(np.arange(50)[:, None] == 7, np.nan, both),
+    }.items():
+        np.save(crowd / f"{name}.npy", array)
+    np.savez(crowd / "other.npz", x=both)
+    (crowd / "broken.npy").write_bytes((crowd / "both.npy").read_bytes()[:200])
+    places = {
+        "ALONE": crowd / "alone",
+        "CROWD": crowd / "crowd",
+        "PROBES": crowd / "probes",
+        "EMPTY": crowd / "empty",
+        "HOME": crowd,
+    }
+    words = [places.get(w, crowd / w if w.endswith(("npy", "npz")) else w) for w in words]
+    told = run("faces", "identify", crowd / "m.onnx", *words, code=code)
+    assert message.replace("MODEL", str(crowd / "m.onnx")) in told
+
+
+def test_a_saved_embedder_on_one_folder(run, tmp_path):  # noqa: F811
+    rng = np.random.default_rng(0)
+    counts = {"a": 3, "b": 2, "c": 1, "d": 1}
+    lfw(tmp_path / "faces", {n: rng.integers(0, 256, (k, 3)) for n, k in counts.items()})
+    made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    words = ["faces", "identify", made.save(tmp_path / "e"), tmp_path / "faces", "--json"]
+    found = json.loads(run(*words))
+    assert (found["probes"], found["trials"], found["distractors"]) == (5, 8, 2)

@@ -1,0 +1,218 @@
+"""Verification: a protocol worked by hand, thresholds that never see their fold, the command."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from proximetry import cli
+from proximetry.faces import open_embedder, read_protocol, verify_pairs
+from proximetry.models import Embedder
+from tests.faces.small import ANGLES, lfw, mean_color, save
+
+COS = np.cos(np.deg2rad([20, 40, 50, 60]))
+
+
+def by_hand(tmp_path):
+    """Ten folds of a same pair 20° and a different one 60° apart; in the first, 50° and 40°."""
+    lines = ["10\t1"]
+    for fold in range(10):
+        same, different = (50, 40) if fold == 0 else (20, 60)
+        lfw(tmp_path / "faces", {f"A{fold}": [10, 10 + same], f"B{fold}": [10 + different]})
+        lines += [f"A{fold}\t1\t2", f"A{fold}\t1\tB{fold}\t1"]
+    (tmp_path / "pairs.txt").write_text("\n".join(lines))
+    return read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
+
+
+def test_an_example_by_hand(tmp_path):
+    found = verify_pairs(ANGLES, by_hand(tmp_path), batch_size=7)
+    r = found.result
+    # Nine folds are perfect between cos 20° and cos 60°: there both pairs of the first are wrong.
+    assert r.thresholds[0] == pytest.approx((COS[0] + COS[3]) / 2, abs=1e-6)
+    # The others see one wrong decision between 20° and 40°, two between 40° and 50°, one below;
+    # the highest of the best thresholds is taken.
+    assert r.thresholds[1:] == pytest.approx((COS[0] + COS[1]) / 2, abs=1e-6)
+    assert r.fold_accuracies.tolist() == [0, *[1] * 9]
+    assert r.accuracy == pytest.approx(0.9)
+    assert r.standard_error == pytest.approx(0.1)  # √(9 · 0.1² + 0.9²) / √9 / √10
+    assert r.eer == pytest.approx(0.1)
+    assert r.auc == pytest.approx(0.99)  # of 100 duels one is lost
+    assert r.tar_at_far == {0.1: 1.0}
+    document = found.document()
+    assert [fold["fold"] for fold in document["folds"]] == [str(1 + i) for i in range(10)]
+    assert document["images"] == 30
+    assert document["notes"] == []
+
+
+def test_a_video_is_the_mean_of_its_frames(tmp_path):
+    """Unit vectors at 0° and 80° have their mean at 40°; the middle one of three at 30° too."""
+    for video, angles in {"a/0": [0, 80], "a/1": [10, 30, 50], "b/0": [100]}.items():
+        for frame, angle in enumerate(angles):
+            save(tmp_path / "videos" / video / f"{frame}.png", angle)
+    lines = ["split number, pair number, first name, second name, is same"]
+    for fold in (1, 2):
+        lines += [f"{fold}, 1, a/0, a/1, 1", f"{fold}, 2, a/1, b/0, 0"]
+    (tmp_path / "splits.txt").write_text("\n".join(lines))
+    protocol = read_protocol(tmp_path / "splits.txt", tmp_path / "videos")
+    r = verify_pairs(ANGLES, protocol).result
+    middle = (np.cos(np.deg2rad(10)) + np.cos(np.deg2rad(70))) / 2
+    assert r.thresholds == pytest.approx(middle, abs=1e-6)
+    assert r.accuracy == 1
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """Random angles in images that are compared two by two."""
+    home = tmp_path_factory.mktemp("crowd")
+    rng = np.random.default_rng(0)
+    for number, angle in enumerate(rng.integers(0, 180, 400)):
+        save(home / "faces" / f"{number}.png", angle)
+    return home
+
+
+def protocol_of(home, truth):
+    """Ten folds of twenty pairs, each image in one pair."""
+    lines = [f"{2 * i},{2 * i + 1},{int(same)},{i // 20}" for i, same in enumerate(truth)]
+    (home / "own.csv").write_text("\n".join(lines))
+    return read_protocol(home / "own.csv", home / "faces")
+
+
+def test_a_threshold_never_sees_the_pairs_of_its_fold(crowd):
+    """Whatever happens to the faces of a fold, its threshold stays as it is to the last bit."""
+    near = np.abs(np.diff(np.random.default_rng(0).integers(0, 180, (200, 2)))[:, 0]) < 45
+    protocol = protocol_of(crowd, near ^ (np.random.default_rng(1).random(200) < 0.2))
+    before = verify_pairs(ANGLES, protocol).result
+    seen = np.zeros(10, bool)
+    for fold in (0, 4, 9):
+        images = {pair.first for pair in protocol.pairs if pair.fold == str(fold)}
+        other = protocol.templates["0" if fold else "399"]
+        changed = {n: other if n in images else f for n, f in protocol.templates.items()}
+        after = verify_pairs(ANGLES, replace(protocol, templates=changed)).result
+        assert after.thresholds[fold] == before.thresholds[fold]
+        assert after.fold_accuracies[fold] != before.fold_accuracies[fold]
+        seen |= after.thresholds != before.thresholds
+    assert seen.any(), "the thresholds of other folds do see them"
+
+
+def test_shuffled_labels_give_a_half(crowd):
+    """Within folds: else a fold with fewer same pairs would meet a training set with more."""
+    accuracies = []
+    for seed in range(6):
+        draw = np.random.default_rng(seed)
+        truth = np.concatenate([draw.permutation(np.arange(20) % 2 == 0) for _ in range(10)])
+        accuracies.append(verify_pairs(ANGLES, protocol_of(crowd, truth)).result.accuracy)
+    assert np.mean(accuracies) == pytest.approx(0.5, abs=0.04)
+
+
+def test_unreadable_images_are_refused_or_their_pairs_skipped(tmp_path):
+    protocol = by_hand(tmp_path)
+    bad = tmp_path / "faces" / "A3" / "A3_0002.png"
+    bad.write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"A3_0002.png: not an image .*; --bad-images skip leaves"):
+        verify_pairs(ANGLES, protocol)
+    with pytest.raises(ValueError, match="that are left, none in fold 4 is of the same person"):
+        verify_pairs(ANGLES, protocol, bad_images="skip")
+    more = (tmp_path / "pairs.txt").read_text().replace("10\t1", "5\t2")
+    lines = more.splitlines()
+    lines[1:] = [
+        line
+        for at in range(1, 21, 4)
+        for line in (lines[at], lines[at + 2], lines[at + 1], lines[at + 3])
+    ]
+    (tmp_path / "pairs.txt").write_text("\n".join(lines))
+    protocol = read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
+    for size in (1, 2, 64):
+        found = verify_pairs(ANGLES, protocol, bad_images="skip", batch_size=size)
+        assert len(found.protocol.pairs) == 19
+        (only,) = found.document()["skipped"]
+        assert only.startswith(f"line 7: {bad}: not an image")
+        assert found.result.accuracy == pytest.approx(0.9)
+
+
+def test_vectors_that_are_not_finite_are_refused_by_name(tmp_path):
+    def broken(pixels):
+        vectors = ANGLES.embed(pixels)
+        vectors[pixels[:, 0, 0, 0] == 70] = np.nan  # that of B1 … B9
+        return vectors
+
+    protocol = by_hand(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"B\d_0001\.png\) has NaN or infinite values: its weights"
+    ):
+        verify_pairs(replace(ANGLES, embed=broken), protocol)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        if code:
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+        return printed.err if code else printed.out
+
+    return call
+
+
+def test_the_command_prints_writes_and_draws(run, tmp_path):
+    by_hand(tmp_path)
+    rng = np.random.default_rng(0)
+    for path in (tmp_path / "faces").rglob("*.png"):
+        save(path, rng.integers(0, 256, 3))
+    model = mean_color(tmp_path / "m.onnx")
+    words = ["faces", "verify", model, tmp_path / "faces", tmp_path / "pairs.txt"]
+    text = run(*words)
+    assert "LFW: 20 pairs in 10 folds; cosine of image and mirror image, concatenated" in text
+    document = json.loads(run(*words, "--json", "--out", tmp_path / "x.json"))
+    assert json.loads((tmp_path / "x.json").read_text()) == document
+    assert f"accuracy {100 * document['accuracy']:.2f} ± " in text
+    expected = verify_pairs(
+        open_embedder(model), read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
+    )
+    assert document["accuracy"] == expected.result.accuracy
+    for name in ("roc.png", "roc.svg"):
+        run(*words, "--roc", tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        run(*words, "--roc", tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+    assert Image.open(tmp_path / "roc.png").size == (960, 600)
+    assert b"<svg" in first
+
+
+def test_a_saved_embedder_will_do(run, tmp_path):
+    by_hand(tmp_path)
+    for name, flip_tta in (("plain", False), ("tta", True)):
+        made = Embedder.create("small_convnet", 8, weights="none", image_size=24, flip_tta=flip_tta)
+        words = ["faces", "verify", made.save(tmp_path / name), tmp_path / "faces"]
+        document = json.loads(run(*words, tmp_path / "pairs.txt", "--json"))
+        assert ("flip TTA" in document["views"]) == flip_tta
+        assert document["pairs"] == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "FACES", "PAIRS"], "there is no folder nowhere"),
+        (["nothing.onnx", "FACES", "PAIRS"], "there is no file nothing.onnx"),
+        (["PAIRS", "FACES", "PAIRS"], "is no ONNX file that onnxruntime reads"),
+        (["MODEL", "FACES", "FACES"], "there is no list of pairs"),
+        (["MODEL", "FACES", "PAIRS", "--roc", "x.pdf"], "--roc x.pdf must end in .png or .svg"),
+        (["MODEL", "FACES", "PAIRS", "--out", "no/x.json"], "there is no folder no"),
+        (["MODEL", "FACES", "PAIRS", "--batch-size", "0"], "Must be >= 1"),
+        (["MODEL", "FACES", "PAIRS", "--input", '{"sise": 8}'], "did you mean 'size'"),
+        (["MODEL", "FACES", "PAIRS", "--device", "gpu"], "there is no device 'gpu'"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_sentence(run, tmp_path, words, message):
+    by_hand(tmp_path)
+    places = {
+        "MODEL": mean_color(tmp_path / "m.onnx"),
+        "FACES": tmp_path / "faces",
+        "PAIRS": tmp_path / "pairs.txt",
+    }
+    assert message in run("faces", "verify", *[places.get(w, w) for w in words], code=2)
