@@ -1,7 +1,10 @@
-"""Settings for all tests: one thread per worker, hypothesis without deadlines."""
+"""For all tests: one thread per worker, hypothesis without deadlines, quick processes."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.processes import Server
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -12,3 +15,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("proximetry")
+
+
+@pytest.fixture(scope="session")
+def server():
+    """Starts processes that have loaded everything."""
+    running = Server()
+    yield running
+    running.close()

@@ -106,6 +106,13 @@ def test_a_folder_that_holds_something_else_is_left_alone(capsys, home):
     assert "run folder runs/flowers-2" in out
 
 
+def test_where_no_folder_can_be_made_none_is_looked_for(capsys, home):
+    (home / "here" / "runs").write_text("a file")
+    code, _, err = call(capsys, home / "flowers" / "train", *small())
+    assert code == 2
+    assert "runs is a file; choose another folder" in err
+
+
 @pytest.mark.parametrize(
     ("cuda", "device", "recipe", "line"),
     [

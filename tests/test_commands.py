@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import tarfile
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -28,6 +30,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
+    torch.manual_seed(0)
     made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
     return made.save(tmp_path_factory.mktemp("saved") / "embedder")
 
@@ -183,7 +186,7 @@ def test_evaluate_shows_the_worst_classes_and_confusions(call, embedder, tmp_pat
     assert recall["class00"] <= 0.5
     assert [row["map@r"] for row in rows] == sorted(row["map@r"] for row in rows)
     text = call(*words)
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.partition("note: ")[0].splitlines())) <= 80
     assert "class00 (4 queries)" in text
     assert f"{rows[-1]['label']} (" not in text, "of twelve classes the worst ten are shown"
     assert "class00 → class02" in text
@@ -263,6 +266,32 @@ def test_evaluate_tells_what_it_took_for_what(call, embedder, hostile):
     text = call("evaluate", embedder, hostile)
     assert found["layout"] in text
     assert f"note: {found['notes'][0]}" in text
+
+
+def test_evaluate_tells_of_known_classes_and_copies(call, embedder, images, tmp_path):
+    classes = sorted({*Catalog.from_folder(images).labels})
+    trained = Embedder.load(embedder).save(tmp_path / "e", class_names=["other", *classes[:2]])
+    table = tmp_path / "t.csv"
+    rows = [f"{name}/{i}.png" for name in classes for i in range(2)]
+    shutil.copytree(images, tmp_path / "images")
+    shutil.copy(images / rows[0], tmp_path / "images" / classes[1] / "copy.png")
+    os.link(tmp_path / "images" / rows[4], tmp_path / "images" / classes[2] / "link.png")
+    rows += [f"{classes[1]}/copy.png", f"{classes[2]}/link.png"]
+    lines = [f"images/{path},{path.partition('/')[0]}" for path in rows]
+    table.write_text("\n".join(["path,label", *lines]))
+    known, copies = data(call, "evaluate", trained, table)["notes"]
+    assert known.startswith(f"the embedder was trained on 2 of {len(classes)} classes, going by")
+    assert copies == (
+        "2 images are copies, byte for byte: "
+        f"images/{rows[-2]} (of images/{rows[0]}), images/{rows[-1]} (of images/{rows[4]})"
+    )
+    table.write_text("\n".join(["path,label", *lines[:-2]]))
+    assert data(call, "evaluate", embedder, table)["notes"] == []
+
+
+def test_a_table_without_rows_is_told(call, embedder, tmp_path):
+    (tmp_path / "t.csv").write_text("path,label\n")
+    assert "t.csv holds no images" in call("evaluate", embedder, tmp_path / "t.csv", code=2)
 
 
 def test_embed_leaves_out_what_never_ends_and_names_it(call, embedder, hostile, tmp_path):

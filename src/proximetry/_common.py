@@ -117,9 +117,6 @@ PART_SUFFIX = ".part"
 _PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
 
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
 class WriteError(OSError):
     """A file that could not be written, and why."""
 
@@ -188,6 +185,8 @@ def atomic_write(file: Path, content: bytes, *, durable: bool = True) -> None:
 
 SEAL = f"sha256:{64 * '0'}"
 """What a file holds once, near its beginning, in the place of its own checksum."""
+CHECKSUM = "checksum"
+"""The key of that in JSON."""
 _SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
@@ -205,6 +204,14 @@ def is_sealed(content: bytes) -> bool:
     digest = hashlib.sha256(content[: found.start()] + SEAL.encode())
     digest.update(memoryview(content)[found.end() :])
     return found[0] == f"sha256:{digest.hexdigest()}".encode()
+
+
+def sealed_json(content: Mapping[str, Any], plain: Callable[[Any], Any] | None = None) -> bytes:
+    """Return a JSON file with its checksum, for `read_json`; `plain` makes values plain."""
+    whole = {CHECKSUM: SEAL, **content}  # first, since only the first one is filled in
+    text = json.dumps(whole, indent=2, ensure_ascii=False, default=plain) + "\n"
+    # Names that come from file names need not be text; JSON has escapes for them.
+    return sealed(text.encode(errors="backslashreplace"))
 
 
 def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> BaseFileLock:
@@ -269,14 +276,26 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file of at most `limit` bytes; raises ValueError with its path."""
+    """Read a JSON file of at most `limit` bytes; raises ValueError with its path.
+
+    One with a checksum, as `sealed_json` gives it, must be what was written then.
+    """
     text = read_text(path, limit)
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {shorten(str(error), 200)}") from error
+    if isinstance(content, dict) and CHECKSUM in content and not is_sealed(text.encode()):
+        raise ValueError(f"{path} is damaged: it does not have the checksum it was saved with")
+    return content
+
+
+def parse_json(text: str) -> Any:
+    """Return the plain values of a JSON text; each key may stand there once."""
     try:
         return json.loads(text, object_pairs_hook=_different_keys)
     except RecursionError:
-        raise ValueError(f"{path} is damaged: it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {shorten(str(error), 200)}") from error
+        raise ValueError("it is nested too deeply") from None
 
 
 def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -286,6 +305,9 @@ def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {shown(name)} stands there twice")
         found[name] = value
     return found
+
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
@@ -459,6 +481,52 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     dist.all_gather(parts, padded, group=group)
     whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
     return whole.to(rows.device), counts
+
+
+# Vectors shorter than this have no direction: they count as zero and receive no gradient.
+_SHORTEST = 1e-12
+
+# Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
+# with largest entries beyond these limits are multiplied by a power of two: no digit changes. What
+# then still is too short counts as zero: its gradient would overflow.
+_LONG, _IF_LONG = 2.0**50, 2.0**-80
+_SHORT, _IF_SHORT = 2.0**-38, 2.0**70
+
+
+def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
+
+    Where ‖v‖ overflows the inverse is NaN: 0 would pass the vector off as a zero vector.
+    """
+    import torch
+
+    length = torch.linalg.vector_norm(vectors, dim=-1)
+    measured = length > _SHORTEST
+    safe = torch.where(measured, length, torch.ones_like(length))
+    inverse = torch.where(measured, safe.reciprocal(), torch.zeros_like(length))
+    return inverse.masked_fill(torch.isinf(length), torch.nan), length
+
+
+def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vectors, of a length that can be measured, and their factors [...]."""
+    import torch
+
+    largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
+    # Filled on the device: numbers that were copied there would fit into no CUDA graph.
+    factor = torch.ones_like(largest).masked_fill(largest < _SHORT, _IF_SHORT)
+    factor = factor.masked_fill(largest > _LONG, _IF_LONG)
+    return vectors * factor.unsqueeze(-1), factor
+
+
+def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vectors scaled to length one, and their lengths ([..., D] and [...]).
+
+    A zero vector stays zero and its gradient is zero: finite whatever the precision, where
+    dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
+    """
+    rescaled, factor = rescale(vectors)
+    inverse, length = inverse_length(rescaled)
+    return rescaled * inverse.unsqueeze(-1), length / factor
 
 
 def nearest_rivals(

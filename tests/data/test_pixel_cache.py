@@ -202,7 +202,7 @@ def test_other_contents_of_the_same_size_and_time_are_noticed(catalog, home, how
     Image.new("RGB", (20, 20), "red").save(first, "BMP")
     Image.new("RGB", (20, 20), "blue").save(second, "BMP")
     for _ in range(3):
-        before = first.stat()
+        before = [file.stat() for file in (first, second)]
         assert tuple(PixelCache.build(catalog, 16, home)[0][0, 0]) == open_image(first).getpixel(
             (0, 0)
         )
@@ -214,9 +214,10 @@ def test_other_contents_of_the_same_size_and_time_are_noticed(catalog, home, how
             (catalog.root / "new").write_bytes(other)
             (catalog.root / "new").rename(first)
         second.write_bytes(data)
-        os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert first.stat().st_size == before.st_size
-        assert first.stat().st_mtime_ns == before.st_mtime_ns
+        for file, was in zip((first, second), before, strict=True):
+            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+            assert file.stat().st_size == was.st_size
+            assert file.stat().st_mtime_ns == was.st_mtime_ns
 
 
 def test_a_change_while_decoding_is_not_filed_under_the_old_contents(catalog, home):

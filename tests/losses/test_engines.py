@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry.losses import streamed as streamed_module
@@ -13,6 +13,7 @@ from tests.losses.cases import NAMES, batch, make, problem, value_and_gradients
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20)  # for each loss, and all of them share the engines
 @given(
     size=st.integers(1, 24),
     classes=st.integers(1, 40),

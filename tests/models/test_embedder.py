@@ -65,6 +65,23 @@ def test_without_head_the_features_come_out(dim):
     assert embedder.parameter_parts()["head"] == []
 
 
+@pytest.mark.parametrize("power", [-90, -45, 0, 63, 100])
+def test_vectors_of_any_length_keep_their_direction(power):
+    """Squares of such lengths leave the range of float32."""
+    embedder = small(8).eval()
+    pixels = torch.randn(3, 3, 48, 48)
+    expected = embedder(pixels).detach()
+    with torch.no_grad():
+        embedder.head.weight *= 2.0**power
+    vectors = embedder(pixels)
+    assert torch.allclose(vectors, expected, atol=1e-6)
+    vectors[0, 0].backward()
+    assert torch.isfinite(embedder.head.weight.grad).all()
+    if power == 100:
+        exported = torch.export.export(embedder, (pixels,)).module()
+        assert torch.equal(exported(pixels), vectors)
+
+
 def test_gem_gradient_and_half_precision():
     pool = GeM(learned=True).double()
     features = (torch.rand(2, 3, 4, 4, dtype=torch.float64) + 0.1).requires_grad_()

@@ -97,7 +97,7 @@ def check_refusal(sentence, folder):
 def test_changed_descriptions(saved, tmp_path_factory, data):
     """Values put elsewhere, left out or extreme, with a checksum that fits."""
     document = json.loads((saved / "embedder.json").read_text())
-    del document["sha256"]
+    del document["checksum"]
     original = copy.deepcopy(document)
     spots = [path for path in places(document) if path]
     for _ in range(data.draw(st.integers(1, 2))):
@@ -164,7 +164,7 @@ def test_damaged_bytes(saved, tmp_path_factory, weights, part, bit, how):
     else:  # layout and the name of the checksum alone may change
         assert not weights
         before, now = (json.loads((path / "embedder.json").read_text()) for path in (saved, folder))
-        known = [key for key in before if key != "sha256"]
+        known = [key for key in before if key != "checksum"]
         assert {key: now[key] for key in known} == {key: before[key] for key in known}
 
 
@@ -209,7 +209,7 @@ def test_documents_that_describe_nothing(folder, kind):
 )
 def test_settings_that_cannot_be(folder, part, key, value):
     document = json.loads((folder / "embedder.json").read_text())
-    del document["sha256"]
+    del document["checksum"]
     document[part][key] = value
     (folder / "embedder.json").write_text(json.dumps(document))
     embedder, sentence = load(folder)
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be(folder, part, key, value):
 
 def test_the_size_of_the_images_costs_no_memory_to_load(folder):
     document = json.loads((folder / "embedder.json").read_text())
-    del document["sha256"]
+    del document["checksum"]
     document["preprocessing"] |= {"crop": [4096, 4096], "resize": 4096}
     (folder / "embedder.json").write_text(json.dumps(document))
     assert Embedder.load(folder).preprocessing.crop == (4096, 4096)
@@ -228,7 +228,7 @@ def test_the_size_of_the_images_costs_no_memory_to_load(folder):
 
 def test_weights_that_are_no_weights_but_have_the_checksum(folder):
     document = json.loads((folder / "embedder.json").read_text())
-    del document["sha256"]
+    del document["checksum"]
     for content in (b"", b"x" * 100, (10**15).to_bytes(8, "little") + b"{}"):
         digest = hashlib.sha256(content).hexdigest()
         document["tensors"] = {"file": "x", "sha256": digest, "bytes": len(content)}

@@ -1,8 +1,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
+from tests.processes import Process
 
 
 def make(seed=0, backbone="test_resnet", **settings):
@@ -144,11 +143,11 @@ embedder.save(folder)
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_killed_while_saving(tmp_path, at):
+def test_killed_while_saving(server, tmp_path, at):
     old = make(1)
     old.save(tmp_path / "e")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "e"), str(at)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = Process(server, tmp_path / "log", KILLED, tmp_path / "e", at)
+    assert process.ended() == -signal.SIGKILL, process.said()
     assert equal(Embedder.load(tmp_path / "e"), old)
     make(2).save(tmp_path / "e")
     assert len(list((tmp_path / "e").iterdir())) == 2
@@ -190,7 +189,7 @@ def test_what_cannot_be_written_is_said_before_anything_is(tmp_path):
 def describe(folder, **changes):
     path = folder / "embedder.json"
     content = json.loads(path.read_text())
-    content.pop("sha256", None)  # as someone would who changes the file by hand
+    content.pop("checksum", None)  # as someone would who changes the file by hand
     path.write_text(json.dumps({**content, **changes}))
 
 

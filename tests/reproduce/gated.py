@@ -1,20 +1,15 @@
-"""Runs that wait at a step until they are let go, as processes and as a whole command.
-
-As a module it is what such a process runs: ``python -m tests.reproduce.gated train …`` or
-``python -m tests.reproduce.gated reproduce …``.
-"""
+"""Runs that wait at a step until they are let go, in processes of a command of its own."""
 
 import os
 import signal
-import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
+from types import SimpleNamespace
 
-import torch
-
-from proximetry.reproduce import ReproduceOptions, reproduce
-from proximetry.reproduce.runner import start_process
+from proximetry.reproduce import ReproduceOptions, reproduce, runner
 from proximetry.training import Callback, Recipe, Stopped, train
 
 LIMIT = 600  # seconds after which a wait has failed: far beyond what it can take
@@ -56,31 +51,47 @@ class Gate(Callback):
         return (self.folder / "open").exists()
 
 
-def start_gated(gate, step, job):
-    """Start a run in a process of its own that will wait at a step."""
-    return start_process(job, ("-m", "tests.reproduce.gated", "train", str(gate), str(step)))
+class Forked:
+    """A run that will wait at a step, in place of Popen: it need not load everything anew."""
 
-
-def main(kind, gate, step, *words):
-    torch.set_num_threads(1)
-    if kind == "train":
-        recipe, out = words[:2]
-        callback = Gate(Path(gate), Path(out).name, int(step))
+    def __init__(self, gate, step, words, *, stdin, stdout, stderr, env, start_new_session):
+        self._pid, self._code = os.fork(), None
+        if self._pid:
+            return
+        os.setsid() if start_new_session else None
+        for stream, number in ((stdout, 1), (stderr, 2)):
+            os.dup2(stream.fileno(), number)
+        os.environ.update(env)
+        file, out = words[-4:-2]  # before --device cpu
+        code = 0
         try:
-            train(Recipe.load(recipe), out, device="cpu", callbacks=[callback])
+            callback = Gate(Path(gate), Path(out).name, int(step))
+            train(Recipe.load(file), out, device="cpu", callbacks=[callback])
         except Stopped:
-            sys.exit(130)
-    else:
-        table, data, out = words
-        reproduce(
-            table,
-            data,
-            out,
-            ReproduceOptions(device="cpu", parallel=2),
-            report=lambda line: print(line, flush=True),
-            start=partial(start_gated, gate, step),
-        )
+            code = 130
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        os._exit(code)
+
+    def poll(self):
+        return self._wait(os.WNOHANG)
+
+    def wait(self):
+        return self._wait(0)
+
+    def _wait(self, how):
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, how)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def terminate(self):
+        os.kill(self._pid, signal.SIGTERM)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run_gated(gate, step, table, data, out):
+    """A command whose runs wait at a step."""
+    runner.subprocess = SimpleNamespace(Popen=partial(Forked, gate, step), DEVNULL=DEVNULL)
+    options = ReproduceOptions(device="cpu", parallel=2)
+    reproduce(table, data, out, options, report=lambda line: print(line, flush=True))

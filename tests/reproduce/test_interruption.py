@@ -3,10 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,8 @@ import pytest
 from proximetry.reproduce import Interrupted, ReproduceError
 from proximetry.reproduce.runner import _alone
 from proximetry.training import Callback
-from tests.reproduce.gated import start_gated, wait_for
+from tests.processes import Process
+from tests.reproduce.gated import wait_for
 from tests.reproduce.small import (
     numbers,
     page_of,
@@ -26,6 +23,12 @@ from tests.reproduce.small import (
 )
 
 STEPS = 5  # per epoch
+COMMAND = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.reproduce.gated import run_gated
+run_gated(*sys.argv[2:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def is_gone(pid):
 
 
 @pytest.mark.slow
-def test_killed_processes_and_commands_cost_no_run(table, data, tmp_path, uninterrupted):
+def test_killed_processes_and_commands_cost_no_run(server, table, data, tmp_path, uninterrupted):
     home, first, second = tmp_path / "small", tmp_path / "first", tmp_path / "second"
     first.mkdir(), second.mkdir()
     runs = ("proxy-anchor-seed0", "mpa-k-2-seed0")
@@ -95,32 +98,26 @@ def test_killed_processes_and_commands_cost_no_run(table, data, tmp_path, uninte
     def held(gate):
         return all((gate / run).exists() for run in runs)
 
+    def begin(gate, step):
+        words = [Path.cwd(), gate, step, table, data, tmp_path]
+        return Process(server, gate / "log", COMMAND, *words)
+
     # Both runs wait in the fourth epoch, after the checkpoint of the second.
-    words = ["tests.reproduce.gated", "reproduce", first, 3 * STEPS + 2, table, data, tmp_path]
-    command = subprocess.Popen(
-        [sys.executable, "-m", *map(str, words)], stdout=subprocess.PIPE, text=True
-    )
-    wait_for(lambda: held(first) or command.poll() is not None, "the step")
-    assert command.poll() is None
+    command = begin(first, 3 * STEPS + 2)
+    command.until(lambda: held(first))
     killed, orphan = (int((first / run).read_text()) for run in runs)
     os.kill(killed, signal.SIGKILL)
-    said = next(line for line in command.stdout if "failed" in line)
-    assert "Proxy-Anchor, seed 0: failed, its process was killed by signal 9" in said
+    said = "Proxy-Anchor, seed 0: failed, its process was killed by signal 9"
+    command.until(lambda: said in command.said())
     command.kill()
-    command.wait()
     wait_for(lambda: is_gone(orphan), "the end of a run whose command was killed")
 
     # A new command continues both; interrupted, it lets them save.
-    def interrupt():
-        wait_for(lambda: held(second), "the step")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    start = partial(start_gated, second, 4 * STEPS + 1)
-    with pytest.raises(Interrupted):
-        run_table(table, data, tmp_path, parallel=2, start=start)
-    thread.join()
+    command = begin(second, 4 * STEPS + 1)
+    command.until(lambda: held(second))
+    command.send(signal.SIGINT)
+    assert command.ended() == 1
+    assert "Interrupted: stopped and saved; 0 runs are done" in command.said()
     assert all(is_gone(int((second / run).read_text())) for run in runs)
     assert "No run of this table is done yet" in (home / "README.md").read_text()
     goes_on_to_the_same(table, data, tmp_path, uninterrupted)

@@ -215,6 +215,7 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
     [
         ("", "Expecting value.*Remove it to run it again"),
         ("{", "Expecting property name.*Remove it to run it again"),
+        (100_000 * "[", "it is nested too deeply.*Remove it to run it again"),
         (
             '{"table": "small", "row": 1, "seed": 0, "kind": "full"}',
             "row must be a valid string.*Remove it to run",

@@ -8,7 +8,7 @@ from proximetry.training import Recipe, RunError, train
 from proximetry.training import automatic as module
 from proximetry.training.automatic import DeviceFacts, choose
 from proximetry.training.reporting import PlainDisplay
-from tests.training.test_training import killed_at
+from tests.training.runs import killed_at
 from tests.training.tiny import with_
 
 H200 = DeviceFacts("NVIDIA H200", True, capability=(9, 0), free=140 * 10**9, triton=True)

@@ -18,7 +18,7 @@ from proximetry.training.comparison import check_comparison, compared, with_need
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
-from tests.training.test_distributed import RUN, launch
+from tests.training.ranks import RUN, Ranks
 from tests.training.tiny import make_images, make_recipe
 
 ROLES = {"none": (False, False), "query": (True, False), "gallery": (False, True)}
@@ -129,7 +129,7 @@ def by_hand(folder, table):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_selects_by_what_evaluation_finds(table, cache, tmp_path, processes):
+def test_training_selects_by_what_evaluation_finds(server, table, cache, tmp_path, processes):
     recipe = make_recipe(
         table,
         cache,
@@ -141,8 +141,8 @@ def test_training_selects_by_what_evaluation_finds(table, cache, tmp_path, proce
         train(recipe, tmp_path / "run", device="cpu")
     else:
         recipe.save(tmp_path / "recipe.yaml")
-        codes, outputs = launch(RUN, tmp_path / "recipe.yaml", tmp_path / "run")
-        assert codes == [0, 0], outputs
+        ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "run")
+        assert ranks.ended() == [0, 0], ranks.said(0)
     found = json.loads((tmp_path / "run" / "results.json").read_text())["selected"]["test"]
     expected, without = by_hand(tmp_path / "run", table)
     assert found["queries_without_positive"] == without

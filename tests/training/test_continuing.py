@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -31,6 +29,7 @@ from proximetry.training import Callback, RunError, RunFolder, clock, train
 from proximetry.training.checkpoint import CheckpointError, load_checkpoint
 from proximetry.training.dry_run import dry_run
 from proximetry.training.update import Updater
+from tests.processes import Process
 from tests.training.runs import OnStep, Said, assert_same_run, killed_at, observed
 from tests.training.tiny import make_recipe, with_
 
@@ -277,7 +276,7 @@ def test_metrics_are_written_again_from_the_checkpoint(recipe, run, whole, chang
     assert_same_run(whole, run.path)
 
 
-@pytest.mark.parametrize("line", ["5", "{", '{"loss": 1}', "[]"])
+@pytest.mark.parametrize("line", ["5", "{", '{"loss": 1}', "[]", 100_000 * "["])
 def test_damaged_metrics_are_named_with_their_line(run, line):
     lines = run.metrics.read_text().splitlines()
     run.metrics.write_text("\n".join([*lines, line, *lines]) + "\n")
@@ -310,9 +309,6 @@ def test_seconds_of_training_survive_being_killed(recipe, tmp_path, monkeypatch)
 
 KILLED = """
 import os, random, signal, sys, traceback
-import torch
-torch.set_num_threads(1)
-import proximetry.training.run  # once, before the forks
 from proximetry.training import Callback, Recipe, train
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
@@ -354,7 +350,7 @@ for file in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_processes_killed_at_random_moments_end_with_the_same_run(recipe, tmp_path):
+def test_processes_killed_at_random_moments_end_with_the_same_run(server, recipe, tmp_path):
     """With SIGKILL, before or after any step, file opened, renamed or removed."""
     rare = {"checkpoint_epochs": 3, "checkpoint_steps": 0}
     recipes = {
@@ -364,9 +360,9 @@ def test_processes_killed_at_random_moments_end_with_the_same_run(recipe, tmp_pa
     for name, one in recipes.items():
         one.save(tmp_path / name)
         train(one, tmp_path / f"whole-{name}")
-    words = [sys.executable, "-c", KILLED, *(str(tmp_path / name) for name in recipes)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    files = [tmp_path / name for name in recipes]
+    process = Process(server, tmp_path / "log", KILLED, *files)
+    assert process.ended() == 0, process.said()
     for name in recipes:
         out = tmp_path / f"{name}.run"
         assert_same_run(tmp_path / f"whole-{name}", out)

@@ -1,11 +1,6 @@
 """Two gloo processes do what one does: losses, gradients, whole runs, checkpoints either way."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +8,8 @@ from safetensors.torch import load_file
 
 from proximetry.losses import LOSSES
 from proximetry.training import train
+from tests.training.ranks import RUN, Ranks
 from tests.training.tiny import make_recipe
-
-ROOT = Path(__file__).parents[2]
 
 GRADIENTS = """
 import json, sys
@@ -26,7 +20,6 @@ from proximetry import losses
 from proximetry.training.distributed import (
     average_gradients, gather, join_processes, leave_processes
 )
-torch.set_num_threads(1)
 world = join_processes("cpu")
 torch.manual_seed(0)
 x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 5, (10,))
@@ -53,44 +46,10 @@ if world.leads:
 leave_processes(world)
 """
 
-RUN = """
-import sys
-import torch
-torch.set_num_threads(1)
-from proximetry.training import Recipe, train
-train(Recipe.load(sys.argv[1]), sys.argv[2], device="cpu")
-"""
 
-
-def launch(code, *arguments, processes=2):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(processes),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    return [process.returncode for process in started], outputs
-
-
-def test_value_and_gradients_of_every_loss_on_two_ranks(tmp_path):
-    codes, outputs = launch(GRADIENTS, tmp_path / "worst.json")
-    assert codes == [0, 0], outputs
+def test_value_and_gradients_of_every_loss_on_two_ranks(server, tmp_path):
+    ranks = Ranks(server, tmp_path, GRADIENTS, tmp_path / "worst.json")
+    assert ranks.ended() == [0, 0], ranks.said(0)
     worst = json.loads((tmp_path / "worst.json").read_text())
     assert set(worst) == set(LOSSES)
     for name, difference in worst.items():
@@ -115,12 +74,14 @@ def floats(folder):
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(images, cache, tmp_path):
+def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(
+    server, images, cache, tmp_path
+):
     recipe = recipe_for(images, cache)
     recipe.save(tmp_path / "recipe.yaml")
     single = train(recipe, tmp_path / "one", device="cpu")
-    codes, outputs = launch(RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert codes == [0, 0], outputs
+    ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    assert ranks.ended() == [0, 0], ranks.said(0)
     one, two = floats(tmp_path / "one"), floats(tmp_path / "two")
     assert one.keys() == two.keys()
     for key in one:
@@ -139,10 +100,10 @@ def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(images, ca
 
 
 @pytest.mark.slow
-def test_an_error_on_the_first_rank_ends_all_of_them(images, cache, tmp_path):
+def test_an_error_on_the_first_rank_ends_all_of_them(server, images, cache, tmp_path):
     recipe_for(images, cache).save(tmp_path / "recipe.yaml")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "letter.txt").write_text("dear")
-    codes, outputs = launch(RUN, tmp_path / "recipe.yaml", tmp_path / "out")
-    assert all(codes), outputs
-    assert all("not empty and holds no run" in output for output in outputs)
+    ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "out")
+    assert all(ranks.ended())
+    assert all("not empty and holds no run" in ranks.said(rank) for rank in (0, 1))

@@ -24,8 +24,8 @@ from proximetry.training.data import divide
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.recipe import shipped_recipes
 from proximetry.training.reporting import describe_epoch, metrics_table
-from tests.training.test_distributed import RUN, launch
-from tests.training.test_training import assert_same_run, killed_at, observed
+from tests.training.ranks import RUN, Ranks
+from tests.training.runs import assert_same_run, killed_at, observed
 from tests.training.tiny import make_images, make_recipe, with_
 
 
@@ -137,12 +137,13 @@ def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
-def test_two_processes_find_the_pca_of_one(reduced, tmp_path):
+def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
     reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
     reduced = with_(reduced, "evaluation", eval_dims=[3])
     train(reduced, tmp_path / "one", device="cpu")
     reduced.save(tmp_path / "recipe.yaml")
-    launch(RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
+    assert ranks.ended() == [0, 0], ranks.said(0)
     one, two = (
         json.loads((tmp_path / name / "results.json").read_text())["last"]["test"]
         for name in ("one", "two")
@@ -199,7 +200,11 @@ def test_train_and_evaluate_print_the_same_figures(
         data=sides,
         model={"image_size": image_size or 224, "resize": resize, "pca_dim": 6},
         training={"epochs": 1},
-        evaluation={"protocol": "last", "metrics": {"recall_at": [1, 2], "precision_at": [2]}},
+        evaluation={
+            "protocol": "last",
+            "untrained": False,
+            "metrics": {"recall_at": [1, 2], "precision_at": [2]},
+        },
     )
     results = train(recipe, tmp_path / "run", device="cpu")
     embedder = Embedder.load(tmp_path / "run" / "embedder")

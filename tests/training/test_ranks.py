@@ -20,18 +20,10 @@ from tests.training.ranks import (
     STEP,
     TRAIN,
     Ranks,
-    Server,
     happens,
 )
-from tests.training.test_training import assert_same_run, state_of
+from tests.training.runs import assert_same_run, state_of
 from tests.training.tiny import tiny_values
-
-
-@pytest.fixture(scope="module")
-def server():
-    running = Server()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,14 @@ def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
     assert len(lines) == 8
 
 
+def test_a_run_that_measures_no_recall_at_one_tells_what_it_measures(recipe, tmp_path, capsys):
+    chosen = {"metrics": {"recall_at": [2, 4]}, "select_by": "recall@2"}
+    recipe = recipe.override({"training.epochs": 1, "evaluation": chosen})
+    results = train(recipe, tmp_path / "run", device="cpu", display=PlainDisplay())
+    assert re.search(r"epoch   1 .*held-out R@2 +\d+\.\d  MAP@R", capsys.readouterr().out)
+    assert "recall@1" not in results["selected"]["held_out"]
+
+
 def test_a_rate_that_was_not_measured_is_not_shown():
     line = {"epoch": 1, "loss": 2.0}
     for rate, shown in ((None, False), (0.0, False), (0.04, False), (0.3, True), (900.0, True)):

@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,8 +35,9 @@ from proximetry.training.checkpoint import (
 from proximetry.training.clock import Stopwatch
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import PlainDisplay
-from proximetry.training.run_folder import describe_environment
+from proximetry.training.run_folder import PlaceError, describe_environment
 from proximetry.training.state import TrainState
+from tests.processes import Process
 from tests.training.runs import (
     OnStep,
     assert_same_run,
@@ -255,6 +256,11 @@ def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, stop_at):
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
+def quick(recipe):
+    """A recipe for tests with many runs."""
+    return recipe.override({"data.batch_size": 18, "evaluation.untrained": False})
+
+
 @contextmanager
 def killed_at_call(number, monkeypatch, *names):
     """Fail at the n-th call of functions of `os`; the list it gives says whether it did."""
@@ -280,7 +286,7 @@ def killed_at_call(number, monkeypatch, *names):
 
 def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monkeypatch):
     """Also between a line of metrics.jsonl, the best checkpoint, the last one and the results."""
-    recipe = recipe.override({"training": {"epochs": 2, "checkpoint_epochs": 2}})
+    recipe = quick(recipe).override({"training": {"epochs": 2, "checkpoint_epochs": 2}})
     train(recipe, tmp_path / "whole")
     for number in itertools.count(1):
         with killed_at_call(number, monkeypatch, "replace") as killed:
@@ -296,7 +302,7 @@ def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monke
 
 
 def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypatch):
-    recipe = with_(recipe, "training", epochs=1)
+    recipe = with_(quick(recipe), "training", epochs=1)
     changed = with_(recipe, "optimizer", lr=0.5)
     train(changed, tmp_path / "whole")
     train(recipe, tmp_path / "old")
@@ -333,9 +339,7 @@ def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path, monkeypatch):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-import torch
 from proximetry.training import Callback, Recipe, train
-torch.set_num_threads(1)
 
 class Wait(Callback):
     def on_step_end(self, run, loss):
@@ -346,35 +350,33 @@ class Wait(Callback):
 
 train(Recipe.load(sys.argv[1]), sys.argv[2], callbacks=[Wait()])
 """
+CHILD = """
+import os
+os.environ["PROXIMETRY_FOLLOW_PARENT"] = str(os.getpid())
+if os.fork():
+    os.wait()
+    raise SystemExit
+"""
 
 
-def start_and_wait(recipe, home, step):
+def start_and_wait(server, recipe, home, step, code=SCRIPT):
     """Train in another process; return it when it has made a step and waits there."""
     recipe.save(home / "recipe.yaml")
     (home / "hold").touch()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, home / "recipe.yaml", home / "run", str(step)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    while not (home / "waiting").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
+    process = Process(server, home / "log", code, home / "recipe.yaml", home / "run", step)
+    process.until((home / "waiting").exists)
     return process
 
 
 @pytest.mark.slow
-def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path, monkeypatch):
+def test_a_process_killed_with_sigkill_continues_bit_for_bit(server, recipe, tmp_path, monkeypatch):
     recipe = with_(recipe, "training", epochs=4, checkpoint_steps=2)
-    process = start_and_wait(recipe, tmp_path, 7)
+    process = start_and_wait(server, recipe, tmp_path, 7)
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     us = f"process {process.pid} on {socket.gethostname()}"
     with pytest.raises(RunError, match=rf"^{us} is training in .*; wait for it, or choose"):
         train(recipe, tmp_path / "run")
     process.kill()
-    process.wait()
     assert torch.get_num_threads() == 1
     assert state_of(RunFolder(tmp_path / "run").last)["state"]["step"] == 6
     train(recipe, tmp_path / "run")
@@ -384,42 +386,25 @@ def test_a_process_killed_with_sigkill_continues_bit_for_bit(recipe, tmp_path, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_leaves(recipe, tmp_path, number):
+def test_a_signal_saves_and_leaves(server, recipe, tmp_path, number):
     recipe = with_(recipe, "training", epochs=200)
-    process = start_and_wait(recipe, tmp_path, 5)
-    process.send_signal(number)
+    process = start_and_wait(server, recipe, tmp_path, 5)
+    process.send(number)
     (tmp_path / "hold").unlink()
-    _, errors = process.communicate()
-    assert "Stopped: stopped after step" in errors
+    assert process.ended() == 1
+    assert "Stopped: stopped after step" in process.said()
     state = state_of(RunFolder(tmp_path / "run").last)["state"]
-    assert f"stopped after step {state['step']}" in errors
+    assert f"stopped after step {state['step']}" in process.said()
     with pytest.raises(RunError, match=r"in its epoch 2 already, past training\.epochs 1;"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_a_run_can_follow_its_parent(recipe, tmp_path, monkeypatch):
+def test_a_run_can_follow_its_parent(server, recipe, tmp_path, monkeypatch):
     """With PROXIMETRY_FOLLOW_PARENT it stops and saves when the process that started it is gone."""
-    code = (
-        "import os, subprocess, sys;"
-        "os.environ['PROXIMETRY_FOLLOW_PARENT'] = str(os.getpid());"
-        "child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]);"
-        "print(child.pid, flush=True); child.wait()"
-    )
     recipe = with_(recipe, "training", epochs=200)
-    recipe.save(tmp_path / "recipe.yaml")
-    (tmp_path / "hold").touch()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, SCRIPT, tmp_path / "recipe.yaml", tmp_path / "run", "5"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    while not (tmp_path / "waiting").exists():
-        assert parent.poll() is None
-        time.sleep(0.02)
+    parent = start_and_wait(server, recipe, tmp_path, 5, CHILD + SCRIPT)
     parent.kill()
-    parent.wait()
     (tmp_path / "hold").unlink()
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 600)
     folder = RunFolder(tmp_path / "run")
@@ -671,10 +656,15 @@ def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
             train(recipe, out)
     with pytest.raises(RunError, match=r"file is a file; choose"):
         train(with_(recipe, "training", two_stages=True), tmp_path / "file")
+    unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(RunError, match="cannot be written to"):
-            train(recipe, tmp_path / "new" / "run")
+        patch.setattr(Path, "touch", lambda path: fail(PermissionError(13, "Permission denied")))
+        for out in (tmp_path / "new" / "run", *unwritable):
+            with pytest.raises(PlaceError, match="cannot be written to; choose another folder"):
+                RunFolder(out).check(recipe)
+    for out in unwritable:
+        with pytest.raises(PlaceError, match="cannot be written to"):
+            train(recipe, out)
     assert not (tmp_path / "new").exists()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
     changed = with_(with_(recipe, "training", epochs=1), "optimizer", lr=0.5)

@@ -143,9 +143,7 @@ def evaluate(
             f"got {max(eval_dims)}"
         )
     catalog, chosen = evaluation.choose_split(open_dataset(name, place), split, source)
-    notes = check_comparison(catalog, metrics)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    notes = [*check_comparison(catalog, metrics), *evaluation.doubts(model, catalog)]
     with progress_bar("evaluating") as report:
         scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
     document: dict[str, Any] = {

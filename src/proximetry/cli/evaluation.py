@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from proximetry._common import UsageError
+from proximetry._common import UsageError, some
 from proximetry.data import Catalog
+from proximetry.data.pixel_cache import describe_copies
 from proximetry.metrics import Evaluation, retrieve
+from proximetry.models import Embedder
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
 
@@ -16,11 +18,24 @@ WORST = 10
 
 def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
     """Return the rows of a split: as asked, else test if there are such, else all."""
+    if len(catalog) == 0:
+        raise UsageError(f"{source} holds no images")
     chosen = split or ("test" if "test" in catalog.splits else "all")
     found = catalog if chosen == "all" else catalog.filter(split=chosen)
     if len(found) == 0:
         raise UsageError(f"{source} has no rows of split {chosen!r}; try --split all")
     return found, chosen
+
+
+def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
+    """Say why figures may be better than those of unseen images: known classes, and copies."""
+    known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
+    count = f"{len(known)} of {len(catalog.class_names)} classes"
+    seen = (
+        f"the embedder was trained on {count}, going by their names, so this does not measure "
+        f"unseen classes only: {some(known)}"
+    )
+    return [note for note in (known and seen, describe_copies(catalog)) if note]
 
 
 def describe(

@@ -159,6 +159,8 @@ def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[st
             RunFolder(path).check(Recipe())
             return True
     except (RunError, RecipeError):
+        if not path.exists():  # nor can a folder of another name be made there
+            raise
         return False
     same = (begun.data.dataset, _absolute(begun.data.root)) == (data[0], _absolute(data[1]))
     return same and begun.name in recipes

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -55,7 +56,7 @@ from proximetry.data.images import (
     open_bytes,
     scaled_size,
 )
-from proximetry.data.tar_shards import file_state, split_shard_path
+from proximetry.data.tar_shards import file_state, shard_members, split_shard_path
 
 _FORMAT = "proximetry pixels 3"
 _BLOCK = 1 << 26  # bytes to a checksum
@@ -246,6 +247,24 @@ def known_contents(catalog: Catalog, root: str | os.PathLike[str] | None = None)
     """Return the digest of all image files, in their order, if `PixelCache.build` remembers it."""
     contents = _remembered(catalog, cache_home(root), _states(catalog))[1]
     return _digest(filter(_is_read, contents)) if contents else None
+
+
+def describe_copies(catalog: Catalog) -> str:
+    """Say which images are copies of others, if any; reads those alone that are of equal size."""
+    files = [catalog.file(row) for row in range(len(catalog))]
+    sizes = [_size(file) for file in files]
+    count = Counter(sizes)
+    rows = [row for row, size in enumerate(sizes) if count[size] > 1]
+    with ThreadPoolExecutor(cores()) as pool:
+        return _copies(catalog.subset(rows), list(pool.map(_content, [files[row] for row in rows])))
+
+
+def _size(file: str) -> int:
+    name, member = split_shard_path(file)
+    try:
+        return shard_members(name)[member][1] if member else os.stat(name).st_size
+    except (OSError, ValueError, KeyError):  # whoever opens it will say why
+        return -1
 
 
 def _scaled_bytes(file: str, short_side: int) -> int:

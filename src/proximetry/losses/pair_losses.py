@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import closest, need
+from proximetry._common import closest, need, rescale
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.precision import FullPrecision
-from proximetry.losses.similarity import rescale
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proximetry._common import unit
 from proximetry.losses import checks
 from proximetry.losses.precision import FullPrecision
-from proximetry.losses.similarity import add_rows_, unit
+from proximetry.losses.similarity import add_rows_
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
 

@@ -6,12 +6,13 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from proximetry._common import unit
 from proximetry.losses import checks
 from proximetry.losses.declaration import Declared, setting
 from proximetry.losses.formulation import LossForm, Problem, combine, dense
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
-from proximetry.losses.similarity import class_similarities, unit
+from proximetry.losses.similarity import class_similarities
 from proximetry.losses.streamed import streamed
 
 Engine = Literal["auto", "dense", "streamed"]

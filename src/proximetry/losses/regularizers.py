@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._common import chunks, nearest_rivals
+from proximetry._common import chunks, inverse_length, nearest_rivals, rescale, unit
 from proximetry.losses import checks
 from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.similarity import add_rows_, inverse_length, rescale, unit
+from proximetry.losses.similarity import add_rows_
 
 #: Entries of a block that a regulariser holds at once.
 BLOCK_ENTRIES = 2**20

@@ -5,47 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from proximetry._common import inverse_length
+
 Similarity = Literal["single", "soft", "max", "mean"]
-
-#: Vectors shorter than this have no direction: they count as zero and receive no gradient.
-SHORTEST = 1e-12
-
-#: Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
-#: with largest entries beyond these limits are multiplied by a power of two: no digit changes. What
-#: then still is too short counts as zero: its gradient would overflow.
-LONG, IF_LONG = 2.0**50, 2.0**-80
-SHORT, IF_SHORT = 2.0**-38, 2.0**70
-
-
-def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
-
-    Where ‖v‖ overflows the inverse is NaN: 0 would pass the vector off as a zero vector.
-    """
-    length = torch.linalg.vector_norm(vectors, dim=-1)
-    some = length > SHORTEST
-    safe = torch.where(some, length, torch.ones_like(length))
-    inverse = torch.where(some, safe.reciprocal(), torch.zeros_like(length))
-    return inverse.masked_fill(torch.isinf(length), torch.nan), length
-
-
-def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the vectors, of a length that can be measured, and their factors [...]."""
-    largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
-    longer = torch.where(largest < SHORT, IF_SHORT, 1.0)
-    factor = torch.where(largest > LONG, IF_LONG, longer).to(vectors.dtype)
-    return vectors * factor.unsqueeze(-1), factor
-
-
-def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the vectors scaled to length one, and their lengths ([..., D] and [...]).
-
-    A zero vector stays zero and its gradient is zero: finite whatever the precision, where
-    dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
-    """
-    rescaled, factor = rescale(vectors)
-    inverse, length = inverse_length(rescaled)
-    return rescaled * inverse.unsqueeze(-1), length / factor
 
 
 def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from proximetry._common import by_device, chunks
+from proximetry._common import by_device, chunks, inverse_length
 from proximetry.losses.formulation import Problem, log1p_sum_exp
 from proximetry.losses.similarity import (
     add_rows_,
     cosines,
-    inverse_length,
     reduce_proxies,
     spread_gradient,
 )

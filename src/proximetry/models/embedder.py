@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import random_numbers_kept, shorten, shown, some
+from proximetry._common import random_numbers_kept, shorten, shown, some, unit
 from proximetry.models.backbones import Features, build, check_name, prepare
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
@@ -195,7 +195,7 @@ class Embedder(nn.Module):
         vectors: Tensor = self.head(features)
         # Half precision may do the network; lengths and losses need float32.
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        return F.normalize(vectors, dim=-1) if self.architecture.normalize else vectors
+        return unit(vectors)[0] if self.architecture.normalize else vectors
 
     @torch.no_grad()
     def pixel_features(self, pixels: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ killed before it, the old embedder is whole; after it, the new one is.
 """
 
 import hashlib
-import json
 import re
 import stat
 from collections.abc import Mapping
@@ -20,12 +19,19 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from proximetry import __version__
-from proximetry._common import UsageError, atomic_write, read_json, shown, some, written_for
+from proximetry._common import (
+    UsageError,
+    atomic_write,
+    read_json,
+    sealed_json,
+    shown,
+    some,
+    written_for,
+)
 
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
-_CHECKSUM = "sha256"
 SECOND_STAGE = "second-stage"
 """Where the final run of ``training.two_stages`` lies in its folder."""
 # A million class names take 20 MB.
@@ -63,17 +69,14 @@ def write_embedder(
         "tensors": {"file": file, "sha256": digest, "bytes": len(weights)},
     }
     try:
-        content = json.loads(json.dumps(content, default=_plain))
+        text = sealed_json(content, _plain)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"metrics, recipe and class_names must be plain values: {error}"
         ) from error
-    content[_CHECKSUM] = _checksum(content)
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / file, weights)
-    # Names of classes that come from file names need not be text; JSON has escapes for them.
-    atomic_write(folder / DESCRIPTION, text.encode(errors="backslashreplace"))
+    atomic_write(folder / DESCRIPTION, text)
     for stale in folder.iterdir():
         if stale.name not in (file, DESCRIPTION) and _is_ours(stale):
             stale.unlink(missing_ok=True)
@@ -105,15 +108,6 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return description, load_tensors(content)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
-
-
-def _checksum(description: Mapping[str, Any]) -> str:
-    """The checksum of everything else in a description, however it is laid out."""
-    rest = {key: value for key, value in description.items() if key != _CHECKSUM}
-    try:
-        return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-    except RecursionError:
-        return ""
 
 
 def weights_name(digest: str) -> str:
@@ -160,10 +154,5 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has format version {shown(content.get('version'))}; this Proximetry "
             f"({__version__}) reads version {VERSION}: install the one that wrote it"
-        )
-    if _CHECKSUM in content and content[_CHECKSUM] != _checksum(content):
-        raise ValueError(
-            f"{path} is damaged: its checksum is not the one it was saved with; if you have "
-            f"changed it yourself, remove the key {_CHECKSUM!r}"
         )
     return content

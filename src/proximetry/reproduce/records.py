@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from proximetry._common import atomic_write
+from proximetry._common import atomic_write, parse_json
 from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Table
 from proximetry.training.automatic import keep_choices
@@ -104,7 +104,7 @@ def make_record(
     """
     results = folder.read_results()
     root, recipe = run.recipe.data.root, Recipe.load(folder.recipe).without_places().to_dict()
-    environment = json.loads(folder.environment.read_text(encoding="utf-8"))
+    environment = parse_json(folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
     if weights["source"] == "file":
         weights["origin"] = Path(weights["origin"]).name
@@ -134,7 +134,7 @@ def make_record(
 def read_record(path: Path) -> Record:
     """Read a file back; one that is damaged or no run at all is named."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not {"table", "row", "seed", "kind"} <= values.keys():
             raise ValueError("it is no run of a table")
         record = Record.model_validate(values)

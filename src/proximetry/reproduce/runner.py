@@ -1,6 +1,5 @@
 """`reproduce`: a published table in, results beside it out. Every run is a process of its own."""
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 
-from proximetry._common import atomic_write, need, resolve_device, take_lock
+from proximetry._common import atomic_write, need, parse_json, resolve_device, take_lock
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
@@ -389,7 +388,7 @@ def _check_begun(job: Job) -> None:
     """A run that was cut off must have been the same; one that cannot go on begins anew."""
     folder = job.folder
     try:
-        json.loads(folder.environment.read_text(encoding="utf-8"))
+        parse_json(folder.environment.read_text(encoding="utf-8"))
         recipe = read_yaml(folder.recipe, "recipe")
         begun = folder.results.exists() or bool(folder.newest())
     except (OSError, ValueError):

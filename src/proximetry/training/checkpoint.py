@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._common import SEAL, atomic_write, is_sealed, sealed
+from proximetry._common import CHECKSUM, SEAL, atomic_write, is_sealed, parse_json, sealed
 
 FORMAT = 2
 
@@ -41,7 +41,7 @@ def save_checkpoint(
             else:
                 plain.setdefault(str(index), {})[name] = value
     header = {
-        "checksum": SEAL,  # first, since only the first one is filled in
+        CHECKSUM: SEAL,  # first, since only the first one is filled in
         "format": FORMAT,
         "state": state,
         "optimizer": {"groups": flat["param_groups"], "plain": plain},
@@ -113,10 +113,10 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         size = int.from_bytes(content[:8], "little")
-        text = json.loads(content[8 : 8 + size])["__metadata__"]["proximetry"]
-        header: dict[str, Any] = json.loads(text)
+        text = parse_json(content[8 : 8 + size].decode())["__metadata__"]["proximetry"]
+        header: dict[str, Any] = parse_json(text)
         version, _ = header["format"], header["state"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or no checkpoint of Proximetry") from error
     if not is_sealed(content):
         raise CheckpointError(f"{path} is damaged: it does not have the checksum it was saved with")

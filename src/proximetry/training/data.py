@@ -352,7 +352,10 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             "that selects the epoch, all epochs are trained"
         )
     if protocol == "paper" and len(rows["test"]) == 0:
-        raise RunError("evaluation.protocol paper chooses on the test set, but there is none")
+        raise RunError(
+            "evaluation.protocol paper selects the epoch on the test set, but there is none; give "
+            "one (a folder test/ or a column split), or use evaluation.protocol held_out"
+        )
     for name in ("held_out", "test"):
         if len(rows[name]):
             try:

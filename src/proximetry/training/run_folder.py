@@ -1,7 +1,6 @@
 """The folder of a run: recipe, environment, metrics, checkpoints, the embedder."""
 
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -19,11 +18,13 @@ import torch
 
 from proximetry import __version__
 from proximetry._common import (
-    SEAL,
+    CHECKSUM,
     UsageError,
     atomic_write,
-    is_sealed,
-    sealed,
+    check_writable,
+    parse_json,
+    read_json,
+    sealed_json,
     some,
     take_lock,
     writing,
@@ -54,6 +55,7 @@ _OURS = {
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
 }
+_LARGEST_RESULTS = 100_000_000
 _OTHERWISE = "choose another folder, or start over with --fresh"
 
 
@@ -174,8 +176,10 @@ class RunFolder:
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise PlaceError(f"{there} is a file; choose another folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PlaceError(f"{there} cannot be written to; choose another folder")
+        try:
+            check_writable(there / LOCK)
+        except UsageError:
+            raise PlaceError(f"{there} cannot be written to; choose another folder") from None
         if there != self.path:
             return None
         if not self._is_ours():
@@ -270,7 +274,7 @@ class RunFolder:
         with suppress(OSError):
             for text in self.metrics.read_bytes().splitlines():
                 with suppress(ValueError, LookupError, TypeError):
-                    epochs.append(int(json.loads(text)["epoch"]))
+                    epochs.append(int(parse_json(text.decode())["epoch"]))
         return max(epochs)
 
     def keep_choices(self, recipe: Recipe, resume: bool) -> Recipe:
@@ -334,7 +338,7 @@ class RunFolder:
         try:
             whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
             for text in whole.splitlines():
-                line = json.loads(text)
+                line = parse_json(text)
                 line["epoch"]
                 lines.append(line)
         except OSError as error:
@@ -348,19 +352,17 @@ class RunFolder:
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        text = json.dumps({"checksum": SEAL, **results}, indent=2)
-        atomic_write(self.results, sealed(text.encode()))
+        atomic_write(self.results, sealed_json(results))
 
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""
         try:
-            content = self.results.read_bytes()
-        except OSError as error:
-            raise RunError(f"{self.results} cannot be read: {error.strerror}") from error
-        if not is_sealed(content):
-            raise RunError(f"{self.results} is damaged: it does not have its checksum any more")
-        results: dict[str, Any] = json.loads(content)
-        del results["checksum"]
+            results: dict[str, Any] = read_json(self.results, _LARGEST_RESULTS)
+            del results[CHECKSUM]
+        except (LookupError, TypeError):
+            raise RunError(f"{self.results} is damaged: it has no checksum") from None
+        except ValueError as error:
+            raise RunError(str(error)) from error
         return results
 
 

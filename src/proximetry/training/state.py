@@ -1,6 +1,5 @@
 """How far a run has come: what a checkpoint holds besides weights and optimiser."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,13 +86,14 @@ def save_state(path: Path, run: "Run") -> None:
 
 
 def _plain_state(run: "Run") -> dict[str, Any]:
+    """Return plain values that do not change when the run goes on."""
     state = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in vars(run.state).items()
     }
     return {
-        "state": state,
-        "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
+        "state": state | {"lines": [*run.state.lines]},
+        "rates": {"stale": run.rates.stale, "drops": [*run.rates.drops]},
         "seconds": run.clock.so_far(),
         "scaler": run.updater.scaler.state_dict(),
         "recipe": run.recipe.to_dict(),
@@ -126,7 +126,7 @@ class LastStep:
             self._plain = None
             yield
             self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers()}
-            self._plain = copy.deepcopy(_plain_state(self._run))
+            self._plain = _plain_state(self._run)
 
     def save(self) -> int | None:
         """Write the last checkpoint for good; return its step, None if there is nothing to save.
