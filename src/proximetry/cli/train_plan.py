@@ -198,7 +198,7 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     return "\n".join(
         [
             *([metrics_table(rows)] if rows else _NOTHING_MEASURED),
-            *_separability(results["selected"].get("proxies")),
+            *_separability(results["last"].get("proxies")),
             "",
             f"protocol: {results['protocol']}; epoch {results['selected']['epoch']} is saved",
             f"embedder: {_short(home / 'embedder')}",
@@ -214,7 +214,7 @@ def _separability(proxies: Mapping[str, float] | None) -> list[str]:
     if proxies is None:
         return []
     mean, smallest = proxies["mean_angle"], proxies["smallest_angle"]
-    return [f"nearest proxies of two classes: {mean:.1f}° on average, {smallest:.1f}° at least"]
+    return [f"from class to nearest class: {mean:.1f}° on average, {smallest:.1f}° at least"]
 
 
 def _test_images(data: DataConfig) -> list[str]:

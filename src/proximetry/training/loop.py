@@ -324,27 +324,23 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         if line["epoch"] == 0:
             parts = ("epoch", "held_out", "test")
             results["untrained"] = {key: line[key] for key in parts if key in line}
-    results["last"] = results["selected"] = {
-        "epoch": state.epoch,
-        **last.scores,
-        **_separability(run),
-    }
+    results["selected"] = {"epoch": state.epoch, **last.scores}
+    results["last"] = {**results["selected"], **_separability(run)}
     if state.best_epoch not in (None, state.epoch):
         run.world.wait()
         results["notes"] += _restore_selected(run)
         if state.best_epoch is not None:
             final = _evaluate_finally(run, None)
-            results["selected"] = {
-                "epoch": state.best_epoch,
-                **final.scores,
-                **_separability(run),
-            }
+            results["selected"] = {"epoch": state.best_epoch, **final.scores}
     results["notes"] += _no_gain(run, results)
     return results, final
 
 
 def _separability(run: Run) -> dict[str, dict[str, float]]:
-    """How far the proxies of different classes are apart, where the loss has proxies."""
+    """How far the proxies of different classes are apart, where the loss has proxies.
+
+    Of the last epoch alone: those of the selected one may be lost with its checkpoint.
+    """
     proxies = run.updater.objective.proxies
     if proxies is None or proxies.num_classes < 2:
         return {}
