@@ -93,7 +93,7 @@ def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_p
     history = RunFolder(tmp_path / "watched").history()[1:]
     assert ["test" in line for line in history] == [False, False, True, True]
     assert history[-1]["test"] == results["last"]["test"]
-    assert results["selected"] == results["last"]
+    assert results["selected"]["test"] == results["last"]["test"]
     assert not (tmp_path / "watched" / "checkpoints" / "best.safetensors").exists()
     train(with_(base, "evaluation", watch_test=False), tmp_path / "blind")
     watched, blind = tensors(tmp_path / "watched"), tensors(tmp_path / "blind")
