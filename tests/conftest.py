@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from proximetry import cli
 from tests.processes import Server
 
 torch.set_num_threads(1)
@@ -24,21 +23,3 @@ def server():
     running = Server()
     yield running
     running.close()
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    """Give a command: returns what it prints or, where it is to fail, its one sentence."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*words, code=0):
-        got = cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        if code:
-            assert printed.out == ""
-            assert len(printed.err.splitlines()) == 1
-            return printed.err
-        return printed.out
-
-    return run

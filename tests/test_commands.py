@@ -13,6 +13,7 @@ import torch
 import yaml
 from PIL import Image
 
+from proximetry import cli
 from proximetry.data import Catalog, list_datasets
 from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
 from proximetry.metrics import Metrics, evaluate_queries
@@ -39,6 +40,23 @@ def vectors(embedder, images):
     catalog = Catalog.from_folder(images)
     files = [catalog.file(row) for row in range(len(catalog))]
     return Embedder.load(embedder).encode(files, 128).numpy()
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        if code:
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+            return printed.err
+        return printed.out
+
+    return run
 
 
 def data(call, *words):

@@ -1,7 +1,5 @@
 import pytest
 
-from proximetry.training import train
-from tests.training.runs import killed_at
 from tests.training.tiny import make_images, make_recipe
 
 
@@ -18,19 +16,3 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def recipe(images, cache):
     return make_recipe(images, cache)
-
-
-@pytest.fixture(scope="module")
-def whole(recipe, tmp_path_factory):
-    """A run that was never disturbed, of a module's own ``recipe``; read only."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(recipe, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def cut_off(recipe, tmp_path_factory):
-    """The same, killed in its third epoch; the second one was the best."""
-    out = tmp_path_factory.mktemp("cut") / "run"
-    killed_at(11, recipe, out)
-    return out

@@ -117,7 +117,7 @@ def check_comparison(catalog: Catalog, wanted: Metrics) -> list[str]:
         )
     if wanted.verification:
         try:
-            draw_pairs(catalog.codes, pairs=1)
+            draw_pairs(catalog.codes)
         except ValueError as error:
             raise ValueError(f"the images of {catalog.root}: {error}") from error
     most = int(gallery.sum()) - bool(gallery[queries].all())
