@@ -20,8 +20,9 @@ ALLOWED = {
     "models": {"data"},
     "faces": {"metrics", "models", "data"},
     "training": {"losses", "metrics", "models", "data", "cuda"},
+    "search": {"metrics", "models", "data"},
     "reproduce": {"losses", "metrics", "models", "data", "training"},
-    "cli": {"losses", "metrics", "models", "data", "training", "reproduce", "faces"},
+    "cli": {"losses", "metrics", "models", "data", "training", "search", "reproduce", "faces"},
 }
 
 
@@ -131,7 +132,8 @@ assert not hasattr(proximetry, "lossses")
 
 
 MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
-MODULES |= {"fontTools": "fonttools", "pytorch_metric_learning": "pytorch-metric-learning"}
+MODULES |= {"faiss": "faiss-cpu", "fontTools": "fonttools"}
+MODULES |= {"pytorch_metric_learning": "pytorch-metric-learning"}
 # Asked for by name where they are wanted, and not ours to install.
 NOT_OURS = {"triton", "wandb", "tensorboard"}
 

@@ -5,7 +5,17 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("cuda", "data", "faces", "losses", "metrics", "models", "reproduce", "training")
+_PACKAGES = (
+    "cuda",
+    "data",
+    "faces",
+    "losses",
+    "metrics",
+    "models",
+    "reproduce",
+    "search",
+    "training",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

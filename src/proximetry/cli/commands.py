@@ -5,21 +5,18 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._common import UsageError, atomic_write
-from proximetry.cli import lists
+from proximetry.cli import lists, search
 from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.metrics.scores import Metrics
 from proximetry.models.names import LARGEST_DIM
 from proximetry.reproduce.options import ReproduceOptions
-
-if TYPE_CHECKING:
-    from proximetry.models import Embedder
 
 
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
@@ -129,6 +126,7 @@ def evaluate(
         out: also write the JSON document to this file.
     """
     from proximetry.cli import evaluation
+    from proximetry.cli.vectors import load_embedder
     from proximetry.data import open_dataset, resolve_source
     from proximetry.training.comparison import check_comparison
     from proximetry.training.evaluator import score_embedder
@@ -136,7 +134,7 @@ def evaluate(
     if out is not None:
         check_out(out, [source])
     name, place = resolve_source(source, root)
-    model = _load(embedder, device)
+    model = load_embedder(embedder, device)
     if eval_dims and max(eval_dims) >= model.dim:
         raise UsageError(
             f"--eval-dims must be below the embedding's {model.dim} dimensions, "
@@ -185,7 +183,7 @@ def embed(
         bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
-    from proximetry.cli.vectors import Embedded, find_images, find_writer
+    from proximetry.cli.vectors import Embedded, find_images, find_writer, load_embedder
 
     write, written = find_writer(out)
     for file in written:
@@ -193,7 +191,7 @@ def embed(
     files, notes = find_images(images)
     if not files:
         raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
-    model = _load(embedder, device)
+    model = load_embedder(embedder, device)
     bad: dict[int, str] = {}
     try:
         with progress_bar("embedding") as report:
@@ -233,10 +231,12 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
+    from proximetry.cli.vectors import load_embedder
+
     if out.suffix != ".onnx":
         raise UsageError(f"{out} must end in .onnx")
     check_out(out)
-    model = _load(embedder, "cpu")
+    model = load_embedder(embedder, "cpu")
     model.export_onnx(out, opset=opset)
     height, width = model.preprocessing.crop
     print(f"{out}: RGB 0…255, float32 [N, 3, {height}, {width}] → [N, {model.dim}], checked")
@@ -286,6 +286,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
         evaluate,
         embed,
         export,
+        search.index,
+        search.search,
+        search.duplicates,
         reproduce,
         lists.recipes,
         lists.losses,
@@ -294,11 +297,3 @@ COMMANDS: dict[str, Callable[..., None]] = {
         lists.metrics,
     )
 }
-
-
-def _load(folder: Path, device: str | None) -> "Embedder":
-    """Read an embedder, given its folder or that of the run that saved it."""
-    from proximetry._common import resolve_device
-    from proximetry.models import Embedder
-
-    return Embedder.load(folder, device=resolve_device(device))

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -36,6 +36,35 @@ def tell(as_json: bool, document: Any, text: str) -> None:
     print(json.dumps(document, indent=2) if as_json else text)
 
 
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """A bar with the time that remains, on a terminal; nothing elsewhere."""
+    with progress_steps() as steps:
+        yield lambda done, total: steps(what, done, total)
+
+
+@contextmanager
+def progress_steps() -> Iterator[Callable[[str, int, int], None]]:
+    """The same for several steps one after the other, each of which has a name."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[what] = bar.add_task(what, total=None)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
 def wrap(text: str, first: str = "", then: str = "") -> str:
     """Fill lines up to the width of the terminal, or 80 columns; words stay whole."""
     return textwrap.fill(
@@ -56,17 +85,3 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
         told = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
         lines.append((name.ljust(left) + "\n".join(told)[left:]).rstrip())
     return "\n".join(lines)
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """A bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -13,8 +13,19 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from proximetry.data import Catalog
+    from proximetry.models import Embedder
+
 Image = tuple[str, str | None]
 """A path, and the class where the image comes from a folder of class folders or a table."""
+
+
+def load_embedder(folder: Path, device: str | None) -> "Embedder":
+    """Read an embedder, given its folder or that of the run that saved it."""
+    from proximetry._common import resolve_device
+    from proximetry.models import Embedder
+
+    return Embedder.load(folder, device=resolve_device(device))
 
 
 def find_images(words: Iterable[str]) -> tuple[list[Image], list[str]]:
@@ -28,18 +39,23 @@ def find_images(words: Iterable[str]) -> tuple[list[Image], list[str]]:
     return images, notes
 
 
-def _images_of(path: Path) -> tuple[list[Image], list[str]]:
+def find_catalog(path: Path) -> "Catalog | None":
+    """Return the catalogue of a table, a tar file or a dataset; None for an image or a folder."""
     from proximetry.data import open_dataset, resolve_source
     from proximetry.data.folders import is_image
 
     if not path.exists():
         raise UsageError(f"there is no image or folder {path}")
     if path.is_file() and is_image(path.name):
-        return [(str(path), None)], []
+        return None
     name, root = resolve_source(path.absolute())  # a path, even if it is called like a dataset
-    if name == "folder":
-        return _images_below(path)
-    catalog = open_dataset(name, root)
+    return None if name == "folder" else open_dataset(name, root)
+
+
+def _images_of(path: Path) -> tuple[list[Image], list[str]]:
+    catalog = find_catalog(path)
+    if catalog is None:
+        return _images_below(path) if path.is_dir() else ([(str(path), None)], [])
     files = [catalog.file(row) for row in range(len(catalog))]
     return list(zip(files, catalog.labels, strict=True)), catalog.remarks()
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         templates,
         verify_classes,
     )
+    from proximetry.metrics.reranking import expand_queries, k_reciprocal_distances
     from proximetry.metrics.retrieval import RetrievalResult, retrieve
     from proximetry.metrics.separation import Separability, separability
     from proximetry.metrics.verification import (
@@ -70,7 +71,9 @@ __all__ = [
     "eer",
     "evaluate",
     "evaluate_queries",
+    "expand_queries",
     "identify",
+    "k_reciprocal_distances",
     "kmeans",
     "nmi",
     "pair_similarities",
@@ -104,6 +107,7 @@ __getattr__ = lazy_exports(
             "templates",
             "verify_classes",
         ),
+        "reranking": ("expand_queries", "k_reciprocal_distances"),
         "retrieval": ("RetrievalResult", "retrieve"),
         "separation": ("Separability", "separability"),
         "verification": ("Roc", "Verification", "auc", "eer", "roc", "tar_at_far", "verify"),

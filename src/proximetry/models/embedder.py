@@ -1,5 +1,7 @@
 """`Embedder`: backbone, pooling and head; from images to vectors, to disk and to ONNX."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -270,6 +272,21 @@ class Embedder(nn.Module):
             if progress is not None:
                 progress(done)
         return torch.cat(vectors)
+
+    def fingerprint(self) -> str:
+        """Return a checksum of all that decides the vectors: network, preprocessing, weights.
+
+        Two embedders that have the same one give vectors that can be compared.
+        """
+        made_of = [asdict(self.architecture), asdict(self.preprocessing)]
+        whole = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+        for name, value in sorted(self.state_dict().items()):
+            # Half precision counts as the float32 that it becomes when it is saved and loaded.
+            plain = value.detach().cpu()
+            plain = (plain.float() if plain.is_floating_point() else plain).contiguous()
+            whole.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
+            whole.update(plain.reshape(-1).view(torch.uint8).numpy())
+        return whole.hexdigest()
 
     def parameter_parts(self) -> dict[str, list[nn.Parameter]]:
         """Return the trainable parts, for a learning rate each: backbone, head (with pooling)."""

@@ -1,0 +1,168 @@
+"""Galleries beside plain faiss in the same run: build time, queries per second, recall@10.
+
+python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFlat]
+
+The vectors lie around class centers, in few of the dimensions, as those of a trained embedder do.
+Plain faiss holds the same
+index in memory and is asked with the same settings. `faiss` asks for 10, as one would; `faiss, as
+many` for as many candidates as a gallery looks at before it computes their similarities.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.measure import Run, alternate, versions
+from proximetry.models import Embedder
+from proximetry.search import Gallery, indexes
+from proximetry.search.exact import Part, Store
+from proximetry.search.rows import table
+
+SIZES = {"small": (60_502, 11_316), "large": (1_000_000, 100_000)}
+DIM, K = 512, 10
+# Dimensions that classes differ in; noise in these, and in all, in lengths of a class center.
+LATENT = 48
+SPREAD, NOISE = 0.6, 0.15
+KINDS = ("Flat", "HNSW32", "IVF1024,PQ64", "BFlat")
+BATCHES = {"small": (1, 100, 1000), "large": (1, 100)}
+
+Vectors = npt.NDArray[np.float32]
+
+
+def data(count: int, classes: int, queries: int) -> tuple[Vectors, Vectors]:
+    draw = np.random.default_rng(0)
+    centers = draw.standard_normal((classes, LATENT), dtype=np.float32)
+    basis = np.linalg.qr(draw.standard_normal((DIM, LATENT)))[0].T.astype(np.float32)
+
+    def some(number: int) -> Vectors:
+        found = np.empty((number, DIM), np.float32)
+        for start in range(0, number, 65_536):  # in parts, as the noise of all takes 2 GB
+            part = found[start : start + 65_536]
+            inner = centers[draw.integers(classes, size=len(part))]
+            inner = inner + SPREAD * draw.standard_normal(inner.shape, dtype=np.float32)
+            part[:] = draw.standard_normal(part.shape, dtype=np.float32)
+            part *= NOISE * np.sqrt(LATENT / DIM)
+            part += inner @ basis
+            part /= np.linalg.norm(part, axis=1, keepdims=True)
+        return found
+
+    return some(count), some(queries)
+
+
+def build_plain(kind: str, vectors: Vectors) -> Any:
+    made = indexes._make(kind, DIM, "cosine")
+    if kind == "BFlat":
+        made.add(indexes.signs(vectors))
+        return made
+    if not made.is_trained:
+        indexes._limit_training(made)
+        made.train(vectors[: indexes._POINTS * 1024])
+    made.add(vectors)
+    return set_depth(made)
+
+
+def plain_index(kind: str, size: str, vectors: Vectors, folder: Path) -> tuple[Any, str]:
+    """An index of faiss in memory, and how long it took; a large one is the gallery's own."""
+    if size == "small" or kind in ("Flat", "BFlat"):
+        start = time.perf_counter()
+        made = build_plain(kind, vectors)
+        return made, f"{time.perf_counter() - start:.1f} s"
+    (file,) = folder.glob("segments/*/index.faiss")
+    return set_depth(indexes.load_faiss().read_index(str(file))), "not built"
+
+
+def set_depth(index: Any) -> Any:
+    if hasattr(index, "nprobe"):
+        index.nprobe = indexes.probes(index.nlist)
+    if hasattr(index, "hnsw"):
+        index.hnsw.efSearch = indexes.DEPTH
+    return index
+
+
+def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
+    hits = [np.isin(a, b).mean() for a, b in zip(found, truth, strict=True)]
+    return float(np.mean(hits))
+
+
+def exact(vectors: Vectors, queries: Vectors) -> npt.NDArray[np.int64]:
+    store = Store([vectors], np.array([0, len(vectors)]), "cosine", 1.001)
+    return store.search([Part(vectors, None, 0)], queries, K).places
+
+
+def compare(
+    kind: str, size: str, vectors: Vectors, queries: Vectors, truth: Any, home: Path
+) -> Any:
+    count = len(vectors)
+    embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=24)
+    rows = table({"path": [f"/images/{i:07d}.jpg" for i in range(count)]})
+    folder = home / f"{size}-{kind.replace(',', '-')}"
+    start = time.perf_counter()
+    Gallery.build(embedder, rows, folder, kind, vectors=vectors)
+    built = time.perf_counter() - start
+    start = time.perf_counter()
+    gallery = Gallery.open(folder)
+    opened = time.perf_counter() - start
+    plain, built_plain = plain_index(kind, size, vectors, folder)
+    asked = indexes.signs(queries) if kind == "BFlat" else queries
+    found = gallery.search(queries, K)
+    if truth is None:
+        truth = found.ids if kind == "Flat" else exact(vectors, queries)
+    plain_found = plain.search(asked, K)[1]
+    print(f"\n{kind}, {count} vectors")
+    print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
+    print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
+    more = 1 if kind == "Flat" else gallery._now.segments[0].index._oversampling  # type: ignore[union-attr]
+    for batch in BATCHES[size]:
+        runs: dict[str, Run] = {
+            "gallery": lambda n=batch: gallery.search(queries[:n], K),  # type: ignore[misc]
+            "faiss": lambda n=batch: plain.search(asked[:n], K),  # type: ignore[misc]
+        }
+        if more > 1:
+            runs["faiss, as many"] = lambda n=batch: plain.search(asked[:n], more * K)  # type: ignore[misc]
+        seconds = alternate(runs, 9 if batch == 1 else 3)
+        shown = ", ".join(
+            f"{name} {batch / each:.0f}/s ({seconds['gallery'] / each:.2f} ×)"
+            for name, each in seconds.items()
+        )
+        print(f"  {batch} at a time: {shown}", flush=True)
+    times = []
+    for turn in range(3):
+        more_rows = table({"path": [f"/more/{turn}-{i}.jpg" for i in range(1000)]})
+        start = time.perf_counter()
+        gallery.add(more_rows, vectors=vectors[:1000])
+        times.append(time.perf_counter() - start)
+    print(
+        f"  adding 1 000: {statistics.median(times):.2f} s (largest {max(times):.2f})", flush=True
+    )
+    shutil.rmtree(folder)
+    return truth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
+    parser.add_argument("--index", nargs="+", default=KINDS, help="faiss factory strings")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    faiss = indexes.load_faiss()
+    faiss.omp_set_num_threads(arguments.threads)
+    print(f"{versions()}, faiss {faiss.__version__}")
+    for size in [arguments.size] if arguments.size else list(SIZES):
+        vectors, queries = data(*SIZES[size], max(BATCHES[size]))
+        truth: Any = None
+        with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
+            for kind in arguments.index:
+                truth = compare(kind, size, vectors, queries, truth, Path(home))
+
+
+if __name__ == "__main__":
+    main()

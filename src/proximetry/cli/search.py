@@ -1,0 +1,319 @@
+"""The commands that make a gallery of images and search it."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from proximetry._common import UsageError, check_writable, shorten, spaced
+from proximetry.cli.output import AsJson, BatchSize, progress_steps, tell
+
+if TYPE_CHECKING:
+    from proximetry.search import Gallery, SearchResult
+
+GALLERY = Path("gallery")
+"""Where `index` makes a gallery and the others look for it, unless told otherwise."""
+_LARGEST_K = 10_000
+
+
+def index(
+    *images: str,
+    model: Path | None = None,
+    gallery: Path = GALLERY,
+    index: str | None = None,
+    batch_size: BatchSize = 64,
+    bad_images: Literal["error", "skip"] = "error",
+    device: str | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Embed images and make a gallery of them, or add those that are new to one.
+
+    A command that was cut off is simply given again: what is embedded is not embedded twice.
+
+    Args:
+        images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
+        model: folder of a run or of a saved embedder; not needed to add to a gallery, which
+            keeps its own.
+        gallery: folder of the gallery.
+        index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
+            approximately, BFlat by binary codes; default: auto, which chooses by size.
+        batch_size: images per forward pass.
+        bad_images: stop at unreadable images, or leave them out and name them.
+        device: cpu or cuda; default: cuda where there is a GPU.
+    """
+    from proximetry.search import Gallery
+
+    table, notes = _find_rows(images)
+    there = (gallery / "gallery.json").exists()
+    if not there and model is None:
+        raise UsageError(f"which embedder? There is no gallery {gallery} yet: give --model RUN")
+    told: list[str] = []
+    with progress_steps() as steps:
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "bad_images": bad_images,
+            "steps": steps,
+            "report": told.append,
+        }
+        try:
+            if there:
+                added = _add(gallery, model, index, device, table, told, options)
+                opened = Gallery.open(gallery)
+            else:
+                embedder = _load(model, device)
+                opened = Gallery.build(embedder, table, gallery, index or "auto", **options)
+                added = len(opened)
+        except ValueError as error:
+            raise _advised(error) from error
+    document = {
+        "gallery": str(gallery),
+        "images": len(opened),
+        "added": added,
+        "dim": opened.dim,
+        "index": opened.index,
+        "notes": [*notes, *told],
+    }
+    text = f"{gallery}: {spaced(len(opened))} images, {spaced(added)} of them new"
+    hint = "Next:\n  proximetry search QUERY.jpg"
+    hint += "" if gallery == GALLERY else f" --gallery {gallery}"
+    tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
+
+
+def _load(model: Path | None, device: str | None) -> Any:
+    from proximetry.cli.vectors import load_embedder
+
+    assert model is not None
+    return load_embedder(model, device)
+
+
+def _find_rows(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The images that are meant by files, folders, tables and shards, and notes on them."""
+    from proximetry.cli.vectors import find_catalog, find_images
+    from proximetry.search import rows
+
+    tables, notes = [], []
+    for word in words:
+        catalog = find_catalog(Path(word).expanduser())
+        if catalog is not None:
+            tables.append(rows.make_rows(catalog))
+            notes += catalog.remarks()
+        elif (found := find_images([word]))[0]:
+            paths, labels = zip(*found[0], strict=True)
+            files = [os.path.abspath(path) for path in paths]
+            tables.append(rows.table({"path": files, "label": labels}))
+            notes += found[1]
+    if not tables:
+        raise UsageError(f"no images below {', '.join(words) or 'nothing'}; name some")
+    table = rows.stack(tables)
+    first = {path: row for row, path in reversed([*enumerate(table["path"].to_pylist())])}
+    return table.take(rows.arrow().array(sorted(first.values()))), notes
+
+
+def _add(
+    folder: Path,
+    model: Path | None,
+    index: str | None,
+    device: str | None,
+    table: Any,
+    told: list[str],
+    options: dict[str, Any],
+) -> int:
+    """Add what is new to a gallery that is there, and say what is not."""
+    from proximetry.search import Gallery
+    from proximetry.search.rows import arrow, values
+
+    if model is None and device is not None:
+        model = folder / "embedder"
+    found = Gallery.open(folder, None if model is None else _load(model, device))
+    if index not in (None, found.index):
+        raise UsageError(
+            f"the gallery {folder} was made with --index {found.index}; for another one remove the "
+            "folder or choose another with --gallery"
+        )
+    known = found.known(values(table["path"]))
+    if any(known):
+        told.append(f"{spaced(sum(known))} images are in {folder} already")
+    if all(known):
+        return 0
+    new = table.take(arrow().array([row for row, one in enumerate(known) if not one]))
+    added = len(found.add(new, **options))
+    if found.needs_compaction:
+        found.compact(steps=options["steps"])
+    return added
+
+
+def _advised(error: ValueError) -> ValueError:
+    from proximetry.data import ImageError
+
+    if isinstance(error, ImageError):
+        return ValueError(f"{error}; --bad-images skip leaves such images out")
+    return error
+
+
+def search(
+    *queries: Path,
+    k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=_LARGEST_K))] = 10,
+    gallery: Path = GALLERY,
+    where: tuple[str, ...] = (),
+    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=_LARGEST_K))] = 0,
+    rerank: Annotated[bool, Parameter(negative=())] = False,
+    sheet: Path | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the images of a gallery that are most like yours.
+
+    Args:
+        queries: image files.
+        k: how many to find for each.
+        gallery: folder of the gallery.
+        where: search only images with this value in a column: label=jay, split=test; of several
+            values for one column any will do.
+        expand: query expansion: search again for the query moved towards so many of its neighbours.
+        rerank: order what is nearest by k-reciprocal re-ranking.
+        sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
+    """
+    from proximetry.search import Gallery, contact_sheet
+
+    if not queries:
+        raise UsageError("which images? Name some to search for")
+    if sheet is not None:
+        if sheet.suffix not in (".html", ".png"):
+            raise UsageError(f"--sheet {sheet} must end in .html or .png")
+        check_writable(sheet)
+    opened = Gallery.open(gallery)
+    result = opened.search(list(queries), k, where=_conditions(where), expand=expand, rerank=rerank)
+    names = [str(query) for query in queries]
+    if sheet is not None:
+        contact_sheet(sheet, names, result)
+    text = "\n\n".join(_table(name, result, row) for row, name in enumerate(names))
+    if sheet is not None:
+        text += f"\n\ncontact sheet: {sheet}"
+    tell(as_json, _document(gallery, opened, names, result), text)
+
+
+def _conditions(words: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in words:
+        column, sign, value = word.partition("=")
+        if not sign or not column:
+            raise UsageError(f"--where {word} must be COLUMN=VALUE, such as label=jay")
+        found.setdefault(column, []).append(value)
+    return found
+
+
+def _document(
+    gallery: Path, opened: "Gallery", names: Sequence[str], result: "SearchResult"
+) -> dict[str, Any]:
+    columns = {name: result.column(name) for name in result.columns}
+    return {
+        "gallery": str(gallery),
+        "images": len(opened),
+        "similarity": result.similarity,
+        "queries": [
+            {
+                "query": name,
+                "found": [
+                    {
+                        "id": int(result.ids[row, rank]),
+                        "similarity": round(float(result.similarities[row, rank]), 6),
+                        **_score(result, row, rank),
+                        **{column: found[row, rank] for column, found in columns.items()},
+                    }
+                    for rank in range(result.k)
+                    if result.ids[row, rank] >= 0
+                ],
+            }
+            for row, name in enumerate(names)
+        ],
+    }
+
+
+def _score(result: "SearchResult", row: int, rank: int) -> dict[str, float]:
+    """What the order is by, where it is not the similarity."""
+    return {} if result.scores is None else {"score": round(float(result.scores[row, rank]), 6)}
+
+
+def _table(name: str, result: "SearchResult", row: int) -> str:
+    """The images found for one query, one to a line."""
+    cosine = result.similarity == "cosine"
+    score = "cosine" if cosine else "distance"
+    labels = [label or "" for label in result.labels[row]]
+    width = min(24, max([len("class"), *map(len, labels)])) if any(labels) else 0
+    other = "" if result.scores is None else f"{'ordered by':>10}  "
+    lines = [
+        name,
+        f"  {'':>4}  {score:>8}  {other}" + (f"{'class':{width}}  " if width else "") + "image",
+    ]
+    for rank in range(result.k):
+        if result.ids[row, rank] < 0:
+            break
+        near = float(result.similarities[row, rank]) * (1 if cosine else -1)
+        label = f"{shorten(labels[rank], width):{width}}  " if width else ""
+        other = "".join(f"{value:10.4f}  " for value in _score(result, row, rank).values())
+        lines.append(
+            f"  {rank + 1:>4}  {near:8.4f}  {other}{label}{_short(result.paths[row, rank])}"
+        )
+    return "\n".join(lines if len(lines) > 2 else [*lines[:1], "  nothing found"])
+
+
+def _short(path: str) -> str:
+    """A path from here, if it lies below."""
+    here = f"{os.getcwd()}{os.sep}"
+    return path.removeprefix(here)
+
+
+def duplicates(
+    gallery: Path = GALLERY, *, threshold: float | None = None, as_json: AsJson = False
+) -> None:
+    """Find images of a gallery that are copies of each other, or nearly.
+
+    Args:
+        gallery: folder of the gallery.
+        threshold: the cosine from which on images are alike, by default 0.99; or the Euclidean
+            distance up to which they are, where the embedder is compared by that.
+    """
+    from proximetry.search import Gallery
+
+    opened = Gallery.open(gallery)
+    with progress_steps() as steps:
+        found = opened.duplicates(threshold, steps=steps)
+    document = {
+        "gallery": str(gallery),
+        "images": len(opened),
+        "groups": [[found.paths[int(one)] for one in group] for group in found.groups],
+        "pairs": [
+            {
+                "ids": pair.tolist(),
+                "paths": [found.paths[int(one)] for one in pair],
+                "similarity": round(float(near), 6),
+            }
+            for pair, near in zip(found.pairs, found.similarities, strict=True)
+        ],
+    }
+    group_of = {int(one): number for number, group in enumerate(found.groups) for one in group}
+    # Pairs come most alike first, so the last one of a group is the least alike.
+    least = {
+        group_of[int(pair[0])]: near
+        for pair, near in zip(found.pairs, found.similarities, strict=True)
+    }
+    lines = []
+    for number, group in enumerate(found.groups):
+        lines.append(f"{len(group)} images, {_named(opened.similarity, least[number])}")
+        lines += [f"  {_short(found.paths[int(one)])}" for one in group]
+    count = len(group_of)
+    lines.append(
+        f"{spaced(count)} of {spaced(len(opened))} images are in groups: {len(found.groups)}"
+        if found.groups
+        else f"no two of {spaced(len(opened))} images are alike"
+    )
+    tell(as_json, document, "\n".join(lines))
+
+
+def _named(similarity: str, near: float) -> str:
+    """The least similarity of a group in words."""
+    if similarity == "cosine":
+        return f"cosine {near:.4f} or larger"
+    return f"distance {-near:.4f} or smaller"

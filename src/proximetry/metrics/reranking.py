@@ -1,0 +1,116 @@
+"""Better lists from the neighbours of a query: query expansion and k-reciprocal re-ranking."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proximetry.metrics.inputs import (
+    Embeddings,
+    FloatArray,
+    as_embeddings,
+    full_precision,
+    normalize,
+)
+from proximetry.metrics.neighbors import nearest
+
+
+def expand_queries(queries: Embeddings, neighbors: Embeddings, *, alpha: float = 3.0) -> FloatArray:
+    """Move each query towards its nearest neighbours, to search again with the result.
+
+    α-weighted query expansion (Radenović et al. 2019): q + Σ max(0, cos(q, g))^α g over the n
+    neighbours, all of unit length; the sum is scaled to unit length. α = 0 gives every neighbour
+    the weight 1: average query expansion (Chum et al. 2007).
+
+    Args:
+        queries: [queries, dimensions].
+        neighbors: the nearest gallery items of each, [queries, n, dimensions].
+        alpha: how much less a far neighbour counts.
+
+    Returns:
+        Unit vectors [queries, dimensions], float64.
+    """
+    if not alpha >= 0:
+        raise ValueError(f"alpha must not be negative, got {alpha!r}")
+    asked = as_embeddings(queries, "queries")
+    shape = tuple(getattr(neighbors, "shape", ()))
+    if len(shape) != 3 or shape[0] != len(asked) or shape[2] != asked.shape[1]:
+        raise ValueError(
+            f"neighbors must be [{len(asked)}, n, {asked.shape[1]}] for these queries, got {shape}"
+        )
+    flat = neighbors.reshape(-1, shape[2])
+    near = normalize(as_embeddings(flat, "neighbors").double()).reshape(shape)
+    asked = normalize(asked.double())
+    # 0 to the power of 0 is 1, so that alpha = 0 is the plain mean.
+    weights = torch.einsum("qnd,qd->qn", near, asked).clamp(0, 1) ** alpha
+    return normalize(asked + torch.einsum("qn,qnd->qd", weights, near)).cpu().numpy()
+
+
+def k_reciprocal_distances(
+    queries: Embeddings,
+    gallery: Embeddings,
+    *,
+    k1: int = 20,
+    k2: int = 6,
+    weight: float = 0.3,
+) -> FloatArray:
+    """Distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
+
+    Items are near if they have neighbours in common that are neighbours of each other. All
+    queries and gallery items are ranked together by their squared Euclidean distance d, which for
+    unit vectors orders them as the cosine does. R(i, k) are the items of which i is among the k + 1
+    nearest and that are among those of i, i itself included; R* adds, for each j of R(i, k1), the
+    set R(j, k1 / 2) if more than two thirds of it are in R(i, k1) already (as in the authors' code;
+    the paper prints "at least"). V_i is exp(−d / largest d of i) at the items of R*, scaled to the
+    sum 1, then the mean of this over the k2 nearest of i. The result is (1 − λ) · Jaccard distance
+    of V_q and V_g + λ · d / largest d of q, with λ = ``weight``. Equal distances are ranked by
+    index.
+
+    It holds (queries + gallery items)² distances: give it the candidates of a search.
+    """
+    for name, value in (("k1", k1), ("k2", k2)):
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+    if not 0 <= weight <= 1:
+        raise ValueError(f"weight must lie between 0 and 1, got {weight!r}")
+    asked, held = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
+    if asked.shape[1] != held.shape[1]:
+        raise ValueError(
+            f"queries have {asked.shape[1]} dimensions and the gallery {held.shape[1]}; "
+            "they must come from one model"
+        )
+    with full_precision(held.device):
+        everything = torch.cat([asked.double(), held.double()])
+        distances = torch.cdist(
+            everything, everything, compute_mode="donot_use_mm_for_euclid_dist"
+        ).square()
+        distances = distances / distances.amax(1, keepdim=True).clamp_min(1e-300)
+        found = _distances(distances, len(asked), k1, k2, weight)
+    return found.cpu().numpy()
+
+
+def _distances(distances: Tensor, asked: int, k1: int, k2: int, weight: float) -> Tensor:
+    count = len(distances)
+    ranks = nearest(-distances, min(count, max(k1 + 1, k2)))[1]
+    wide, narrow = _reciprocal(ranks, k1), _reciprocal(ranks, round(k1 / 2))
+    # Of item j, how many of its narrow set are in the wide set of i: [i, j].
+    shared = wide.double() @ narrow.double().T
+    agree = wide & (3 * shared > 2 * narrow.sum(1))
+    expanded = wide | (agree.double() @ narrow.double() > 0)
+    values = torch.where(expanded, torch.exp(-distances), 0)
+    values = values / values.sum(1, keepdim=True)
+    if k2 > 1:
+        values = values[ranks[:, :k2]].mean(1)
+    rows = []
+    for query in values[:asked]:
+        common = torch.minimum(query, values[asked:]).sum(1)
+        # Both sum to 1, so the sum of maxima is 2 minus that of minima.
+        rows.append(1 - common / (2 - common))
+    return (1 - weight) * torch.stack(rows) + weight * distances[:asked, asked:]
+
+
+def _reciprocal(ranks: Tensor, k: int) -> Tensor:
+    """Which items are among the k + 1 nearest of each other, [items, items]."""
+    near = torch.zeros((len(ranks), len(ranks)), dtype=torch.bool, device=ranks.device)
+    near.scatter_(1, ranks[:, : k + 1], True)
+    return near & near.T

@@ -1,0 +1,713 @@
+"""`Gallery`: images, their vectors and an index, in a folder that is never half-written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry._common import UsageError, chunks, resolve_device, some, spaced, writing
+from proximetry.data import Catalog
+from proximetry.metrics.inputs import IntArray, as_embeddings
+from proximetry.metrics.reranking import expand_queries, k_reciprocal_distances
+from proximetry.models import Embedder
+from proximetry.models.preprocessing import ImageSource
+from proximetry.search import exact, indexes, rows
+from proximetry.search.exact import Duplicates, FloatArray, Found, Mask
+from proximetry.search.manifest import (
+    EMBEDDER,
+    FILES,
+    SEGMENTS,
+    STAGING,
+    FileInfo,
+    Manifest,
+    Report,
+    SegmentInfo,
+    check_place,
+    locked,
+    read_digest,
+    sweep,
+    write_manifest,
+)
+from proximetry.search.result import SearchResult
+from proximetry.search.segments import (
+    Segment,
+    Snapshot,
+    Steps,
+    prepared,
+    write_deleted,
+    write_segment,
+)
+from proximetry.search.staging import BadImages, embed
+
+Where = rows.Where
+Images = Catalog | Sequence[str | os.PathLike[str]] | Any
+"""A catalogue, image files, or the rows that `rows.table` makes."""
+Queries = Sequence[ImageSource] | Tensor | npt.NDArray[Any]
+
+_FLOATING = {*map(np.dtype, ("f2", "f4", "f8")), torch.float32, torch.float64}
+_FLOATING |= {torch.float16, torch.bfloat16}
+
+# Segments of up to so many rows are merged as they pile up: writing them takes a second.
+MERGED = 65_536
+_BLOCK = 65_536
+# Images that are ordered anew by k-reciprocal re-ranking, or twice as many as are wanted.
+_RERANKED, _MOST_RERANKED = 100, 1000
+# Neighbours that an index is asked for when it looks for duplicates.
+_ALIKE = 32
+
+
+class Gallery:
+    """Images that can be searched. Made by `Gallery.build`, read by `Gallery.open`.
+
+    A gallery that is open stays at the version it was opened at until it is changed through this
+    object or `refresh` is called, whatever other processes do. It may be searched by several
+    threads at once. Every change is atomic, and made by one process at a time.
+
+    Attributes:
+        path: its folder.
+    """
+
+    def __init__(self, path: Path, snapshot: Snapshot, embedder: Embedder | None) -> None:
+        self.path = path
+        self._now = snapshot
+        self._embedder = embedder
+        self._loading = Lock()
+
+    @classmethod
+    def build(
+        cls,
+        embedder: Embedder,
+        images: Images,
+        path: str | os.PathLike[str],
+        index: str = "auto",
+        *,
+        vectors: Tensor | npt.NDArray[Any] | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        steps: Steps | None = None,
+        report: Report | None = None,
+    ) -> Gallery:
+        """Embed images and make a gallery of them in a new or empty folder.
+
+        A build that was cut off goes on where it was, if it is called again.
+
+        Args:
+            embedder: makes the vectors, and is kept in the folder.
+            images: a catalogue, or image files.
+            path: the folder.
+            index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
+                faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
+                images, and IVF with product quantisation beyond.
+            vectors: what the embedder makes of the images, where that is known.
+            bad_images: "error" stops at images that cannot be read, "skip" leaves them out.
+            batch_size: images per forward pass.
+            steps: called with (what, done, total) now and then.
+            report: called with what there is to say: the index, images that were left out.
+        """
+        folder = Path(path)
+        table = _checked_rows(images)
+        check_place(folder)
+        indexes.check(index, embedder.dim, len(table))
+        given = None if vectors is None else _as_vectors(vectors, len(table), embedder.dim)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, report):
+            check_place(folder)  # another process may have built it meanwhile
+            fingerprint = embedder.fingerprint()
+            embedder.save(folder / EMBEDDER)
+            manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
+            work = _Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
+            made = work.embed(table, given)
+            _say(report, _describe_index(index, len(made.table)))
+            segment = made.write(manifest, index)
+            manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
+            manifest = write_manifest(folder, manifest)
+            # Nothing is added to a gallery before it is there, so no one else has anything here.
+            shutil.rmtree(folder / STAGING, ignore_errors=True)
+            sweep(folder, manifest)
+            return cls(folder, Snapshot(folder, manifest), embedder)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], embedder: Embedder | None = None) -> Gallery:
+        """Open a gallery.
+
+        Args:
+            path: its folder.
+            embedder: the one that built it, if it is at hand; without it the gallery reads its
+                own when images are to be embedded. Any other is refused.
+        """
+        found = cls(Path(path), Snapshot.open(Path(path)), None)
+        if embedder is not None:
+            found._check_embedder(embedder, "the given embedder")
+            found._embedder = embedder
+        return found
+
+    def refresh(self) -> None:
+        """Go on to the version that is in the folder now."""
+        self._now = Snapshot.open(self.path)
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the vectors."""
+        return self._now.manifest.dim
+
+    @property
+    def similarity(self) -> str:
+        """How vectors are compared: "cosine" or "euclidean"."""
+        return self._now.manifest.similarity
+
+    @property
+    def index(self) -> str:
+        """The index that was asked for: "auto", "Flat", a factory string."""
+        return self._now.manifest.index
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of what is known of the images."""
+        return self._now.columns
+
+    def __repr__(self) -> str:
+        now = self._now
+        kinds = dict.fromkeys(info.index or indexes.EXACT for info in now.manifest.segments)
+        return (
+            f"Gallery({str(self.path)!r}: {spaced(len(now))} images, {self.dim} dimensions, "
+            f"{self.similarity}, index {', '.join(kinds) or indexes.EXACT})"
+        )
+
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder that made the vectors, read when it is first asked for."""
+        with self._loading:
+            if self._embedder is None:
+                found = Embedder.load(self.path / EMBEDDER, device=resolve_device())
+                self._check_embedder(found, str(self.path / EMBEDDER))
+                self._embedder = found
+            return self._embedder
+
+    def _check_embedder(self, embedder: Embedder, name: str) -> None:
+        if embedder.fingerprint() != self._now.manifest.embedder:
+            raise UsageError(
+                f"{name} is not the one that built the gallery {self.path}: their vectors cannot "
+                "be compared; use the gallery's own, or build another gallery"
+            )
+
+    def ids(self, where: Where | None = None) -> IntArray:
+        """Return the ids of all images, or of those that `where` means, in rising order."""
+        now = self._now
+        masks = now.select(where or {})
+        found = [
+            segment.ids if mask is None else segment.ids[mask]
+            for segment, mask in zip(now.segments, masks, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def rows(self, ids: Sequence[int] | IntArray) -> dict[str, list[Any]]:
+        """Return all that is known of images, by column."""
+        return self._now.take(_places(self._now, ids), self.columns)
+
+    def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
+        """Return the vectors of images, [n, dim]; of unit length if cosines are compared."""
+        places = _places(self._now, ids)
+        return self._now.store.take(places) if len(places) else np.empty((0, self.dim), np.float32)
+
+    def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
+        """Say of each file whether its image is in the gallery."""
+        table = rows.make_rows(list(paths))
+        there = _paths_there(self._now, table)
+        return [path in there for path in table["path"].to_pylist()]
+
+    def add(
+        self,
+        images: Images,
+        *,
+        vectors: Tensor | npt.NDArray[Any] | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        steps: Steps | None = None,
+        report: Report | None = None,
+    ) -> IntArray:
+        """Add images, and return their ids; arguments as those of `build`.
+
+        Images that are there already are refused; `update` embeds them again. What is there is
+        not written anew.
+        """
+        return self._extend(images, vectors, bad_images, batch_size, steps, report, renew=False)
+
+    def update(
+        self,
+        images: Images,
+        *,
+        vectors: Tensor | npt.NDArray[Any] | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        steps: Steps | None = None,
+        report: Report | None = None,
+    ) -> IntArray:
+        """Embed images again that are in the gallery, add others, and return their ids.
+
+        An id names one state of an image for ever, so those that are embedded again get new ones.
+        """
+        return self._extend(images, vectors, bad_images, batch_size, steps, report, renew=True)
+
+    def _extend(
+        self,
+        images: Images,
+        vectors: Tensor | npt.NDArray[Any] | None,
+        bad_images: BadImages,
+        batch_size: int,
+        steps: Steps | None,
+        report: Report | None,
+        *,
+        renew: bool,
+    ) -> IntArray:
+        table = _checked_rows(images)
+        if not renew:
+            _refuse_known(self.path, Snapshot.open(self.path), table)
+        given = None if vectors is None else _as_vectors(vectors, len(table), self.dim)
+        fingerprint = self._now.manifest.embedder
+        embedder = self.embedder if given is None else None
+        work = _Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
+        made = work.embed(table, given)
+        with locked(self.path, report):
+            now = Snapshot.open(self.path)
+            if not renew:
+                _refuse_known(self.path, now, made.table)
+            manifest = now.manifest
+            if renew:
+                old = _paths_there(now, made.table)
+                if old:
+                    manifest = now.without(now.ids(np.array(sorted(old.values()))))
+            segment = made.write(manifest, manifest.index)
+            first = manifest.next_id
+            manifest = replace(
+                manifest,
+                next_id=first + segment.rows,
+                segments=(*manifest.segments, *([segment] if segment.rows else [])),
+            )
+            self._commit(self._merged(manifest, work.steps))
+            made.discard()
+            return np.arange(first, first + segment.rows)
+
+    def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
+        """Remove images by their ids; `ids(where)` finds them."""
+        wanted = np.unique(np.asarray(ids, np.int64))
+        with locked(self.path, report):
+            now = Snapshot.open(self.path)
+            _places(now, wanted)
+            self._commit(now.without(wanted))
+
+    def compact(self, *, steps: Steps | None = None, report: Report | None = None) -> None:
+        """Write everything anew as one segment, without what is removed, and index it."""
+        with locked(self.path, report):
+            manifest = Snapshot.open(self.path).manifest
+            self._commit(self._merge(manifest, 0, manifest.index, steps or _quiet))
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether much of the gallery is removed, or scanned though there is an index."""
+        now = self._now
+        total = int(now.starts[-1])
+        large = indexes.resolve(self.index, len(now)) != ""
+        scanned = sum(info.rows for info in now.manifest.segments if not info.index)
+        return len(now.deleted) > max(1000, total // 4) or (large and scanned > total // 4)
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Make a change take place, under the lock."""
+        manifest = write_manifest(self.path, manifest)
+        self._now = Snapshot(self.path, manifest)
+        sweep(self.path, manifest)
+
+    def _merged(self, manifest: Manifest, steps: Steps) -> Manifest:
+        """Merge small segments at the end, each with one that is not much larger.
+
+        As every row is written anew only when its segment doubles, that happens seldom.
+        """
+        while len(manifest.segments) > 1:
+            one, two = manifest.segments[-2:]
+            if one.index or two.index or one.rows > 2 * two.rows or one.rows + two.rows > MERGED:
+                return manifest
+            manifest = self._merge(manifest, len(manifest.segments) - 2, indexes.EXACT, steps)
+        return manifest
+
+    def _merge(self, manifest: Manifest, first: int, index: str, steps: Steps) -> Manifest:
+        """Write the segments from this one on as one, without what is removed."""
+        for info in manifest.segments[first:]:  # damage must not get a new checksum
+            _check_digests(self.path, info, _quiet)
+        now = Snapshot(self.path, manifest)
+        taken = list(zip(now.segments, now.alive, strict=True))[first:]
+        kept = [
+            np.arange(len(segment.ids)) if mask is None else np.flatnonzero(mask)
+            for segment, mask in taken
+        ]
+        tables = [
+            segment.rows.take(rows.arrow().array(chosen))
+            for (segment, _), chosen in zip(taken, kept, strict=True)
+        ]
+        ids = [segment.ids[chosen] for (segment, _), chosen in zip(taken, kept, strict=True)]
+        old = np.concatenate([np.empty(0, np.int64), *(segment.ids for segment, _ in taken)])
+        together = np.concatenate([np.empty(0, np.int64), *ids])
+        segments = manifest.segments[:first]
+        if len(together):
+            merged = write_segment(
+                self.path,
+                manifest,
+                rows.stack(tables),
+                together,
+                _rows_of(taken, kept),
+                indexes.resolve(index, len(together)),
+                steps,
+            )
+            segments = (*segments, merged)
+        gone = write_deleted(self.path, np.setdiff1d(now.deleted, old))
+        return replace(manifest, segments=segments, deleted=gone)
+
+    def verify(self, steps: Steps | None = None) -> None:
+        """Read every file and compare it with its checksum; raises ValueError for damage."""
+        manifest = self._now.manifest
+        for info in manifest.segments:
+            _check_digests(self.path, info, steps or _quiet)
+        if manifest.deleted:
+            _check_digest(self.path / manifest.deleted.name, manifest.deleted.file)
+
+    def search(
+        self,
+        queries: Queries,
+        k: int = 10,
+        *,
+        where: Where | None = None,
+        expand: int = 0,
+        rerank: bool = False,
+        batch_size: int = 64,
+    ) -> SearchResult:
+        """Find the k nearest images of every query.
+
+        Args:
+            queries: images (paths, PIL images, uint8 arrays), or vectors of the gallery's
+                embedder as a float array or tensor [n, dim].
+            k: how many images each list holds.
+            where: by column, the value that is wanted, or several of which one is:
+                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``.
+            expand: search again for each query moved towards so many of its neighbours
+                (`metrics.expand_queries`).
+            rerank: order the nearest images by `metrics.k_reciprocal_distances`. With either,
+                `similarities` are still those of the query, and `scores` what decides.
+            batch_size: images per forward pass.
+        """
+        if isinstance(k, bool) or int(k) != k or k < 1:
+            raise UsageError(f"k must be a whole number from 1 up, got {k!r}")
+        if isinstance(expand, bool) or int(expand) != expand or expand < 0:
+            raise UsageError(f"expand must be a whole number from 0 up, got {expand!r}")
+        if expand and self.similarity != "cosine":
+            raise UsageError("expand is for galleries that are compared by the cosine")
+        if rerank and k > _MOST_RERANKED:
+            raise UsageError(f"rerank is for lists of up to {_MOST_RERANKED}, got k = {k}")
+        now = self._now
+        allowed = now.select(where or {})
+        asked = self._as_queries(queries, batch_size)
+
+        def nearest(queries: FloatArray, count: int) -> Found:
+            return now.search(queries, min(count, max(1, len(now))), allowed)
+
+        moved = _expanded(now, asked, nearest(asked, int(expand))) if expand else asked
+        found = nearest(moved, max(_RERANKED, 2 * int(k)) if rerank else int(k))
+        if rerank:
+            found = _reranked(now, moved, found, int(k))
+        if not expand and not rerank:
+            return _result(now, found)
+        plain = Found(found.places, now.store.scores(asked, found.places))
+        return replace(_result(now, plain), scores=found.scores)
+
+    def _as_queries(self, queries: Queries, batch_size: int) -> FloatArray:
+        given: Any = queries
+        floating = getattr(given, "dtype", None) in _FLOATING
+        if floating and given.ndim == 2:
+            vectors = _as_vectors(given, len(given), self.dim)
+        else:
+            try:
+                vectors = self.embedder.encode(given, batch_size).numpy()
+            except ValueError as error:
+                cause = error.__cause__
+                raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
+        return prepared(vectors, self._now.manifest)
+
+    def duplicates(
+        self, threshold: float | None = None, *, steps: Steps | None = None
+    ) -> Duplicates:
+        """Find images that are alike.
+
+        Compares all with all where the gallery is searched exactly; with an index, each image
+        with those that the index proposes.
+
+        Args:
+            threshold: pairs are alike whose cosine is at least so large (default 0.99), or whose
+                Euclidean distance is at most so large.
+            steps: called with (what, done, total) now and then.
+        """
+        now, steps = self._now, steps or _quiet
+        if threshold is None:
+            if self.similarity != "cosine":
+                raise UsageError(
+                    "this gallery compares Euclidean distances, which have no common scale: give a "
+                    "threshold, a distance up to which images are alike"
+                )
+            threshold = 0.99
+        cosine = self.similarity == "cosine"
+        if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
+            kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
+            raise UsageError(f"threshold must be {kind}, got {threshold:g}")
+        least = float(threshold) if cosine else -(float(threshold) ** 2)
+        compare = _proposed_pairs if any(s.index for s in now.segments) else _all_pairs
+        places, scores = compare(now, least, steps)
+        order = np.lexsort((*places.T[::-1], -scores))
+        pairs = now.ids(places[order])
+        groups = exact.group_pairs(pairs)
+        members = np.unique(pairs)
+        named = now.take(now.places(members), ["path"])["path"]
+        return Duplicates(
+            pairs,
+            _shown(scores[order], self.similarity),
+            groups,
+            dict(zip(members.tolist(), named, strict=True)),
+        )
+
+
+def _result(now: Snapshot, found: Found) -> SearchResult:
+    return SearchResult(
+        now.ids(found.places),
+        _shown(found.scores, now.manifest.similarity),
+        now.manifest.similarity,
+        tuple(now.columns),
+        _places=found.places,
+        _take=now.take,
+    )
+
+
+def _expanded(now: Snapshot, queries: FloatArray, found: Found) -> FloatArray:
+    """Queries moved towards what was found for them."""
+    moved = queries.copy()
+    counts = (found.places >= 0).sum(1)
+    for count in np.unique(counts[counts > 0]):
+        rows = counts == count
+        places = found.places[rows, :count]
+        vectors = now.store.take(places.ravel()).reshape(*places.shape, -1)
+        moved[rows] = expand_queries(queries[rows], vectors)
+    return moved
+
+
+def _reranked(now: Snapshot, queries: FloatArray, found: Found, k: int) -> Found:
+    """The k nearest of what was found, by k-reciprocal distances."""
+    scores = np.full(found.places.shape, -np.inf, np.float32)
+    for query, places, row in zip(queries, found.places, scores, strict=True):
+        there = places >= 0
+        if there.any():
+            row[there] = -k_reciprocal_distances(query[None], now.store.take(places[there]))[0]
+    return Found(found.places, scores).top(k)
+
+
+def _shown(scores: FloatArray, similarity: str) -> FloatArray:
+    """What people see: the negative distance instead of its negative square."""
+    return scores if similarity == "cosine" else -np.sqrt(-scores)
+
+
+def _all_pairs(now: Snapshot, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+    def progress(done: int, total: int) -> None:
+        steps("comparing all images", done, total)
+
+    return exact.similar_pairs(now.store, now.parts(), least, progress)
+
+
+def _proposed_pairs(now: Snapshot, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
+    scores: list[FloatArray] = [np.empty(0, np.float32)]
+    done = 0
+    for segment, start, mask in zip(now.segments, now.starts, now.alive, strict=False):
+        for part in chunks(len(segment.ids), 1024):
+            here = np.arange(part.start, part.stop)
+            here = here if mask is None else here[mask[part]]
+            found = now.search(segment.vectors[here], min(_ALIKE, len(now)), now.alive)
+            own = np.broadcast_to((here + start)[:, None], found.places.shape)
+            near = (found.scores >= least) & (found.places >= 0) & (found.places != own)
+            pairs.append(np.sort(np.stack([own[near], found.places[near]], 1), 1))
+            scores.append(found.scores[near])
+            exact.check_pairs(sum(map(len, scores)) // 2)
+            done += part.stop - part.start
+            steps("comparing with what the index finds", done, int(now.starts[-1]))
+    unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
+    return unique, np.concatenate(scores)[first]
+
+
+class _Work:
+    """Embedding images for a gallery, and writing them as a segment."""
+
+    def __init__(
+        self,
+        embedder: Embedder | None,
+        fingerprint: str,
+        folder: Path,
+        bad_images: BadImages,
+        batch_size: int,
+        steps: Steps | None,
+        report: Report | None,
+    ) -> None:
+        self.embedder, self.fingerprint, self.folder = embedder, fingerprint, folder
+        self.bad_images, self.batch_size = bad_images, batch_size
+        self.steps, self.report = steps or _quiet, report
+
+    def embed(self, table: Any, given: FloatArray | None) -> _Made:
+        """Return the images with their vectors, less those that cannot be read."""
+        if given is not None:
+            return _Made(self, table, lambda: (given[part] for part in chunks(len(given), _BLOCK)))
+        assert self.embedder is not None
+        staged = embed(
+            self.embedder,
+            self.fingerprint,
+            rows.values(table["path"]),
+            self.folder,
+            batch_size=self.batch_size,
+            bad_images=self.bad_images,
+            progress=lambda done, total: self.steps("embedding", done, total),
+        )
+        for reason in staged.left_out:
+            _say(self.report, f"left out {reason}")
+        if not len(staged.kept):
+            raise ValueError(f"none of the {len(table)} images can be read: {staged.left_out[0]}")
+        kept = table.take(rows.arrow().array(staged.kept))
+        return _Made(self, kept, staged.blocks, staged.discard)
+
+
+class _Made:
+    """Images that are embedded and not yet in the gallery."""
+
+    def __init__(self, work: _Work, table: Any, blocks: Any, discard: Any = lambda: None) -> None:
+        self.work, self.table, self._blocks, self.discard = work, table, blocks, discard
+
+    def write(self, manifest: Manifest, index: str) -> SegmentInfo:
+        """Write them as a segment with the next ids."""
+        count, first = len(self.table), manifest.next_id
+        return write_segment(
+            self.work.folder,
+            manifest,
+            self.table,
+            np.arange(first, first + count),
+            (prepared(block, manifest) for block in self._blocks()),
+            indexes.resolve(index, count),
+            self.work.steps,
+        )
+
+
+def _quiet(what: str, done: int, total: int) -> None:
+    pass
+
+
+def _say(report: Report | None, line: str) -> None:
+    if report is not None:
+        report(line)
+
+
+def _describe_index(index: str, count: int) -> str:
+    kind = indexes.resolve(index, count)
+    images = f"{spaced(count)} image{'s' if count != 1 else ''}"
+    chosen = f"{index} → {kind or indexes.EXACT}" if index == "auto" else (kind or indexes.EXACT)
+    if kind:
+        return f"index: {chosen} for {images}: approximate, with exact similarities"
+    return f"index: {chosen} for {images}: every search is exact"
+
+
+def _checked_rows(images: Images) -> Any:
+    """The table of the images, of which each stands there once."""
+    table: Any = images if hasattr(images, "column_names") else rows.make_rows(images)
+    paths = table["path"].to_pylist()
+    if not paths:
+        raise UsageError("there are no images")
+    if len(set(paths)) < len(paths):
+        seen: set[bytes] = set()
+        twice = [path for path in paths if path in seen or seen.add(path)]  # type: ignore[func-returns-value]
+        names = some([os.fsdecode(path) for path in twice])
+        raise UsageError(f"images are listed twice: {names}")
+    return table
+
+
+def _as_vectors(values: Any, count: int, dim: int) -> FloatArray:
+    if count == 0:
+        return np.empty((0, dim), np.float32)
+    found = as_embeddings(values, "vectors").float().cpu().numpy()
+    if found.shape != (count, dim):
+        raise UsageError(
+            f"vectors must be [{count}, {dim}] for these images and this embedder, got "
+            f"{list(found.shape)}"
+        )
+    return np.asarray(found)
+
+
+def _places(now: Snapshot, ids: Sequence[int] | IntArray) -> IntArray:
+    wanted = np.asarray(ids, np.int64).reshape(-1)
+    found = now.places(wanted)
+    if (found < 0).any():
+        missing = some([str(one) for one in wanted[found < 0]])
+        raise UsageError(f"no image of the gallery {now.folder} has the id {missing}")
+    return found
+
+
+def _paths_there(now: Snapshot, table: Any) -> dict[bytes, int]:
+    """Those of the table's paths that are in the gallery, and their places."""
+    there: dict[bytes, int] = {}
+    wanted = table["path"].combine_chunks()
+    for segment, start, mask in zip(now.segments, now.starts, now.alive, strict=False):
+        met = rows.contains(segment.rows["path"], wanted)
+        met = met if mask is None else met & mask
+        found = np.flatnonzero(met)
+        paths = segment.rows["path"].take(rows.arrow().array(found)).to_pylist()
+        there |= dict(zip(paths, (found + start).tolist(), strict=True))
+    return there
+
+
+def _refuse_known(folder: Path, now: Snapshot, table: Any) -> None:
+    there = _paths_there(now, table)
+    if there:
+        names = some([os.fsdecode(path) for path in sorted(there)])
+        raise UsageError(
+            f"{len(there)} of the images are in the gallery {folder} already: {names}; update() "
+            "embeds them again"
+        )
+
+
+def _rows_of(
+    taken: Sequence[tuple[Segment, Mask | None]], kept: Sequence[IntArray]
+) -> Iterator[FloatArray]:
+    for (segment, _), chosen in zip(taken, kept, strict=True):
+        for part in chunks(len(chosen), _BLOCK):
+            yield segment.vectors[chosen[part]]
+
+
+def _check_digests(folder: Path, info: SegmentInfo, steps: Steps) -> None:
+    for kind, about in info.files.items():
+        _check_digest(folder / SEGMENTS / info.name / FILES[kind], about, steps)
+
+
+def _check_digest(file: Path, about: FileInfo, steps: Steps = _quiet) -> None:
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        steps(f"checking {file.name}", done, about.bytes)
+
+    try:
+        found = read_digest(file, count)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    if found != about:
+        raise ValueError(f"{file} is damaged: its checksum is not the one it was written with")

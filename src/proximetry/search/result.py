@@ -1,0 +1,69 @@
+"""`SearchResult`: what a search in a gallery has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from proximetry.metrics.inputs import IntArray
+from proximetry.models.names import Similarity
+
+Take = Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SearchResult:
+    """The k nearest images of every query, nearest first.
+
+    Attributes:
+        ids: of the images, [queries, k]; −1 where there are fewer than k.
+        similarities: the cosine or the negative Euclidean distance to the query, computed from
+            the stored vectors whatever the index; −inf beside an id of −1.
+        similarity: "cosine" or "euclidean".
+        scores: what images are ordered by where that is not `similarities`: those of the
+            expanded query, or the negative distance of k-reciprocal re-ranking.
+        columns: the names of what is known of an image; see `column`.
+    """
+
+    ids: IntArray
+    similarities: npt.NDArray[np.float32]
+    similarity: Similarity
+    columns: tuple[str, ...]
+    scores: npt.NDArray[np.float32] | None = None
+    _places: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    _take: Take = field(default=lambda places, columns: {})
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def k(self) -> int:
+        """How many images each list holds."""
+        return int(self.ids.shape[1])
+
+    def column(self, name: str) -> npt.NDArray[np.object_]:
+        """Return what is known of each image under this name, [queries, k]; None beside −1."""
+        if name not in self.columns:
+            raise ValueError(f"there is no column {name!r}; there are {', '.join(self.columns)}")
+        there = self._places >= 0
+        found = np.full(self.ids.shape, None, np.object_)
+        found[there] = self._take(self._places[there], [name])[name]
+        return found
+
+    @cached_property
+    def paths(self) -> npt.NDArray[np.object_]:
+        """The file of each image, ready for `open_image`."""
+        return self.column("path")
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.object_]:
+        """The class of each image, None where it has none."""
+        return self.column("label")
+
+    def __repr__(self) -> str:
+        return f"SearchResult({len(self)} queries, k={self.k}, similarity={self.similarity!r})"

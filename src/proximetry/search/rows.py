@@ -1,0 +1,156 @@
+"""What is known of the images in a gallery: an Arrow table, and which rows `where` means.
+
+Texts are kept as bytes: names of files and folders need not be UTF-8.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from proximetry._common import UsageError, closest, need, shown, some
+from proximetry.data import Catalog
+from proximetry.data.csv_parquet import FIELDS
+
+Mask = npt.NDArray[np.bool_]
+Where = Mapping[str, Any]
+"""By column, the value that is wanted, or several of which one is."""
+
+
+def arrow(module: str = "pyarrow") -> Any:
+    """Import pyarrow or a part of it."""
+    return need(module, "search", "A gallery")
+
+
+def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
+    """Return the table of the images of a catalogue, or of image files without classes."""
+    if isinstance(images, Catalog):
+        given = {column: getattr(images, field) for column, field in FIELDS.items()}
+        columns = {name: values for name, values in given.items() if values is not None}
+        columns["path"] = [images.file(row) for row in range(len(images))]
+    elif isinstance(images, str | os.PathLike):
+        raise UsageError(f"images must be a catalogue or a list of files, got {images}")
+    else:
+        columns = {"path": [os.fspath(image) for image in images]}
+    return table({**columns, "path": [os.path.abspath(path) for path in columns["path"]]})
+
+
+def table(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Return columns as rows of a gallery; path and label are always among them."""
+    pa = arrow()
+    arrays = {name: _array(values) for name, values in columns.items()}
+    if "label" not in arrays:
+        arrays["label"] = pa.nulls(len(columns["path"]), pa.large_binary())
+    return pa.table(arrays)
+
+
+def _array(values: Sequence[Any]) -> Any:
+    pa = arrow()
+    if all(value is None or isinstance(value, str) for value in values):
+        raw = [None if value is None else _encode(value) for value in values]
+        return pa.array(raw, pa.large_binary())
+    return pa.array(values)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def stack(tables: Sequence[Any]) -> Any:
+    """Put tables under each other; what a column has no value for is null."""
+    pa = arrow()
+    try:
+        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise UsageError(f"the columns do not fit those of the gallery: {error}") from error
+
+
+def write(rows: Any, stream: Any) -> None:
+    """Write a table, for `read`."""
+    ipc = arrow("pyarrow.ipc")
+    with ipc.new_file(stream, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+def read(file: Path) -> Any:
+    """Open a table, of which nothing is read before it is asked for."""
+    pa, ipc = arrow(), arrow("pyarrow.ipc")
+    try:
+        return ipc.open_file(pa.memory_map(os.fsencode(file))).read_all()
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def values(column: Any) -> list[Any]:
+    """Return a column as Python values, bytes as text."""
+    return [
+        value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+        for value in column.to_pylist()
+    ]
+
+
+def contains(column: Any, wanted: Any) -> Mask:
+    """Say of each value whether it is among those wanted, given as an array of its type."""
+    compute = arrow("pyarrow.compute")
+    return np.asarray(compute.is_in(column, value_set=wanted))
+
+
+def select(tables: Sequence[Any], where: Where) -> list[Mask]:
+    """Say which rows of each table meet every condition; at least one row does."""
+    known = dict.fromkeys(name for rows in tables for name in rows.column_names)
+    masks = [np.ones(len(rows), np.bool_) for rows in tables]
+    for name, value in where.items():
+        if name not in known:
+            raise UsageError(f"the gallery has no column {shown(name)}{closest(name, known)}")
+        wanted = [value] if isinstance(value, str | bytes) or not _is_several(value) else [*value]
+        if not wanted:
+            raise UsageError(f"where asks for no value of {name}; give one, or leave {name} out")
+        met = [_meets(rows, name, wanted) for rows in tables]
+        if not any(mask.any() for mask in met):
+            told = some([shown(one) for one in wanted])
+            raise UsageError(
+                f"no image of the gallery has {name} {told}{_nearest(tables, name, wanted)}"
+            )
+        masks = [mask & more for mask, more in zip(masks, met, strict=True)]
+    return masks
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, Iterable)
+
+
+def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:
+    pa = arrow()
+    if name not in rows.column_names:
+        return np.full(len(rows), None in wanted)
+    column = rows[name]
+    try:
+        if pa.types.is_large_binary(column.type):
+            sought = pa.array(
+                [None if one is None else _encode(str(one)) for one in wanted], column.type
+            )
+        else:  # words of the command line are read as the column's own kind
+            sought = pa.concat_arrays([pa.array([one]).cast(column.type) for one in wanted])
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise UsageError(
+            f"column {name} holds {column.type}, which {some(map(shown, wanted))} is not"
+        ) from error
+    return contains(column, sought)
+
+
+def _nearest(tables: Sequence[Any], name: str, wanted: list[Any]) -> str:
+    """Name the value that was probably meant, if there are few enough to look through."""
+    pa = arrow()
+    known: set[str] = set()
+    for rows in tables:
+        if name in rows.column_names and pa.types.is_large_binary(rows[name].type):
+            known |= {value for value in values(rows[name].unique()) if value is not None}
+        if len(known) > 10_000:
+            return ""
+    hint = closest(str(wanted[0]), sorted(known))
+    return "" if hint == "." else hint

@@ -1,0 +1,314 @@
+"""Segments: rows that were written together, and all of them as one opened version."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from proximetry._common import writing
+from proximetry.metrics.inputs import IntArray, normalize
+from proximetry.search import indexes, rows
+from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
+from proximetry.search.manifest import (
+    FILES,
+    SEGMENTS,
+    Deleted,
+    Digest,
+    FileInfo,
+    Manifest,
+    SegmentInfo,
+    new_file,
+    new_name,
+    read_digest,
+    read_manifest,
+)
+
+Steps = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total) now and then."""
+# Of an index, this share of its rows may be forbidden before searching the others is quicker.
+_FEW = 0.1
+# Vectors whose squares would overflow float32.
+_LONGEST = 1e15
+
+
+def prepared(vectors: FloatArray, manifest: Manifest) -> FloatArray:
+    """Vectors as they are stored and searched for: of unit length if angles are compared."""
+    if manifest.similarity == "cosine":
+        return normalize(torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
+    if len(vectors) and np.abs(vectors).max() > _LONGEST:
+        raise ValueError(
+            f"vectors have entries above {_LONGEST:g}, whose squares float32 does not hold"
+        )
+    return vectors
+
+
+def write_segment(
+    folder: Path,
+    manifest: Manifest,
+    table: Any,
+    ids: IntArray,
+    blocks: Iterable[FloatArray],
+    index: str,
+    steps: Steps,
+) -> SegmentInfo:
+    """Write rows with their vectors, which are prepared, and an index if one is asked for."""
+    name, count = new_name(), len(ids)
+    home = folder / SEGMENTS / name
+    with writing(home):
+        home.mkdir(parents=True)
+    files: dict[str, FileInfo] = {}
+    lengths = [np.empty(0)]
+    with new_file(home / FILES["vectors"]) as stream:
+        _header(stream, np.float32, (count, manifest.dim))
+        done = 0
+        for block in blocks:
+            stream.write(np.ascontiguousarray(block, np.float32))
+            lengths.append(np.square(block.astype(np.float64)).sum(1))
+            done += len(block)
+            steps("writing vectors", done, count)
+        if done != count:
+            raise RuntimeError(f"{done} vectors for {count} rows")
+    files["vectors"] = stream.info
+    squares = np.concatenate(lengths)
+    for kind, array in (("ids", ids), ("squares", squares.astype(np.float32))):
+        if kind == "ids" or manifest.similarity == "euclidean":
+            with new_file(home / FILES[kind]) as stream:
+                _header(stream, array.dtype.type, array.shape)
+                stream.write(np.ascontiguousarray(array))
+            files[kind] = stream.info
+    with new_file(home / FILES["rows"]) as stream:
+        rows.write(table, stream)
+    files["rows"] = stream.info
+    if index:
+        place = home / FILES["index"]
+        vectors = _mapped(home / FILES["vectors"], 2, np.float32)
+        with writing(place):
+            indexes.build(index, vectors, manifest.similarity, place, steps)
+            with place.open("rb+") as file:
+                os.fsync(file.fileno())
+        files["index"] = read_digest(place)
+    for changed in (home, home.parent):  # the names have to reach the disk too
+        with suppress(OSError):
+            handle = os.open(changed, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    longest = float(np.sqrt(squares.max(initial=0.0)))
+    return SegmentInfo(name, count, index, longest, files)
+
+
+def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
+    """Write the ids that are removed."""
+    if not len(ids):
+        return None
+    name = f"deleted-{new_name()}.npy"
+    with new_file(folder / name) as stream:
+        _header(stream, np.int64, ids.shape)
+        stream.write(ids)
+    return Deleted(name, len(ids), stream.info)
+
+
+def _header(stream: Digest, dtype: Any, shape: tuple[int, ...]) -> None:
+    about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, about)
+
+
+def _mapped(file: Path, ndim: int, dtype: Any) -> npt.NDArray[Any]:
+    try:
+        # Copy-on-write, as torch does not take what cannot be written to.
+        array = np.load(file, mmap_mode="c" if file.stat().st_size else None)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if array.ndim != ndim or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{file} is damaged: it holds {array.dtype} of shape {array.shape}")
+    return np.asarray(array)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment that is open: nothing of it is read before it is needed."""
+
+    info: SegmentInfo
+    vectors: FloatArray
+    ids: IntArray
+    rows: Any
+    squares: FloatArray | None
+    index: indexes.Index | None
+
+    @classmethod
+    def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo) -> Segment:
+        """Open every file of a segment; raises FileNotFoundError for one that is gone."""
+        home = folder / SEGMENTS / info.name
+        for kind, about in info.files.items():
+            _check_size(home / FILES[kind], about)
+        squared = manifest.similarity == "euclidean"
+        found = cls(
+            info,
+            _mapped(home / FILES["vectors"], 2, np.float32),
+            _mapped(home / FILES["ids"], 1, np.int64),
+            rows.read(home / FILES["rows"]),
+            _mapped(home / FILES["squares"], 1, np.float32) if squared else None,
+            indexes.Index(home / FILES["index"], info.index) if info.index else None,
+        )
+        shapes = {len(found.ids), len(found.rows), info.rows, len(found.vectors)}
+        if len(shapes) > 1 or found.vectors.shape[1] != manifest.dim:
+            raise ValueError(f"{home} is damaged: its files have different numbers of rows")
+        return found
+
+
+def _check_size(file: Path, info: FileInfo) -> None:
+    size = file.stat().st_size
+    if size != info.bytes:
+        raise ValueError(f"{file} is damaged: it has {size} bytes, written were {info.bytes}")
+
+
+class Snapshot:
+    """One version of a gallery, with every file open: later changes do not reach it."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.segments = [Segment.open(folder, manifest, info) for info in manifest.segments]
+        self.deleted: IntArray = np.empty(0, np.int64)
+        if manifest.deleted:
+            file = folder / manifest.deleted.name
+            _check_size(file, manifest.deleted.file)
+            self.deleted = _mapped(file, 1, np.int64).copy()
+        self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
+        self.store = Store(
+            [segment.vectors for segment in self.segments],
+            self.starts,
+            manifest.similarity,
+            max([segment.info.longest for segment in self.segments], default=0.0) * (1 + 1e-6),
+        )
+
+    @classmethod
+    def open(cls, folder: Path) -> Snapshot:
+        """Open the version that is there now."""
+        manifest = read_manifest(folder)
+        while True:
+            try:
+                return cls(folder, manifest)
+            except FileNotFoundError as error:
+                # A writer may have replaced the manifest and removed the old files meanwhile.
+                before, manifest = manifest, read_manifest(folder)
+                if manifest == before:
+                    raise ValueError(
+                        f"{error.filename} is missing; the gallery is damaged"
+                    ) from None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) - len(self.deleted)
+
+    @cached_property
+    def alive(self) -> list[Mask | None]:
+        """Of each segment, which rows are not removed; None where none is."""
+        found: list[Mask | None] = []
+        for segment in self.segments:
+            gone = self.deleted[_between(self.deleted, segment.ids)]
+            mask = np.ones(len(segment.ids), np.bool_)
+            mask[np.searchsorted(segment.ids, gone)] = False
+            found.append(mask if len(gone) else None)
+        return found
+
+    def select(self, where: rows.Where) -> list[Mask | None]:
+        """Of each segment, which rows are there and meet the conditions."""
+        if not where or not self.segments:
+            return self.alive
+        met = rows.select([segment.rows for segment in self.segments], where)
+        return [
+            mask if alive is None else mask & alive
+            for mask, alive in zip(met, self.alive, strict=True)
+        ]
+
+    def ids(self, places: IntArray) -> IntArray:
+        """The ids at places; −1 for none."""
+        found = np.full(places.shape, -1, np.int64)
+        for start, end, segment in zip(
+            self.starts[:-1], self.starts[1:], self.segments, strict=True
+        ):
+            here = (places >= start) & (places < end)
+            found[here] = segment.ids[places[here] - start]
+        return found
+
+    def places(self, ids: IntArray) -> IntArray:
+        """The places of ids that are not removed; −1 for all others."""
+        found = np.full(ids.shape, -1, np.int64)
+        for start, segment in zip(self.starts, self.segments, strict=False):
+            row = np.searchsorted(segment.ids, ids).clip(max=len(segment.ids) - 1)
+            here = segment.ids[row] == ids
+            found[here] = start + row[here]
+        found[np.isin(ids, self.deleted)] = -1
+        return found
+
+    def take(self, places: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
+        """Columns of the rows at places, which are all there."""
+        found: dict[str, list[Any]] = {name: [None] * len(places) for name in columns}
+        owner = np.searchsorted(self.starts, places, "right") - 1
+        for number in np.unique(owner):
+            table = self.segments[number].rows
+            chosen = np.flatnonzero(owner == number)
+            part = rows.arrow().array(places[chosen] - self.starts[number])
+            for name in found:
+                if name in table.column_names:
+                    values = rows.values(table[name].take(part))
+                    for place, value in zip(chosen, values, strict=True):
+                        found[name][place] = value
+        return found
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns."""
+        names = (name for segment in self.segments for name in segment.rows.column_names)
+        return list(dict.fromkeys(("path", "label", *names)))
+
+    def search(self, queries: FloatArray, k: int, allowed: list[Mask | None]) -> Found:
+        """The k nearest of the allowed rows, as good as the indexes are, by place."""
+        scanned: list[Part] = []
+        found: list[Found] = []
+        for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False):
+            part = Part(segment.vectors, segment.squares, int(start), allowed=mask)
+            share = 1.0 if mask is None else float(mask.mean()) if len(mask) else 0.0
+            if segment.index is not None and share >= _FEW:
+                rows = segment.index.candidates(queries, k, mask)
+                places = np.where(rows >= 0, rows + start, -1)
+                found.append(self.store.settle(queries, places, k))
+            elif share < _FEW and mask is not None:
+                chosen = np.flatnonzero(mask)
+                squares = None if segment.squares is None else segment.squares[chosen]
+                part = Part(segment.vectors[chosen], squares, int(start), chosen)
+                scanned.append(part)
+            else:
+                scanned.append(part)
+        if scanned or not found:
+            found.append(self.store.search(scanned, queries, k))
+        return found[0] if len(found) == 1 else join(found, k)
+
+    def parts(self) -> list[Part]:
+        """All rows that are not removed, to be scanned."""
+        return [
+            Part(segment.vectors, segment.squares, int(start), allowed=mask)
+            for start, segment, mask in zip(self.starts, self.segments, self.alive, strict=False)
+        ]
+
+    def without(self, ids: IntArray) -> Manifest:
+        """The manifest of this gallery with more ids removed; their file is written."""
+        gone = np.union1d(self.deleted, ids)
+        return replace(self.manifest, deleted=write_deleted(self.folder, gone))
+
+
+def _between(ids: IntArray, all_ids: IntArray) -> Mask:
+    """Which ids stand in a sorted array of ids."""
+    if not len(all_ids):
+        return np.zeros(len(ids), np.bool_)
+    row = np.searchsorted(all_ids, ids).clip(max=len(all_ids) - 1)
+    return np.asarray(all_ids[row] == ids)

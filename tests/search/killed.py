@@ -1,0 +1,219 @@
+"""Changes of a gallery, each in a process of its own that is killed at one moment after another.
+
+    python -m tests.search.killed FOLDER
+
+Everything is imported once; then processes are forked. A moment is the beginning of anything the
+system is asked for about a file of the gallery: opening it to write, renaming, removing it.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from proximetry.metrics import retrieve
+from proximetry.search import Gallery, gallery, staging
+from tests.search.conftest import make_embedder, make_table, make_vectors
+
+EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def kill_at(moment, folder):
+    """Kill this process at the n-th event, counted from now on."""
+    left = [moment]
+
+    def watch(event, arguments):
+        changes = event in EVENTS or (event == "open" and (arguments[2] or 0) & WRITING)
+        if changes and str(folder) in os.fsdecode(str(arguments[0])):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def in_a_process(work):
+    """Run this in a fork; return whether it came to its end."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0, "failed without being killed"
+    return True
+
+
+BEFORE, AFTER = make_vectors(60), make_vectors(30, seed=1)
+
+
+def build(folder):
+    Gallery.build(make_embedder(), make_table(0, 60), folder, vectors=BEFORE)
+
+
+def add(folder):
+    Gallery.open(folder).add(make_table(60, 30), vectors=AFTER)
+
+
+def remove(folder):
+    Gallery.open(folder).remove(range(10, 40))
+
+
+def update(folder):
+    Gallery.open(folder).update(make_table(50, 30), vectors=AFTER)
+
+
+def compact(folder):
+    Gallery.open(folder).compact()
+
+
+def state(folder):
+    """What a gallery holds, found by a search that is compared with a plain one."""
+    found = Gallery.open(folder)
+    found.verify()
+    ids = found.ids()
+    vectors = found.vectors(ids)
+    wanted = retrieve(vectors, queries=AFTER[:3], k=5)
+    assert np.array_equal(found.search(AFTER[:3], 5).ids, ids[wanted.ids])
+    known = found.rows(ids)
+    return ids.tolist(), known["path"], vectors.tobytes()
+
+
+def interrupt(change, before, home):
+    """Kill a change at every moment; what is there is the state before or after, and goes on."""
+    home.mkdir()
+    start = home / "start"
+    if before:
+        build(start)
+        for step in before:
+            step(start)
+    after = home / "after"
+    if before:
+        shutil.copytree(start, after)
+    change(after)
+    wanted = {"after": state(after)}
+    if before:
+        wanted["before"] = state(start)
+    moments = 0
+    while True:
+        moments += 1
+        folder = home / f"moment-{moments}"
+        if before:
+            shutil.copytree(start, folder)
+        ended = in_a_process(lambda: (kill_at(moments, folder), change(folder)))  # noqa: B023
+        there = (folder / "gallery.json").exists()
+        assert there or not before
+        found = state(folder) if there else None
+        names = [name for name, value in wanted.items() if value == found]
+        assert names or not there, f"neither before nor after: {moments}"
+        if "after" not in names:
+            change(folder)
+            assert state(folder) == wanted["after"]
+        # Nothing is left over from the killed process once another one has written.
+        Gallery.open(folder).remove([])
+        named = {info.name for info in Gallery.open(folder)._now.manifest.segments}
+        assert {path.name for path in (folder / "segments").iterdir()} == named
+        assert not list(folder.glob(".*"))
+        shutil.rmtree(folder)
+        if ended:
+            return moments
+
+
+def at_random(home, times):
+    """Kill a process that changes a gallery again and again; no change is ever half there."""
+    home.mkdir()
+    folder = home / "gallery"
+    build(folder)
+    draw = random.Random(0)
+    changes = 0
+    for turn in range(times):
+        child = os.fork()
+        if child == 0:
+            torch.manual_seed(turn)
+            opened = Gallery.open(folder)
+            while True:
+                first = int(time.monotonic_ns())
+                ids = opened.add(make_table(first, 20), vectors=make_vectors(20, seed=2))
+                opened.remove(ids[::2])
+                opened.compact()
+        time.sleep(draw.uniform(0.02, 0.5))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = Gallery.open(folder)
+        found.verify()
+        more = len(found) - 60
+        assert more % 10 == 0, f"half a change: {more}"
+        changes += more // 10
+        ids = found.ids()
+        assert len(found.rows(ids)["path"]) == len(found)
+        found.remove(ids[60:])
+    return changes
+
+
+def together(home, writers, times):
+    """Several processes add and remove at once; nothing of anybody is lost."""
+    home.mkdir()
+    folder = home / "gallery"
+    build(folder)
+    children = []
+    for writer in range(writers):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                opened = Gallery.open(folder)
+                for turn in range(times):
+                    first = 1000 * (writer + 1) + 10 * turn
+                    vectors = make_vectors(10, seed=first)
+                    ids = opened.add(make_table(first, 10), vectors=vectors)
+                    assert opened.search(vectors, 1).ids.ravel().tolist() == ids.tolist()
+                    opened.remove(ids[5:])
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * writers
+    found = Gallery.open(folder)
+    found.verify()
+    firsts = [1000 * (w + 1) + 10 * turn for w in range(writers) for turn in range(times)]
+    wanted = [first + i for first in firsts for i in range(5)]
+    paths = {os.path.basename(path) for path in found.rows(found.ids())["path"]}
+    assert paths == {f"{number:05d}.png" for number in (*range(60), *wanted)}
+    return len(found)
+
+
+def main(home):
+    torch.set_num_threads(1)
+    os.fsync = lambda handle: None  # which takes time, and matters where the power fails
+    gallery.MERGED = 1000
+    staging.CHUNK = 4
+    told = {
+        "build": interrupt(build, [], home / "build"),
+        "add": interrupt(add, [remove], home / "add"),
+        "remove": interrupt(remove, [add], home / "remove"),
+        "update": interrupt(update, [remove], home / "update"),
+        "compact": interrupt(compact, [add, remove], home / "compact"),
+        "random": at_random(home / "random", 10),
+        "together": together(home / "together", 2, 8),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""The exact scan against `metrics.retrieve` and plain computations, with all kinds of ties."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proximetry.metrics import retrieve
+from proximetry.metrics.inputs import normalize
+from proximetry.search import exact
+from proximetry.search.exact import Part, Store, group_pairs, similar_pairs
+
+
+def make_store(vectors, similarity, edges=()):
+    """The vectors in segments that begin at these rows, and all of them to be scanned."""
+    starts = np.array([0, *sorted(edges), len(vectors)])
+    segments = [vectors[a:b] for a, b in pairwise(starts)]
+    squares = [(s.astype(np.float64) ** 2).sum(1).astype(np.float32) for s in segments]
+    longest = float(np.sqrt((vectors.astype(np.float64) ** 2).sum(1).max(initial=0)))
+    store = Store(segments, starts, similarity, longest)
+    wanted = similarity == "euclidean"
+    parts = [
+        Part(vectors, square if wanted else None, int(start))
+        for vectors, square, start in zip(segments, squares, starts, strict=False)
+    ]
+    return store, parts
+
+
+def exact_vectors(draw, count, similarity):
+    """Vectors whose products float32 holds exactly, many of them equally near or equal."""
+    if similarity == "euclidean":
+        return draw.integers(-2, 3, (count, 6)).astype(np.float32)
+    found = np.zeros((count, 8), np.float32)
+    for row in found:  # four entries of a half have length 1
+        row[draw.choice(8, 4, replace=False)] = draw.choice([-0.5, 0.5], 4)
+    return found
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 80),
+    queries=st.integers(1, 6),
+    k=st.integers(1, 90),
+    similarity=st.sampled_from(["cosine", "euclidean"]),
+    edges=st.sets(st.integers(1, 79), max_size=3),
+)
+def test_exact_search_equals_retrieve_including_ties(seed, count, queries, k, similarity, edges):
+    draw = np.random.default_rng(seed)
+    vectors = exact_vectors(draw, count, similarity)
+    asked = exact_vectors(draw, queries, similarity)
+    store, parts = make_store(vectors, similarity, {edge for edge in edges if edge < count})
+    k = min(k, count)
+    found = store.search(parts, asked, k)
+    wanted = retrieve(vectors, queries=asked, k=k, similarity=similarity)
+    assert np.array_equal(found.places, wanted.ids)
+    scores = found.scores if similarity == "cosine" else -np.sqrt(-found.scores)
+    np.testing.assert_allclose(scores, wanted.similarities, rtol=2e-7)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+@pytest.mark.parametrize("dim", [3, 64])
+def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
+    draw = np.random.default_rng(0)
+    vectors = draw.standard_normal((6000, dim)).astype(np.float32)
+    vectors[3000:3500] = vectors[:500]
+    vectors[4000:4100] = vectors[7]  # more copies than any list holds
+    if similarity == "cosine":
+        vectors = normalize(torch.from_numpy(vectors)).numpy()
+    asked = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
+    store, parts = make_store(vectors, similarity, {1000, 5990})
+    found = store.search(parts, asked, 10)
+    # In float64, as in float32 neighbours of almost the same distance may change places.
+    wanted = retrieve(
+        vectors.astype(np.float64),
+        queries=asked.astype(np.float64),
+        k=10,
+        similarity=similarity,
+    )
+    if similarity == "cosine":
+        asked = normalize(torch.from_numpy(asked)).numpy()
+        found = store.search(parts, asked, 10)
+    assert np.array_equal(found.places, wanted.ids)
+    assert found.places[7].tolist() == [7, 3007, *range(4000, 4008)]
+    assert len(set(found.scores[7].tolist())) == 1
+
+
+@given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-25, 1e-6, 1.0, 1e6]))
+def test_neighbours_that_float32_products_confuse_are_told_apart(seed, scale):
+    draw = np.random.default_rng(seed)
+    center = draw.standard_normal(16) * 30  # far from the origin, and close together
+    vectors = ((center + draw.standard_normal((200, 16)) * 1e-3) * scale).astype(np.float32)
+    asked = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
+    store, parts = make_store(vectors, "euclidean", {77})
+    found = store.search(parts, asked, 5)
+    for query, places in zip(asked.astype(np.longdouble), found.places, strict=True):
+        distances = ((vectors.astype(np.longdouble) - query) ** 2).sum(1).astype(np.float64)
+        rounded = distances.astype(np.float32)
+        assert places.tolist() == np.lexsort((np.arange(200), rounded))[:5].tolist()
+
+
+def test_a_query_alone_finds_what_it_finds_among_a_thousand():
+    draw = np.random.default_rng(1)
+    vectors = normalize(torch.from_numpy(draw.standard_normal((5000, 33)))).float().numpy()
+    asked = normalize(torch.from_numpy(draw.standard_normal((1100, 33)))).float().numpy()
+    store, parts = make_store(vectors, "cosine", {17, 4000})
+    together = store.search(parts, asked, 7)
+    for row in (0, 1, 500, 1099):
+        alone = store.search(parts, asked[row : row + 1], 7)
+        assert np.array_equal(alone.places[0], together.places[row])
+        assert np.array_equal(alone.scores[0], together.scores[row])
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1), k=st.integers(1, 12))
+def test_what_is_not_allowed_is_not_found(seed, share, k):
+    draw = np.random.default_rng(seed)
+    vectors = exact_vectors(draw, 60, "euclidean")
+    allowed = draw.random(60) < share
+    store, parts = make_store(vectors, "euclidean")
+    found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
+    rows = np.flatnonzero(allowed)
+    if not len(rows):
+        assert (found.places == -1).all()
+        assert (found.scores == -np.inf).all()
+        return
+    wanted = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
+    assert np.array_equal(found.places[:, : wanted.k], rows[wanted.ids])
+    assert (found.places[:, wanted.k :] == -1).all()
+
+
+@given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
+def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
+    draw = np.random.default_rng(seed)
+    values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
+    found, columns = exact._largest(values, count)
+    wanted = values.topk(min(count, width), 1).values
+    assert torch.equal(found.sort(1, descending=True).values, wanted)
+    assert torch.equal(values.gather(1, columns), found)
+    assert all(len(set(row)) == len(row) for row in columns.tolist())
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
+    monkeypatch.setattr(exact, "_TILE", 16)
+    draw = np.random.default_rng(3)
+    vectors = exact_vectors(draw, 70, similarity)
+    store, parts = make_store(vectors, similarity, {20, 40})
+    allowed = draw.random(20) < 0.7
+    parts[1] = parts[1]._replace(allowed=allowed)
+    least = 0.5 if similarity == "cosine" else -8.0
+    pairs, scores = similar_pairs(store, parts, least, None)
+    gone = set((20 + np.flatnonzero(~allowed)).tolist())
+    wanted = {}
+    for i in range(70):
+        for j in range(i + 1, 70):
+            difference = vectors[i] - vectors[j]
+            near = vectors[i] @ vectors[j] if similarity == "cosine" else -difference @ difference
+            if near >= least and not {i, j} & gone:
+                wanted[i, j] = float(near)
+    assert len(wanted) > 20
+    assert dict(zip(map(tuple, pairs.tolist()), scores.tolist(), strict=True)) == wanted
+
+
+def test_groups_are_what_pairs_lead_to():
+    pairs = np.array([[1, 5], [5, 9], [2, 3], [20, 21], [21, 22], [20, 22]])
+    found = [group.tolist() for group in group_pairs(pairs)]
+    assert found == [[1, 5, 9], [20, 21, 22], [2, 3]]
+    assert group_pairs(np.empty((0, 2), np.int64)) == []
+
+
+def test_a_threshold_that_nearly_all_meet_is_refused(monkeypatch):
+    monkeypatch.setattr(exact, "_MOST_PAIRS", 100)
+    store, parts = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
+    with pytest.raises(ValueError, match="more than 100 pairs"):
+        similar_pairs(store, parts, 0.9, None)

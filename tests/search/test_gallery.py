@@ -1,0 +1,542 @@
+"""A gallery from the outside: build, search, change; and what it refuses."""
+
+import json
+import os
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from proximetry.data import Catalog
+from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
+from proximetry.search import Gallery, indexes, manifest, rows, segments
+from proximetry.search import gallery as gallery_module
+from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
+
+
+def test_images_are_found_as_retrieve_finds_them(embedder, images, tmp_path):
+    catalog = Catalog.from_folder(images)
+    said = []
+    built = Gallery.build(embedder, catalog, tmp_path / "gallery", report=said.append)
+    assert said == ["index: auto → Flat for 48 images: every search is exact"]
+    vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
+    for found in (built, Gallery.open(tmp_path / "gallery")):
+        result = found.search([catalog.file(3), Image.open(catalog.file(40))], 5)
+        wanted = retrieve(vectors, queries=vectors[[3, 40]], k=5)
+        assert np.array_equal(result.ids, wanted.ids)
+        np.testing.assert_allclose(result.similarities, wanted.similarities, atol=3e-7)
+        assert result.paths[0].tolist() == [catalog.file(i) for i in result.ids[0]]
+        assert result.labels[1].tolist() == [catalog.labels[i] for i in result.ids[1]]
+        assert result.column("split")[0, 0] == "all"
+        assert np.array_equal(found.search(vectors[[3, 40]], 5).ids, result.ids)
+    assert len(built) == len(catalog)
+    assert "48 images, 8 dimensions, cosine, index Flat" in repr(built)
+
+
+def test_euclidean_embedders_are_compared_by_distance(tmp_path):
+    embedder = make_embedder(normalize=False)
+    vectors = make_vectors(50) * 3 + 5
+    found = Gallery.build(embedder, make_table(0, 50), tmp_path / "g", vectors=vectors)
+    queries = make_vectors(4, seed=1) + 5
+    wanted = retrieve(vectors, queries=queries, k=7, similarity="euclidean")
+    result = found.search(queries, 7)
+    assert result.similarity == "euclidean"
+    assert np.array_equal(result.ids, wanted.ids)
+    np.testing.assert_allclose(result.similarities, wanted.similarities, rtol=1e-5)
+    assert np.array_equal(found.vectors([3, 0]), vectors[[3, 0]])
+
+
+def test_half_precision_and_tensors_are_vectors_too(gallery):
+    wanted = gallery.search(make_vectors(3), 4).ids
+    for queries in (torch.from_numpy(make_vectors(3)), make_vectors(3).astype(np.float64)):
+        assert np.array_equal(gallery.search(queries, 4).ids, wanted)
+
+
+def test_images_without_classes_are_a_list_of_files(embedder, images, tmp_path):
+    files = sorted(images.rglob("*.png"))[:5]
+    found = Gallery.build(embedder, files, tmp_path / "gallery")
+    result = found.search(files[:1], 9)
+    assert result.labels.tolist() == [[None] * 5]  # as many as there are
+    assert result.paths[0, 0] == str(files[0])
+    assert found.known([files[0], "elsewhere.png"]) == [True, False]
+
+
+def test_where_filters_exactly(gallery):
+    vectors, queries = make_vectors(60), make_vectors(5, seed=1)
+    for where, chosen in (
+        ({"label": "class3"}, [i for i in range(60) if i % 5 == 3]),
+        ({"label": ["class3", "class1"]}, [i for i in range(60) if i % 5 in (1, 3)]),
+        ({"label": "class0", "path": names(0, 20)}, range(0, 20, 5)),
+        ({"path": names(7, 1)}, [7]),
+    ):
+        wanted = retrieve(vectors[list(chosen)], queries=queries, k=4)
+        found = gallery.search(queries, 4, where=where)
+        assert np.array_equal(found.ids[:, : wanted.k], np.array(chosen)[wanted.ids])
+        assert (found.ids[:, wanted.k :] == -1).all()
+        assert gallery.ids(where).tolist() == list(chosen)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ({"lable": "class1"}, "no column 'lable', did you mean 'label'"),
+        ({"label": "clas1"}, "no image of the gallery has label 'clas1', did you mean 'class1'"),
+        ({"label": []}, "where asks for no value of label"),
+    ],
+)
+def test_where_that_cannot_be_meant(gallery, where, told):
+    with pytest.raises(ValueError, match=told):
+        gallery.search(make_vectors(1), where=where)
+
+
+def test_columns_of_other_kinds_and_rows_that_lack_them(embedder, tmp_path):
+    table = rows.table({"path": names(0, 3), "year": [1990, 2001, 2001]})
+    found = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
+    found.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
+    assert found.ids({"year": 2001}).tolist() == [1, 2]
+    assert found.ids({"year": "1990"}).tolist() == [0]
+    assert found.ids({"label": None}).tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"column year holds int64, which 'then' is not"):
+        found.ids({"year": "then"})
+    found.compact()
+    assert found.rows([4, 1]) == {
+        "path": ["/images/00004.png", "/images/00001.png"],
+        "year": [None, 2001],
+        "label": ["class4", None],
+    }
+
+
+def test_names_that_are_not_utf8(embedder, images, tmp_path):
+    odd = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(odd)
+    file = os.fsdecode(odd + b"/\xff.png")
+    shutil.copy(next(images.rglob("*.png")), file)
+    found = Gallery.build(embedder, Catalog.from_folder(tmp_path), tmp_path / "g")
+    result = found.search([file], 1)
+    assert result.paths[0, 0] == file
+    assert result.labels[0, 0] == os.fsdecode(b"caf\xe9")
+    assert found.ids({"label": os.fsdecode(b"caf\xe9")}).tolist() == [0]
+
+
+def test_changes_keep_ids_and_equal_a_search_of_what_is_left(gallery):
+    everything = np.concatenate([make_vectors(60), make_vectors(30, seed=1)])
+    assert gallery.add(make_table(60, 20), vectors=everything[60:80]).tolist() == [*range(60, 80)]
+    gallery.remove([5, 61, 0])
+    assert gallery.add(make_table(80, 10), vectors=everything[80:]).tolist() == [*range(80, 90)]
+    gallery.remove(gallery.ids({"path": names(88, 1)}))
+    left = [i for i in range(90) if i not in (5, 61, 0, 88)]
+    wanted = retrieve(everything[left], queries=everything[:9], k=6)
+    for _ in range(2):
+        assert len(gallery) == 86
+        found = gallery.search(everything[:9], 6)
+        assert np.array_equal(found.ids, np.array(left)[wanted.ids])
+        assert gallery.rows([61 + 1])["path"] == names(62, 1)
+        gallery.verify()
+        gallery.compact()
+    assert len(gallery._now.segments) == 1
+    assert not len(gallery._now.deleted)
+    again = Gallery.open(gallery.path)
+    assert np.array_equal(again.search(everything[:9], 6).ids, found.ids)
+
+
+def test_update_embeds_again_and_gives_new_ids(gallery):
+    new = make_vectors(3, seed=5)
+    assert gallery.update(make_table(58, 3), vectors=new).tolist() == [60, 61, 62]
+    assert len(gallery) == 61
+    assert gallery.ids({"path": names(58, 3)}).tolist() == [60, 61, 62]
+    assert gallery.search(new, 1).ids.ravel().tolist() == [60, 61, 62]
+
+
+def test_an_image_that_changed_is_embedded_again(embedder, images, tmp_path):
+    files = [shutil.copy(file, tmp_path) for file in sorted(images.rglob("0.png"))[:1]]
+    found = Gallery.build(embedder, files, tmp_path / "g")
+    shutil.copy(sorted(images.rglob("3.png"))[-1], files[0])
+    found.update(files)
+    assert found.search(embedder.encode(files), 1).similarities[0, 0] > 0.99999
+    assert len(found) == 1
+
+
+def test_everything_can_be_removed(gallery):
+    gallery.remove(gallery.ids())
+    for _ in range(2):
+        assert len(gallery) == 0
+        result = gallery.search(make_vectors(2), 3)
+        assert result.ids.tolist() == [[-1], [-1]]
+        assert result.paths.tolist() == [[None], [None]]
+        assert gallery.duplicates().groups == []
+        gallery.compact()
+    assert gallery.add(make_table(0, 2), vectors=make_vectors(2)).tolist() == [60, 61]
+    assert gallery.search(make_vectors(2), 1).ids.ravel().tolist() == [60, 61]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda g: g.remove([3, 99]), "no image of the gallery .* has the id 99"),
+        (lambda g: g.add(make_table(59, 2), vectors=make_vectors(2)), "1 of the images are in"),
+        (lambda g: g.add(make_table(0, 0), vectors=make_vectors(0)), "no images"),
+        (lambda g: g.add(["/x.png", "/x.png"], vectors=make_vectors(2)), "listed twice: /x.png"),
+        (lambda g: g.add(make_table(60, 2), vectors=make_vectors(3)), r"vectors must be \[2, 8\]"),
+        (lambda g: g.add(make_table(60, 1), vectors=make_vectors(1) * np.nan), "NaN"),
+        (lambda g: g.add("/x.png"), "a list of files, got /x.png"),
+        (lambda g: g.add(["/x.png"]), "/x.png: no such file"),
+        (lambda g: g.search(make_vectors(1), 0), "k must be a whole number from 1 up"),
+        (lambda g: g.search(make_vectors(1)[:, :4]), r"vectors must be \[1, 8\]"),
+        (lambda g: g.search(make_vectors(1) * np.inf), "NaN or infinite"),
+        (lambda g: g.search("/x.png"), r"write \[image\]"),
+        (lambda g: g.duplicates(1.5), "from −1 to 1, got 1.5"),
+        (lambda g: g.search(make_vectors(1), expand=-1), "expand must be a whole number"),
+        (lambda g: g.search(make_vectors(1), 1001, rerank=True), "lists of up to 1000"),
+    ],
+)
+def test_mistakes_change_nothing(gallery, change, told):
+    before = sorted(gallery.path.rglob("*"))
+    with pytest.raises(ValueError, match=told):
+        change(gallery)
+    assert len(Gallery.open(gallery.path)) == 60
+    assert sorted(gallery.path.rglob("*")) == before
+
+
+def test_a_query_that_is_no_image(gallery, tmp_path):
+    (tmp_path / "text.jpg").write_text("no picture")
+    with pytest.raises(ValueError, match=r"text\.jpg: not an image in a known format"):
+        gallery.search([tmp_path / "text.jpg"])
+
+
+def test_bad_images_stop_a_build_or_are_left_out(embedder, images, tmp_path):
+    folder = shutil.copytree(images, tmp_path / "images")
+    bad = folder / "class00" / "bad.png"
+    bad.write_bytes(b"no picture")
+    catalog = Catalog.from_folder(folder)
+    with pytest.raises(ValueError, match=r"bad\.png: not an image"):
+        Gallery.build(embedder, catalog, tmp_path / "g")
+    with pytest.raises(ValueError, match="not finished"):
+        Gallery.open(tmp_path / "g")
+    said = []
+    found = Gallery.build(embedder, catalog, tmp_path / "g", bad_images="skip", report=said.append)
+    assert len(found) == len(catalog) - 1
+    assert any("bad.png" in line for line in said)
+    assert str(bad) not in found.search([catalog.file(0)], 48).paths
+    with pytest.raises(ValueError, match="none of the 1 images can be read"):
+        Gallery.build(embedder, [bad], tmp_path / "h", bad_images="skip")
+
+
+def test_a_fingerprint_survives_saving_and_half_precision(embedder, tmp_path):
+    loaded = type(embedder).load(embedder.save(tmp_path / "saved"))
+    assert loaded.fingerprint() == embedder.fingerprint()
+    half = make_embedder().half()
+    assert half.fingerprint() != embedder.fingerprint()
+    assert type(half).load(half.save(tmp_path / "half")).fingerprint() == half.fingerprint()
+
+
+def test_another_embedder_is_refused(gallery, embedder):
+    same = make_embedder()
+    assert same.fingerprint() == embedder.fingerprint()
+    assert Gallery.open(gallery.path, same).embedder is same
+    for other in (make_embedder(seed=1), make_embedder(flip_tta=True)):
+        with pytest.raises(ValueError, match="not the one that built the gallery"):
+            Gallery.open(gallery.path, other)
+    # One that was put in its place is refused as well.
+    make_embedder(seed=1).save(gallery.path / "embedder")
+    opened = Gallery.open(gallery.path)
+    assert len(opened.search(make_vectors(1), 2)) == 1
+    with pytest.raises(ValueError, match="not the one that built the gallery"):
+        opened.search([np.zeros((24, 24, 3), np.uint8)])
+
+
+def test_a_place_that_is_taken_is_refused(gallery, embedder, tmp_path):
+    for place, told in (
+        (gallery.path, "is a gallery already"),
+        (gallery.path / "gallery.json", "is a file"),
+        (tmp_path, "holds other files"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Gallery.build(embedder, make_table(0, 2), place, vectors=make_vectors(2))
+    with pytest.raises(ValueError, match="there is no gallery"):
+        Gallery.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"it has no gallery\.json"):
+        Gallery.open(tmp_path)
+
+
+def test_a_tampered_manifest_is_refused(gallery):
+    file = gallery.path / "gallery.json"
+    text = file.read_text()
+    content = json.loads(text)
+    assert content["gallery"]["next_id"] == 60
+    for old, new in (
+        ('"next_id": 60', '"next_id": 61'),
+        ('"rows": 60', '"rows": 50'),
+        ('"similarity": "cosine"', '"similarity": "euclidean"'),
+        (content["gallery"]["segments"][0]["name"], 32 * "0"),
+        (content["gallery"]["embedder"], 64 * "0"),
+        ('"version": 1', '"version": 2'),
+        ("sha256:", "sha255:"),
+        (text[-20:], ""),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ValueError, match=r"gallery\.json (is damaged|has format version)"):
+            Gallery.open(gallery.path)
+    draw = np.random.default_rng(0)
+    for place in draw.integers(len(text), size=200):
+        flipped = bytearray(text.encode())
+        flipped[place] ^= 1 << draw.integers(8)
+        file.write_bytes(flipped)
+        if flipped.split() != text.encode().split():  # no blank that became another blank
+            with pytest.raises(ValueError, match=r"gallery\.json"):
+                Gallery.open(gallery.path)
+    file.write_text(text)
+    assert len(Gallery.open(gallery.path)) == 60
+
+
+def test_a_sealed_manifest_names_no_other_places(gallery):
+    def write(name):
+        found = gallery._now.manifest
+        info = found.segments[0]
+        bad = [type(info)(**{**vars(info), "name": name})]
+        manifest.write_manifest(gallery.path, type(found)(**{**vars(found), "segments": bad}))
+
+    for name in ("../../etc", "", "A" * 32):
+        write(name)
+        with pytest.raises(ValueError, match="is no segment"):
+            Gallery.open(gallery.path)
+
+
+def test_every_damaged_file_is_found(gallery):
+    gallery.remove([3])
+    home = gallery.path / "segments" / gallery._now.manifest.segments[0].name
+    for file in (*home.iterdir(), *gallery.path.glob("deleted-*.npy")):
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(flipped) // 2] ^= 1
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged: its checksum"):
+            gallery.verify()
+        if file.parent == home:  # damage does not get a new checksum
+            with pytest.raises(ValueError, match="damaged"):
+                gallery.compact()
+        for broken in (content[:-1], content + b"\0", b""):
+            file.write_bytes(broken)
+            with pytest.raises(ValueError, match=rf"{file.name} is damaged: it has"):
+                Gallery.open(gallery.path)
+        file.unlink()
+        with pytest.raises(ValueError, match=rf"{file.name} is missing"):
+            Gallery.open(gallery.path)
+        file.write_bytes(content)
+    Gallery.open(gallery.path).verify()
+
+
+def test_readers_go_on_with_the_version_they_opened(gallery):
+    queries = make_vectors(4, seed=9)
+    reader = Gallery.open(gallery.path)
+    before = reader.search(queries, 60)
+    gallery.remove(range(30))
+    gallery.add(make_table(60, 50), vectors=make_vectors(50, seed=2))
+    gallery.compact()  # after which no file of the reader's version has a name any more
+    after = reader.search(queries, 60)
+    assert np.array_equal(before.ids, after.ids)
+    assert np.array_equal(before.paths, after.paths)
+    assert len(reader) == 60
+    reader.refresh()
+    assert len(reader) == 80
+    assert np.array_equal(reader.search(queries, 9).ids, gallery.search(queries, 9).ids)
+
+
+def test_a_reader_that_was_overtaken_while_opening_reads_again(gallery, monkeypatch):
+    old = manifest.read_manifest(gallery.path)
+    gallery.compact()
+    answers = iter([old, manifest.read_manifest(gallery.path)])
+    monkeypatch.setattr(segments, "read_manifest", lambda folder: next(answers))
+    assert len(Gallery.open(gallery.path)) == 60
+
+
+def test_searching_in_threads_while_another_one_writes(gallery):
+    queries, problems = make_vectors(3, seed=4), []
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            found = gallery.search(queries, 5)
+            if len(set(map(len, (found.ids, found.paths, found.labels)))) != 1:
+                problems.append(found)
+            if (found.paths[found.ids >= 0] == None).any():  # noqa: E711
+                problems.append(found)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for turn in range(10):
+        ids = gallery.add(make_table(60 + turn, 1), vectors=make_vectors(1, seed=turn))
+        gallery.remove(ids)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not problems
+    assert len(gallery) == 60
+
+
+def test_a_second_writer_is_told_who_writes(gallery, monkeypatch):
+    monkeypatch.setattr(manifest, "LOCK_SECONDS", 0.1)
+    said = []
+    with (
+        manifest.locked(gallery.path, None),
+        pytest.raises(ValueError, match=rf"process {os.getpid()} .* has been writing"),
+    ):
+        gallery.remove([1], report=said.append)
+    assert "waiting up to 0.1 s" in said[0]
+    assert len(Gallery.open(gallery.path)) == 60
+
+
+def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
+    monkeypatch.setattr(gallery_module, "MERGED", 40)
+    first = gallery._now.manifest.segments[0]
+    file = gallery.path / "segments" / first.name / "vectors.npy"
+    before = os.stat(file)
+    for turn in range(12):
+        gallery.add(make_table(60 + 5 * turn, 5), vectors=make_vectors(5, seed=turn))
+        assert os.stat(file).st_ino == before.st_ino
+    sizes = [info.rows for info in gallery._now.manifest.segments]
+    assert sizes[0] == 60
+    assert sum(sizes) == 120
+    assert len(sizes) <= 5
+    assert len(list((gallery.path / "segments").iterdir())) == len(sizes)
+    wanted = retrieve(
+        np.concatenate([make_vectors(60), *(make_vectors(5, seed=t) for t in range(12))]),
+        queries=make_vectors(3, seed=50),
+    )
+    assert np.array_equal(gallery.search(make_vectors(3, seed=50)).ids, wanted.ids)
+
+
+@pytest.fixture
+def indexed(monkeypatch):
+    """Indexes for small galleries too."""
+    monkeypatch.setattr(indexes, "LEAST_INDEXED", 500)
+
+
+@pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "PCA6,SQ8", "BFlat"])
+def test_an_index_proposes_and_the_vectors_decide(embedder, tmp_path, indexed, kind):
+    centers = make_vectors(40, seed=7) * 2
+    vectors = (centers[np.arange(800) % 40] + make_vectors(800)).astype(np.float32)
+    found = Gallery.build(embedder, make_table(0, 800), tmp_path / "g", kind, vectors=vectors)
+    assert f"index {kind})" in repr(found)
+    queries = vectors[:60] + make_vectors(60, seed=3) * 0.1
+    wanted = retrieve(vectors, queries=queries, k=10)
+    result = Gallery.open(tmp_path / "g").search(queries, 10)
+    hits = np.mean([np.isin(a, b).mean() for a, b in zip(result.ids, wanted.ids, strict=True)])
+    assert hits > (0.9 if kind in ("HNSW16", "IVF8,Flat") else 0.6)
+    whole = retrieve(vectors, queries=queries, k=800)
+    by_id = np.take_along_axis(whole.similarities, np.argsort(whole.ids, 1), 1)
+    told = np.take_along_axis(by_id, result.ids, 1).ravel()
+    np.testing.assert_allclose(result.similarities.ravel(), told, atol=1e-6)
+    # What is removed or not asked for is never found, and what is added is.
+    gone = np.unique(wanted.ids[:10, 0])
+    found.remove(gone)
+    ids = found.add(make_table(800, 60), vectors=queries)
+    again = found.search(queries, 10)
+    assert np.array_equal(again.ids[:, 0], ids)
+    assert not np.isin(again.ids, gone).any()
+    few = found.search(queries, 10, where={"label": ["class1", "class2"]})
+    assert set(few.labels.ravel()) == {"class1", "class2"}
+    some = found.search(queries, 3, where={"path": names(5, 30)})
+    rows_there = [i for i in range(5, 35) if i not in gone]
+    exact = retrieve(vectors[rows_there], queries=queries, k=3)
+    assert np.array_equal(some.ids, np.array(rows_there)[exact.ids])
+    found.verify()
+    found.compact()
+    assert [info.rows for info in found._now.manifest.segments] == [len(found)]
+    assert np.mean(found.search(queries, 1).ids[:, 0] == ids) > 0.9
+
+
+def test_few_rows_are_searched_exactly_whatever_the_index(embedder, tmp_path):
+    found = Gallery.build(
+        embedder, make_table(0, 30), tmp_path / "g", "HNSW32", vectors=make_vectors(30)
+    )
+    assert "index Flat)" in repr(found)
+    assert found.index == "HNSW32"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("HSNW32", "unknown index 'HSNW32'"),
+        ("IVF16,PQ3", "cannot be made for 8 dimensions"),
+        ("IVF64,Flat", "at least 64 images, and there are 60"),
+        ("BHNSW32", "unknown index"),
+    ],
+)
+def test_an_index_that_cannot_be_made_is_refused_before_the_work(embedder, tmp_path, kind, told):
+    with pytest.raises(ValueError, match=told):
+        Gallery.build(embedder, make_table(0, 60), tmp_path / "g", kind)
+    assert not (tmp_path / "g").exists()
+
+
+def test_auto_chooses_by_size():
+    assert indexes.resolve("auto", 100_000) == ""
+    assert indexes.resolve("auto", 1_000_000) == "IVF4096,PQ64"
+    assert indexes.resolve("HNSW32", 9_999) == ""
+    assert indexes.resolve("HNSW32", 10_000) == "HNSW32"
+
+
+def test_duplicates_are_found_exactly(gallery):
+    copies = gallery.vectors([3, 3, 8])
+    gallery.add(make_table(60, 3), vectors=copies)
+    found = gallery.duplicates()
+    assert [group.tolist() for group in found.groups] == [[3, 60, 61], [8, 62]]
+    assert found.pairs[:4].tolist() == [[3, 60], [3, 61], [8, 62], [60, 61]]
+    assert found.paths[60] == names(60, 1)[0]
+    gallery.remove([60])
+    assert [group.tolist() for group in gallery.duplicates().groups] == [[3, 61], [8, 62]]
+    everything = gallery.duplicates(-1)
+    assert len(everything.pairs) == 62 * 61 // 2
+    assert (np.diff(everything.similarities) <= 0).all()
+
+
+def test_duplicates_of_an_indexed_gallery(embedder, tmp_path, indexed):
+    vectors = make_vectors(600)
+    vectors[300:310] = vectors[:10]
+    found = Gallery.build(embedder, make_table(0, 600), tmp_path / "g", "HNSW16", vectors=vectors)
+    pairs = found.duplicates(0.9999).pairs.tolist()
+    assert sorted(pairs) == [[i, i + 300] for i in range(10)]
+
+
+def test_euclidean_duplicates_need_a_threshold(tmp_path):
+    vectors = make_vectors(20)
+    vectors[7] = vectors[2] + 0.01
+    found = Gallery.build(
+        make_embedder(normalize=False), make_table(0, 20), tmp_path / "g", vectors=vectors
+    )
+    with pytest.raises(ValueError, match="give a threshold"):
+        found.duplicates()
+    assert found.duplicates(0.1).pairs.tolist() == [[2, 7]]
+    np.testing.assert_allclose(found.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)
+
+
+def test_expansion_and_re_ranking_are_told_beside_the_plain_similarity(gallery):
+    queries = make_vectors(4, seed=8)
+    plain = gallery.search(queries, 60)
+    by_id = np.take_along_axis(plain.similarities, np.argsort(plain.ids, 1), 1)
+    assert plain.scores is None
+    vectors = gallery.vectors(gallery.ids())
+    unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+
+    moved = expand_queries(unit, vectors[plain.ids[:, :3]]).astype(np.float32)
+    expanded = gallery.search(queries, 5, expand=3)
+    wanted = retrieve(vectors, queries=moved, k=5)
+    assert np.array_equal(expanded.ids, wanted.ids)
+    np.testing.assert_allclose(expanded.scores, wanted.similarities, atol=1e-6)
+
+    reranked = gallery.search(queries, 5, rerank=True)
+    distances = np.concatenate([k_reciprocal_distances(q[None], vectors) for q in unit])
+    np.testing.assert_allclose(
+        -reranked.scores, np.take_along_axis(distances, reranked.ids, 1), atol=1e-6
+    )
+    np.testing.assert_allclose(-reranked.scores, np.sort(distances, 1)[:, :5], atol=1e-6)
+
+    for result in (expanded, reranked, gallery.search(queries, 5, expand=2, rerank=True)):
+        told = np.take_along_axis(by_id, result.ids, 1)
+        assert np.array_equal(result.similarities, told)
+    few = gallery.search(queries, 5, expand=3, rerank=True, where={"path": names(0, 2)})
+    assert sorted(few.ids[0].tolist()) == [-1, -1, -1, 0, 1]

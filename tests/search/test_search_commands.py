@@ -1,0 +1,150 @@
+"""`index`, `search` and `duplicates` as people and scripts call them."""
+
+import json
+import shutil
+
+import pytest
+from PIL import Image
+
+from proximetry import cli
+from proximetry.search import Gallery
+from tests.search.conftest import make_embedder
+
+
+@pytest.fixture
+def home(images, tmp_path, monkeypatch):
+    """A folder with pictures and an embedder, in which one is."""
+    shutil.copytree(images, tmp_path / "pictures")
+    shutil.copy(tmp_path / "pictures/class00/0.png", tmp_path / "pictures/class00/copy.png")
+    make_embedder().save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        if code:
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+            return printed.err
+        return printed.out
+
+    return run
+
+
+def test_from_pictures_to_results(home, call):
+    told = call("index", "pictures", "--model", "model")
+    assert "index: auto → Flat for 49 images: every search is exact" in told
+    assert "gallery: 49 images, 49 of them new" in told
+    assert "proximetry search QUERY.jpg" in told
+    query = "pictures/class00/0.png"
+    lines = call("search", query, "-k", "3").splitlines()
+    assert lines[0] == query
+    assert lines[1].split() == ["cosine", "class", "image"]
+    assert lines[2].split() == ["1", "1.0000", "class00", query]
+    assert lines[3].split() == ["2", "1.0000", "class00", "pictures/class00/copy.png"]
+    assert len(lines) == 5
+    found = json.loads(call("search", query, "pictures/class01/1.png", "--k", "2", "--json"))
+    assert [one["query"] for one in found["queries"]] == [query, "pictures/class01/1.png"]
+    assert found["queries"][0]["found"][1] == {
+        "id": 4,
+        "similarity": 1.0,
+        "path": str(home / "pictures/class00/copy.png"),
+        "label": "class00",
+    }
+    other = call("search", query, "--where", "label=class04", "label=class05", "--where", "label=x")
+    assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
+    ordered = call("search", query, "--rerank", "--expand", "2")
+    assert "ordered by" in ordered
+    twice = json.loads(call("duplicates", "--threshold", "0.999999", "--json"))
+    assert [str(home / query), str(home / "pictures/class00/copy.png")] in twice["groups"]
+    assert "pictures/class00/copy.png" in call("duplicates")
+
+
+def test_indexing_again_adds_what_is_new(home, call):
+    call("index", "pictures/class00", "pictures/class01/0.png", "--model", "model")
+    again = call("index", "pictures", "pictures/class00")
+    assert "6 images are in gallery already" in again
+    assert "gallery: 49 images, 43 of them new" in again
+    assert "49 images, 0 of them new" in call("index", "pictures", "--model", "model")
+    told = json.loads(call("index", "pictures", "--json"))
+    assert (told["images"], told["added"], told["dim"], told["index"]) == (49, 0, 8, "auto")
+
+
+def test_tables_bring_their_columns(home, call):
+    files = sorted((home / "pictures").rglob("*.png"))
+    lines = [
+        f"{path},{path.parent.name},{'test' if i % 2 else 'train'}" for i, path in enumerate(files)
+    ]
+    (home / "table.csv").write_text("\n".join(["path,label,split", *lines]))
+    call("index", "table.csv", "--model", "model", "--gallery", "there")
+    found = json.loads(
+        call("search", files[0], "--where", "split=test", "--gallery", "there", "--json")
+    )
+    assert {one["split"] for one in found["queries"][0]["found"]} == {"test"}
+
+
+@pytest.mark.parametrize("kind", ["html", "png"])
+def test_contact_sheets_need_no_other_file(home, call, kind):
+    (home / "pictures/class00/<b>.png").write_bytes((home / "pictures/class02/0.png").read_bytes())
+    call("index", "pictures", "--model", "model")
+    (home / "pictures/class00/copy.png").unlink()  # which then has no thumbnail
+    told = call("search", "pictures/class00/0.png", "-k", "50", "--sheet", f"out.{kind}")
+    assert f"contact sheet: out.{kind}" in told
+    if kind == "png":
+        with Image.open("out.png") as sheet:
+            assert sheet.format == "PNG"
+            assert sheet.width < 2000
+            assert sheet.height > 1000
+        return
+    page = (home / "out.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == 50  # the query and 49 of 50
+    assert page.count("not readable") == 1
+    assert "&lt;b&gt;.png" in page
+    assert "<b>" not in page
+    assert "http" not in page
+    assert 'src="/' not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["index", "pictures"], 2, "give --model RUN"),
+        (["index", "--model", "model"], 2, "no images below nothing"),
+        (["index", "nowhere", "--model", "model"], 2, "there is no image or folder nowhere"),
+        (["index", "pictures", "--model", "nowhere"], 2, "there is no folder nowhere"),
+        (["index", "pictures", "--model", "model", "--index", "HSNW"], 2, "unknown index 'HSNW'"),
+        (["index", "pictures", "--model", "model", "--gallery", "pictures"], 2, "other files"),
+        (["search", "pictures/class00/0.png"], 2, "no gallery gallery; `proximetry index`"),
+        (["search"], 2, "which images"),
+        (["search", "a.png", "--sheet", "out.gif"], 2, "must end in .html or .png"),
+        (["search", "a.png", "--sheet", "no/out.png"], 2, "there is no folder no"),
+        (["duplicates", "pictures"], 2, "pictures is no gallery"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_write_nothing(home, call, words, code, told):
+    before = sorted(home.rglob("*"))
+    assert told in call(*words, code=code)
+    assert sorted(home.rglob("*")) == before
+
+
+def test_mistakes_with_a_gallery_that_is_there(home, call):
+    call("index", "pictures", "--model", "model")
+    make_embedder(seed=1).save(home / "other")
+    (home / "bad.jpg").write_text("no picture")
+    for words, code, told in (
+        (["index", "pictures", "--model", "other"], 2, "is not the one that built the gallery"),
+        (["index", "pictures", "--index", "HNSW32"], 2, "was made with --index auto"),
+        (["index", "bad.jpg"], 1, "--bad-images skip leaves such images out"),
+        (["search", "bad.jpg"], 2, "bad.jpg: not an image in a known format"),
+        (["search", "pictures/class00/0.png", "--where", "label"], 2, "must be COLUMN=VALUE"),
+        (["search", "pictures/class00/0.png", "--where", "lable=1"], 2, "did you mean 'label'"),
+        (["duplicates", "--threshold", "2"], 2, "from −1 to 1"),
+    ):
+        assert told in call(*words, code=code)
+    assert len(Gallery.open(home / "gallery")) == 49
