@@ -132,6 +132,7 @@ assert not hasattr(proximetry, "lossses")
 
 
 MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+MODULES |= {"openTSNE": "opentsne", "multipart": "python-multipart"}
 MODULES |= {"faiss": "faiss-cpu", "fontTools": "fonttools"}
 MODULES |= {"pytorch_metric_learning": "pytorch-metric-learning"}
 # Asked for by name where they are wanted, and not ours to install.

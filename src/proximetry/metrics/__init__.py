@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         templates,
         verify_classes,
     )
+    from proximetry.metrics.projection import map_embeddings
     from proximetry.metrics.reranking import expand_queries, k_reciprocal_distances
     from proximetry.metrics.retrieval import RetrievalResult, retrieve
     from proximetry.metrics.separation import Separability, separability
@@ -75,6 +76,7 @@ __all__ = [
     "identify",
     "k_reciprocal_distances",
     "kmeans",
+    "map_embeddings",
     "nmi",
     "pair_similarities",
     "pairwise_f1",
@@ -107,6 +109,7 @@ __getattr__ = lazy_exports(
             "templates",
             "verify_classes",
         ),
+        "projection": ("map_embeddings",),
         "reranking": ("expand_queries", "k_reciprocal_distances"),
         "retrieval": ("RetrievalResult", "retrieve"),
         "separation": ("Separability", "separability"),

@@ -1,0 +1,70 @@
+"""Embeddings as points on a plane, to look at."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from proximetry._common import cores, need
+from proximetry.metrics.inputs import Embeddings, as_embeddings, check_similarity, normalize
+
+_Compared = Literal["cosine", "euclidean"]
+
+_DIM = 50
+"""t-SNE is given so many principal components, as van der Maaten and Hinton 2008 do."""
+_PERPLEXITY = 30.0
+_FEWEST = 10
+
+
+def map_embeddings(
+    embeddings: Embeddings, *, similarity: _Compared = "cosine", seed: int = 0
+) -> npt.NDArray[np.float32]:
+    """Place embeddings on a plane so that neighbours stay neighbours, by t-SNE.
+
+    Distances between groups, and how large they are, mean little: what lies beside what does.
+    Fewer than ten embeddings are placed by their two principal components.
+
+    Args:
+        embeddings: [N, D].
+        similarity: how they are compared, "cosine" or "euclidean".
+        seed: of what t-SNE draws at random.
+
+    Returns:
+        [N, 2], within the unit square and of one scale along both axes.
+    """
+    check_similarity(similarity, _Compared)
+    given = as_embeddings(embeddings).cpu()
+    vectors = normalize(given) if similarity == "cosine" else given
+    components = _principal_components(vectors.double(), _DIM)
+    if len(vectors) < _FEWEST or not bool(components.any()):
+        return _fit_square(components[:, :2].numpy())
+    tsne = need("openTSNE", "map", "A map of embeddings").TSNE(
+        perplexity=min(_PERPLEXITY, (len(vectors) - 1) / 3),
+        initialization="pca",
+        random_state=seed,
+        n_jobs=cores(),
+    )
+    return _fit_square(np.asarray(tsne.fit(components.numpy())))
+
+
+def _principal_components(vectors: Tensor, count: int) -> Tensor:
+    """The coordinates along the directions of largest variance, [N, count]; 0 beyond the last."""
+    centered = vectors - vectors.mean(0)
+    _, directions = torch.linalg.eigh(centered.T @ centered)
+    directions = directions.flip(1)[:, :count]
+    # A direction and its opposite are equally good; one of them is chosen for good.
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    found = centered @ (directions * largest.sign())
+    return torch.nn.functional.pad(found, (0, max(0, count - found.shape[1])))
+
+
+def _fit_square(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    low, high = points.min(0), points.max(0)
+    size = float((high - low).max())
+    if not size > 0:
+        return np.full(points.shape, 0.5, np.float32)
+    return np.asarray(0.5 + (points - (low + high) / 2) / size, np.float32)
