@@ -265,7 +265,7 @@ class Snapshot:
                         found[name][place] = value
         return found
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
         names = (name for segment in self.segments for name in segment.rows.column_names)
