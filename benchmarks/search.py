@@ -119,7 +119,7 @@ def compare(
     print(f"\n{kind}, {count} vectors")
     print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
     print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
-    more = 1 if kind == "Flat" else gallery._now.segments[0].index._oversampling  # type: ignore[union-attr]
+    more = 1 if kind == "Flat" else gallery._now.segments[0].index._oversampling  # type: ignore[attr-defined]
     for batch in BATCHES[size]:
         # A scan takes as long whatever is searched for; an index does not.
         total = batch if batch > 1 else 4 if kind in ("Flat", "BFlat") else 100

@@ -76,6 +76,7 @@ def _serve():
 
     import proximetry.cli.commands
     import proximetry.cli.train_plan
+    import proximetry.search.gallery
     import proximetry.training.run  # noqa: F401
 
     gc.freeze()  # what is there now need not be looked through by every rank

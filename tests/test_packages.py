@@ -136,7 +136,7 @@ MODULES |= {"openTSNE": "opentsne", "multipart": "python-multipart"}
 MODULES |= {"faiss": "faiss-cpu", "fontTools": "fonttools"}
 MODULES |= {"pytorch_metric_learning": "pytorch-metric-learning"}
 # Asked for by name where they are wanted, and not ours to install.
-NOT_OURS = {"triton", "wandb", "tensorboard"}
+NOT_OURS = {"triton", "wandb", "tensorboard", "milvus_lite"}
 
 
 def third_party_imports():

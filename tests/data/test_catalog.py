@@ -1,6 +1,9 @@
+import datetime
 import os
+import pickle
 import string
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,20 +183,113 @@ def test_validation_lists_the_first_few_and_counts_the_rest():
     assert "row 6" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_further_columns_of_a_table_are_left_out_and_noted(tmp_path, suffix):
-    file = tmp_path / f"table.{suffix}"
-    if suffix == "csv":
-        file.write_text("path,price,label\nx.png,9.50,ant\n")
-    else:
-        arrow = pytest.importorskip("pyarrow")
-        columns = {"path": ["x.png"], "price": [9.5], "label": ["ant"]}
-        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), file)
-    read = Catalog.from_csv if suffix == "csv" else Catalog.from_parquet
-    found = read(file, check_files=False)
-    assert found.paths == ("x.png",)
-    assert found.labels == ("ant",)
-    assert found.notes == ("columns that are not used: price",)
+FURTHER = {
+    "price": (9.5, None, 3.0),
+    "year": (1999, 2001, -5),
+    "color": ("red", None, "1"),
+    "zip": ("00123", "4", "5"),
+    "odd name": (os.fsdecode(b"caf\xe9"), "a,b", '"'),
+}
+
+
+def test_further_columns_are_kept(tmp_path):
+    catalog = Catalog(
+        ("a.png", "b.png", "c.png"), ("ant", "bee", "ant"), ("all",) * 3, columns=FURTHER
+    )
+    assert catalog.subset([2, 0]).columns["year"] == (-5, 1999)
+    assert catalog.filter(labels="ant").columns["color"] == ("red", "1")
+    (train, test) = catalog.split_classes(0.5)
+    assert len(train.columns["zip"]) == len(train)
+    assert {len(values) for values in test.columns.values()} == {len(test)}
+    assert hash(catalog) == hash(replace(catalog, columns={}))
+    assert catalog != replace(catalog, columns={})
+    assert pickle.loads(pickle.dumps(catalog)) == catalog
+    catalog.to_csv(tmp_path / "table.csv")
+    assert Catalog.from_csv(tmp_path / "table.csv", check_files=False).columns == FURTHER
+    without = replace(catalog, columns={k: v for k, v in FURTHER.items() if k != "odd name"})
+    without.to_parquet(tmp_path / "table.parquet")
+    again = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
+    assert again.columns == without.columns
+    assert again.notes == ()
+
+
+def test_kinds_of_columns_in_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    columns = {
+        "path": ["a.png", "b.png"],
+        "label": ["ant", "bee"],
+        "sold": [True, None],
+        "day": [datetime.date(1999, 12, 31), None],
+        "weight": [float("nan"), 2.5],
+        "big": arrow.array([2**64 - 1, 1], arrow.uint64()),
+        "kind": arrow.array(["x", "y"]).dictionary_encode(),
+        "vector": [[1.0, 2.0], [3.0, 4.0]],
+        "raw": [b"\xff", b"x"],
+    }
+    file = tmp_path / "table.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), file)
+    found = Catalog.from_parquet(file, check_files=False)
+    assert found.columns == {
+        "sold": (True, None),
+        "day": ("1999-12-31", None),
+        "weight": (None, 2.5),
+        "big": (str(2**64 - 1), 1),
+        "kind": ("x", "y"),
+    }
+    assert found.notes == ("columns that are not used: vector, raw",)
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["1", "-2"], (1, -2)),
+        (["1", "2.5"], (1.0, 2.5)),
+        (["1e3", ".5"], (1000.0, 0.5)),
+        (["1", ""], (1, None)),
+        (["", ""], (None, None)),
+        (["01", "2"], ("01", "2")),
+        (["1", "nan"], ("1", "nan")),
+        (["1", "1e999"], ("1", "1e999")),
+        (["1_0", "2"], ("1_0", "2")),
+        (["1", "-"], ("1", "-")),
+        (["1", "."], ("1", ".")),
+        (["1", "e5"], ("1", "e5")),
+        (["1" * 30, "2"], ("1" * 30, "2")),
+        (["-.5", "-0.25e-1"], (-0.5, -0.025)),
+        (["\u0661", "2"], ("\u0661", "2")),
+        (["true", "false"], ("true", "false")),
+    ],
+)
+def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
+    lines = [f"{row}.png,ant,{cell}" for row, cell in enumerate(cells)]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label,x", *lines]))
+    found = Catalog.from_csv(tmp_path / "table.csv", check_files=False)
+    assert found.columns == {"x": values}
+    assert [type(value) for value in found.columns["x"]] == [type(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"path": ("x",)}, "columns holds 'path', which is the catalogue's own paths"),
+        ({"": ("x",)}, "'' is no usable name for a column"),
+        ({"x": ("a", "b")}, "x has 2 entries, paths has 1"),
+        ({"x": ([1],)}, r"row 1, column x: \[1\] is neither a text nor a number"),
+        ({"x": (float("inf"),)}, "row 1, column x: inf is neither"),
+    ],
+)
+def test_columns_that_cannot_be_kept(columns, told):
+    with pytest.raises(ValueError, match=told):
+        Catalog(("a.png",), ("ant",), ("all",), columns=columns)
+
+
+def test_a_column_that_stands_there_twice_and_one_without_a_name(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("path,label,x,x\na.png,ant,1,2\n")
+    with pytest.raises(ValueError, match="column 'x' appears twice"):
+        Catalog.from_csv(file, check_files=False)
+    file.write_text(",path,label\n0,a.png,ant\n")
+    assert Catalog.from_csv(file, check_files=False).columns == {}
 
 
 @pytest.mark.parametrize(

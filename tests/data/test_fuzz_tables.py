@@ -185,7 +185,10 @@ def check(file, root, columns, read):
         assert isinstance(found, Catalog), found
         assert {name: getattr(found, name) for name in wanted} == wanted
         others = [name for name in columns if name in ("price", "vector", "labels", "Path")]
-        assert found.notes == ((f"columns that are not used: {others[0]}",) if others else ())
+        left_out = [name for name in others if name not in found.columns]  # raw bytes of Parquet
+        assert found.notes == ((f"columns that are not used: {left_out[0]}",) if left_out else ())
+        assert set(found.columns) <= set(others)
+        assert not left_out or file.suffix == ".parquet"
     return "refused" if isinstance(wanted, str) else "read"
 
 

@@ -148,3 +148,55 @@ def test_mistakes_with_a_gallery_that_is_there(home, call):
     ):
         assert told in call(*words, code=code)
     assert len(Gallery.open(home / "gallery")) == 49
+
+
+def test_further_columns_of_a_table_are_kept_and_searched(home, call):
+    table = home / "pictures" / "table.csv"
+    colors = ["red", "blue", ""]
+    lines = ["path,label,year,color,weight"]
+    for row in range(12):
+        name = f"class{row // 4:02d}/{row % 4}.png"
+        lines.append(f"{name},{row // 4},{1999 + row % 2},{colors[row % 3]},{row / 2}")
+    table.write_text("\n".join(lines))
+    told = call("index", table, "--model", "model")
+    assert "not used" not in told
+    query = "pictures/class00/0.png"
+
+    def found(*where):
+        words = [word for one in where for word in ("--where", one)]
+        (answer,) = json.loads(call("search", query, "-k", "20", "--json", *words))["queries"]
+        return answer["found"]
+
+    everything = {one["id"]: one for one in found()}
+    assert len(everything) == 12
+    assert everything[0]["year"] == 1999
+    assert everything[3]["weight"] == 1.5
+    assert everything[2]["color"] is None
+    assert sorted(one["id"] for one in found("color=red")) == [0, 3, 6, 9]
+    assert sorted(one["id"] for one in found("color=red", "year=1999")) == [0, 6]
+    assert sorted(one["id"] for one in found("weight=2", "weight=2.5")) == [4, 5]
+    assert "column year holds int64" in call("search", query, "--where", "year=red", code=2)
+    assert "did you mean 'blue'" in call("search", query, "--where", "color=bleu", code=2)
+    # What does not fit is refused before an image is embedded, and changes nothing.
+    other = home / "pictures" / "other.csv"
+    other.write_text("path,label,year\nclass03/0.png,x,unknown\n")
+    told = call("index", other, code=2)
+    assert "column year holds int64 in the gallery and text in these images" in told
+    other.write_text("path,label,year,color,price\nclass03/0.png,x,,,7\n")
+    assert "13 images, 1 of them new" in call("index", other)
+    assert [one["price"] for one in found("price=7")] == [7]
+    opened = Gallery.open("gallery")
+    opened.compact()
+    assert opened.rows([12]) == {
+        "path": [str(home / "pictures/class03/0.png")],
+        "label": ["x"],
+        "split": ["all"],
+        "year": [None],
+        "color": [None],
+        "weight": [None],
+        "price": [7],
+    }
+    other.write_text("path,label,similarity\nclass03/1.png,x,1\n")
+    told = call("index", other, code=2)
+    assert "the images have a column 'similarity'" in told
+    assert len(Gallery.open("gallery")) == 13

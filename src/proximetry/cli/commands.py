@@ -172,6 +172,8 @@ def embed(
 ) -> None:
     """Embed images and write the embeddings to a file.
 
+    Started by torchrun, several processes embed.
+
     Args:
         embedder: folder of a run or of a saved embedder.
         images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
@@ -183,7 +185,8 @@ def embed(
         bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
-    from proximetry.cli.vectors import Embedded, find_images, find_writer, load_embedder
+    from proximetry.cli.processes import processes
+    from proximetry.cli.vectors import Embedded, embed_files, find_images, find_writer
 
     write, written = find_writer(out)
     for file in written:
@@ -191,25 +194,16 @@ def embed(
     files, notes = find_images(images)
     if not files:
         raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
-    model = load_embedder(embedder, device)
-    bad: dict[int, str] = {}
-    try:
-        with progress_bar("embedding") as report:
-            vectors = model.encode(
-                [path for path, _ in files],
-                batch_size,
-                concat_flip=flip,
-                progress=lambda done: report(done, len(files)),
-                on_error=None if bad_images == "error" else lambda i, e: bad.update({i: str(e)}),
-            )
-    except ValueError as error:
-        if not isinstance(error.__cause__, ValueError):
-            raise
-        raise ValueError(f"{error.__cause__}; --bad-images skip leaves such images out") from error
+    paths = [path for path, _ in files]
+    with processes(device) as world, progress_bar("embedding", shown=world.leads) as report:
+        skip = bad_images == "skip"
+        vectors, bad = embed_files(world, embedder, paths, batch_size, flip, skip, report)
+    if not world.leads:
+        return
     if not len(vectors):
         raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")
     kept = [image for i, image in enumerate(files) if i not in bad]
-    write(Embedded(kept, vectors.numpy()), out)
+    write(Embedded(kept, vectors), out)
     left_out = [bad[i] for i in sorted(bad)]
     document = {
         "out": str(out),

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._common import Progress, UsageError, atomic_write
 from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
+from proximetry.cli.processes import processes
 from proximetry.faces.options import BadImages, Keep, Size
 
 if TYPE_CHECKING:
@@ -200,16 +201,12 @@ def _summary(found: "Alignment", size: str, keep: str) -> str:
 def _processes(
     device: str | None, what: str
 ) -> "Iterator[tuple[World, dist.ProcessGroup | None, Progress | None]]":
-    """Join the processes that torchrun started, for as long as it takes; one shows a bar."""
+    """Join the processes that torchrun started; one shows a bar."""
     import torch.distributed as dist
 
-    from proximetry.training.distributed import join_processes, watching
-    from proximetry.training.recipe import TrainingConfig
-
-    world = join_processes(device)
     with (
-        watching(world, TrainingConfig().rank_timeout),
-        progress_bar(what) if world.leads else nullcontext() as report,
+        processes(device) as world,
+        progress_bar(what, shown=world.leads) as report,
     ):
         yield world, dist.group.WORLD if world.size > 1 else None, report
 

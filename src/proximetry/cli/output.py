@@ -37,16 +37,16 @@ def tell(as_json: bool, document: Any, text: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
+def progress_bar(what: str, *, shown: bool = True) -> Iterator[Progress]:
     """A bar with the time that remains, on a terminal; nothing elsewhere."""
-    with progress_steps() as steps:
+    with progress_steps(shown=shown) as steps:
         yield lambda done, total: steps(what, done, total)
 
 
 @contextmanager
-def progress_steps() -> Iterator[Callable[[str, int, int], None]]:
+def progress_steps(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """The same for several steps one after the other, each of which has a name."""
-    if not sys.stderr.isatty():
+    if not shown or not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
     from rich.console import Console

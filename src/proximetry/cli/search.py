@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from proximetry.cli.output import AsJson, BatchSize, progress_steps, tell
 if TYPE_CHECKING:
     from proximetry.search import Gallery, SearchResult
 
-GALLERY = Path("gallery")
+GALLERY = "gallery"
 """Where `index` makes a gallery and the others look for it, unless told otherwise."""
 _LARGEST_K = 10_000
 
@@ -22,7 +23,7 @@ _LARGEST_K = 10_000
 def index(
     *images: str,
     model: Path | None = None,
-    gallery: Path = GALLERY,
+    gallery: str = GALLERY,
     index: str | None = None,
     batch_size: BatchSize = 64,
     bad_images: Literal["error", "skip"] = "error",
@@ -32,22 +33,47 @@ def index(
     """Embed images and make a gallery of them, or add those that are new to one.
 
     A command that was cut off is simply given again: what is embedded is not embedded twice.
+    Started by torchrun, several processes embed.
 
     Args:
         images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
-        model: folder of a run or of a saved embedder; not needed to add to a gallery, which
-            keeps its own.
-        gallery: folder of the gallery.
+        model: folder of a run or of a saved embedder; not needed to add to a folder, which keeps
+            its own.
+        gallery: folder of the gallery, or an address on Milvus: milvus://host:19530/collection, or
+            milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
             approximately, BFlat by binary codes; default: auto, which chooses by size.
         batch_size: images per forward pass.
         bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
+    from proximetry.cli.processes import processes
+    from proximetry.search.staging import help_out, with_helpers
+
+    with processes(device) as world:
+        own = str(world.device) if world.size > 1 else device
+        if world.leads:
+            with with_helpers() if world.size > 1 else nullcontext():
+                _index(images, model, gallery, index, batch_size, bad_images, own, as_json)
+        else:
+            help_out(lambda: _load(model or Path(gallery) / "embedder", own))
+
+
+def _index(
+    images: Sequence[str],
+    model: Path | None,
+    gallery: str,
+    index: str | None,
+    batch_size: int,
+    bad_images: str,
+    device: str | None,
+    as_json: bool,
+) -> None:
     from proximetry.search import Gallery
+    from proximetry.search.gallery import is_milvus
 
     table, notes = _find_rows(images)
-    there = (gallery / "gallery.json").exists()
+    there = _exists(gallery)
     if not there and model is None:
         raise UsageError(f"which embedder? There is no gallery {gallery} yet: give --model RUN")
     told: list[str] = []
@@ -69,7 +95,7 @@ def index(
         except ValueError as error:
             raise _advised(error) from error
     document = {
-        "gallery": str(gallery),
+        "gallery": gallery,
         "images": len(opened),
         "added": added,
         "dim": opened.dim,
@@ -79,7 +105,24 @@ def index(
     text = f"{gallery}: {spaced(len(opened))} images, {spaced(added)} of them new"
     hint = "Next:\n  proximetry search QUERY.jpg"
     hint += "" if gallery == GALLERY else f" --gallery {gallery}"
+    hint += f" --model {model}" if is_milvus(gallery) else ""
     tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
+
+
+def _exists(gallery: str) -> bool:
+    from proximetry.search.gallery import is_milvus
+
+    if is_milvus(gallery):
+        from proximetry.search.milvus import exists
+
+        return exists(gallery)
+    return (Path(gallery) / "gallery.json").exists()
+
+
+def _open(gallery: str, model: Path | None) -> "Gallery":
+    from proximetry.search import Gallery
+
+    return Gallery.open(gallery, None if model is None else _load(model, None))
 
 
 def _load(model: Path | None, device: str | None) -> Any:
@@ -113,7 +156,7 @@ def _find_rows(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def _add(
-    folder: Path,
+    gallery: str,
     model: Path | None,
     index: str | None,
     device: str | None,
@@ -125,17 +168,17 @@ def _add(
     from proximetry.search import Gallery
     from proximetry.search.rows import arrow, values
 
-    if model is None and device is not None:
-        model = folder / "embedder"
-    found = Gallery.open(folder, None if model is None else _load(model, device))
+    if model is None and device is not None and (Path(gallery) / "embedder").exists():
+        model = Path(gallery) / "embedder"
+    found = Gallery.open(gallery, None if model is None else _load(model, device))
     if index not in (None, found.index):
         raise UsageError(
-            f"the gallery {folder} was made with --index {found.index}; for another one remove the "
-            "folder or choose another with --gallery"
+            f"the gallery {gallery} was made with --index {found.index}; for another one remove it "
+            "or choose another with --gallery"
         )
     known = found.known(values(table["path"]))
     if any(known):
-        told.append(f"{spaced(sum(known))} images are in {folder} already")
+        told.append(f"{spaced(sum(known))} images are in {gallery} already")
     if all(known):
         return 0
     new = table.take(arrow().array([row for row, one in enumerate(known) if not one]))
@@ -156,7 +199,8 @@ def _advised(error: ValueError) -> ValueError:
 def search(
     *queries: Path,
     k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=_LARGEST_K))] = 10,
-    gallery: Path = GALLERY,
+    gallery: str = GALLERY,
+    model: Path | None = None,
     where: tuple[str, ...] = (),
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=_LARGEST_K))] = 0,
     rerank: Annotated[bool, Parameter(negative=())] = False,
@@ -168,14 +212,15 @@ def search(
     Args:
         queries: image files.
         k: how many to find for each.
-        gallery: folder of the gallery.
+        gallery: folder of the gallery, or its address on Milvus.
+        model: the run or embedder that made the gallery; needed on Milvus, which keeps none.
         where: search only images with this value in a column: label=jay, split=test; of several
             values for one column any will do.
         expand: query expansion: search again for the query moved towards so many of its neighbours.
         rerank: order what is nearest by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
-    from proximetry.search import Gallery, contact_sheet
+    from proximetry.search import contact_sheet
 
     if not queries:
         raise UsageError("which images? Name some to search for")
@@ -183,7 +228,7 @@ def search(
         if sheet.suffix not in (".html", ".png"):
             raise UsageError(f"--sheet {sheet} must end in .html or .png")
         check_writable(sheet)
-    opened = Gallery.open(gallery)
+    opened = _open(gallery, model)
     result = opened.search(list(queries), k, where=_conditions(where), expand=expand, rerank=rerank)
     names = [str(query) for query in queries]
     if sheet is not None:
@@ -205,11 +250,11 @@ def _conditions(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _document(
-    gallery: Path, opened: "Gallery", names: Sequence[str], result: "SearchResult"
+    gallery: str, opened: "Gallery", names: Sequence[str], result: "SearchResult"
 ) -> dict[str, Any]:
     columns = {name: result.column(name) for name in result.columns}
     return {
-        "gallery": str(gallery),
+        "gallery": gallery,
         "images": len(opened),
         "similarity": result.similarity,
         "queries": [
@@ -266,22 +311,20 @@ def _short(path: str) -> str:
 
 
 def duplicates(
-    gallery: Path = GALLERY, *, threshold: float | None = None, as_json: AsJson = False
+    gallery: str = GALLERY, *, threshold: float | None = None, as_json: AsJson = False
 ) -> None:
     """Find images of a gallery that are copies of each other, or nearly.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: folder of the gallery, or its address on Milvus.
         threshold: the cosine from which on images are alike, by default 0.99; or the Euclidean
             distance up to which they are, where the embedder is compared by that.
     """
-    from proximetry.search import Gallery
-
-    opened = Gallery.open(gallery)
+    opened = _open(gallery, None)
     with progress_steps() as steps:
         found = opened.duplicates(threshold, steps=steps)
     document = {
-        "gallery": str(gallery),
+        "gallery": gallery,
         "images": len(opened),
         "groups": [[found.paths[int(one)] for one in group] for group in found.groups],
         "pairs": [

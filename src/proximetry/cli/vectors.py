@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import UsageError, atomic_write, need, some
+from proximetry._common import Progress, UsageError, atomic_write, gather_rows, need, some
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from torch import Tensor
 
     from proximetry.data import Catalog
     from proximetry.models import Embedder
+    from proximetry.training.distributed import World
 
 Image = tuple[str, str | None]
 """A path, and the class where the image comes from a folder of class folders or a table."""
@@ -74,6 +76,55 @@ def _images_below(folder: Path) -> tuple[list[Image], list[str]]:
         except ValueError as error:
             notes.append(f"without classes: {error}")
     return [(str(folder / path), labels.get(path)) for path in paths], notes
+
+
+def embed_files(
+    world: "World",
+    folder: Path,
+    paths: Sequence[str],
+    batch_size: int,
+    flip: bool,
+    skip: bool,
+    progress: Progress,
+) -> "tuple[npt.NDArray[np.float32], dict[int, str]]":
+    """Return the vectors of images, and why those without one could not be read.
+
+    Of several ranks each embeds some of the batches, which are those of one process; all of them
+    get everything.
+    """
+    import torch.distributed as dist
+
+    from proximetry.metrics.distributed import gather_objects, together
+
+    group = dist.group.WORLD if world.size > 1 else None
+    batches = -(-len(paths) // batch_size)
+    first, last = (
+        number * batches // world.size * batch_size for number in (world.rank, world.rank + 1)
+    )
+    bad: dict[int, str] = {}
+
+    def embed() -> "Tensor":
+        try:
+            return load_embedder(folder, str(world.device)).encode(
+                paths[first:last],
+                batch_size,
+                concat_flip=flip,
+                progress=lambda done: progress(min(world.size * done, len(paths)), len(paths)),
+                on_error=(lambda i, error: bad.update({first + i: str(error)})) if skip else None,
+            )
+        except ValueError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ValueError):
+                raise
+            raise ValueError(f"{cause}; --bad-images skip leaves such images out") from error
+
+    vectors = together(embed, group)
+    if group is None:
+        return vectors.numpy(), bad
+    whole, _ = gather_rows(vectors, group)
+    for found in gather_objects(dict(bad), group):
+        bad.update(found)
+    return whole.numpy(), bad
 
 
 @dataclass(frozen=True)

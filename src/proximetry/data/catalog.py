@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -41,6 +41,8 @@ class Catalog:
         groups: anything coarser than a class, such as the kind of product.
         notes: what the reader of the data has to say, such as missing images.
         layout: one sentence on what was taken for classes and splits, where that was found out.
+        columns: whatever else is known of the images, by name: texts, numbers, True and False, or
+            None. Galleries keep it; training does not ask for it.
     """
 
     paths: tuple[str, ...]
@@ -52,6 +54,7 @@ class Catalog:
     groups: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     layout: str = field(default="", compare=False)
+    columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
@@ -59,6 +62,8 @@ class Catalog:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
+        columns = {name: tuple(values) for name, values in self.columns.items()}
+        object.__setattr__(self, "columns", columns)
         _check(self)
 
     def __len__(self) -> int:
@@ -97,11 +102,12 @@ class Catalog:
 
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
         picks = np.arange(len(self))[chosen].tolist()
-        columns: dict[str, Any] = {
-            FIELDS[name]: tuple(values[i] for i in picks)
-            for name, values in self._columns().items()
+        chosen_of = {
+            name: tuple(values[i] for i in picks) for name, values in self._columns().items()
         }
-        return replace(self, **columns)
+        columns = {name: chosen_of.pop(name) for name in self.columns}
+        fields: dict[str, Any] = {FIELDS[name]: values for name, values in chosen_of.items()}
+        return replace(self, columns=columns, **fields)
 
     def filter(
         self,
@@ -233,8 +239,9 @@ class Catalog:
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
-        Columns: path, label; if wanted split, query, gallery, group. `root` is the CSV's own
-        folder unless given.
+        Columns: path, label; if wanted split, query, gallery, group. Others become `columns`:
+        numbers where all of their values are numbers, else text; None where nothing is written.
+        `root` is the CSV's own folder unless given.
         """
         return cls._from_table(read_csv(Path(file)), file, root, check_files)
 
@@ -242,7 +249,7 @@ class Catalog:
     def from_parquet(
         cls, file: AnyPath, root: AnyPath | None = None, *, check_files: bool = True
     ) -> Catalog:
-        """Read a Parquet table; columns as in `from_csv`."""
+        """Read a Parquet table; columns as in `from_csv`, with the kinds that they have there."""
         return cls._from_table(read_parquet(Path(file)), file, root, check_files)
 
     @classmethod
@@ -267,7 +274,8 @@ class Catalog:
         write_parquet(Path(file), self._columns())
 
     def _columns(self) -> dict[str, tuple[Any, ...]]:
-        return {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
+        ours = {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
+        return {**ours, **self.columns}
 
 
 def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
@@ -327,9 +335,15 @@ def _check_files(catalog: Catalog) -> None:
 def _check(catalog: Catalog) -> None:
     """Raise one error that lists the first offending rows, columns and values."""
     size = len(catalog.paths)
+    for name in catalog.columns:
+        if name in FIELDS:
+            raise ValueError(f"columns holds {name!r}, which is the catalogue's own {FIELDS[name]}")
+        if not _is_text(name) or not name:
+            raise ValueError(f"{name!r} is no usable name for a column")
     for column, values in catalog._columns().items():
         if len(values) != size:
-            raise ValueError(f"{FIELDS[column]} has {len(values)} entries, paths has {size}")
+            name = FIELDS.get(column, column)
+            raise ValueError(f"{name} has {len(values)} entries, paths has {size}")
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
@@ -355,11 +369,27 @@ def _problems(catalog: Catalog) -> Iterator[str]:
         for i, flag in enumerate(flags or ()):
             if not isinstance(flag, bool):
                 yield f"row {i + 1}, column {column}: {flag!r} is neither true nor false"
+    yield from _problems_elsewhere(catalog)
     # The same picture twice would be its own nearest neighbour.
     counts = Counter(catalog.paths)
     for i, path in enumerate(catalog.paths if len(counts) < len(catalog) else ()):
         if counts[path] > 1:
             yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
+
+
+def _problems_elsewhere(catalog: Catalog) -> Iterator[str]:
+    for column, values in catalog.columns.items():
+        for i, value in enumerate(values):
+            text = isinstance(value, str) and _is_text(value.replace("\0", ""))
+            if not (text or value is None or _is_number(value)):
+                yield f"row {i + 1}, column {column}: {value!r} is neither a text nor a number"
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number, also True or False, that 64 bits hold."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _is_text(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -28,10 +29,15 @@ _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 _MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
 _BOX = re.compile(r"(b|bounding_?)?box(es)?(_.*)?", re.IGNORECASE)
 
+# Whole numbers and others as people write them, but neither 007 nor 1_000 nor nan, and no more
+# digits than 64 bits hold: those are names.
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_DECIMAL = re.compile(rf"({_WHOLE.pattern}(\.[0-9]+)?|-?\.[0-9]+)([eE][+-]?[0-9]+)?")
+
 Columns = dict[str, tuple[Any, ...]]
 
 
-def read_csv(file: Path) -> Columns:
+def read_csv(file: Path) -> dict[str, Any]:
     """Read a CSV file into the fields of Catalog."""
     # utf-8-sig drops the mark that spreadsheets write first; surrogateescape keeps file
     # names that are not UTF-8 as the system gave them.
@@ -52,20 +58,54 @@ def read_csv(file: Path) -> Columns:
                 f"{line!r}"
             )
     columns = {name: [line[i] for line in table] for i, name in enumerate(header)}
-    return _to_fields(file, header, columns)
+    kept = {name: _numbers(values) for name, values in columns.items() if name not in FIELDS}
+    return _to_fields(file, header, columns, kept)
 
 
-def read_parquet(file: Path) -> Columns:
+def read_parquet(file: Path) -> dict[str, Any]:
     """Read a Parquet file into the fields of Catalog."""
     parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
     with _opened(file) as stream:
         with _named_errors(file):
-            header = parquet.read_schema(stream).names
-        _check_header(file, header)
+            schema = parquet.read_schema(stream)
+        _check_header(file, schema.names)
+        wanted = [entry.name for entry in schema if entry.name in FIELDS or _is_plain(entry.type)]
         with _named_errors(file):
-            table = parquet.read_table(stream, columns=[n for n in header if n in FIELDS])
+            table = parquet.read_table(stream, columns=wanted)
             columns = {name: _values(table[name]) for name in table.column_names}
-    return _to_fields(file, header, columns)
+    kept = {
+        name: [_plain(value) for value in values]
+        for name, values in columns.items()
+        if name not in FIELDS
+    }
+    return _to_fields(file, schema.names, columns, kept)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a column holds texts or numbers: no lists, such as vectors, no records, no bytes."""
+    types = need("pyarrow", "parquet", "Reading Parquet").types
+    raw = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return not types.is_nested(kind) and not raw
+
+
+def _plain(value: Any) -> Any:
+    """A value of Parquet as a catalogue has it: a number, a text, or None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    return None if value is None else _text(value)
+
+
+def _numbers(texts: Sequence[str]) -> list[Any]:
+    """Cells of CSV as numbers, if all that are not empty are; None for empty ones."""
+    there = [text for text in texts if text]
+    read: Any = None
+    if all(_WHOLE.fullmatch(text) for text in there):
+        read = int
+    elif all(_DECIMAL.fullmatch(text) and math.isfinite(float(text)) for text in there):
+        read = float
+    return [(read(text) if read else text) if text else None for text in texts]
 
 
 @contextmanager
@@ -102,21 +142,25 @@ def _check_header(file: Path, header: list[str]) -> None:
             "to their boxes first, or take the column out of the table"
         )
     for name in header:
+        if header.count(name) > 1 and name:
+            raise ValueError(f"{file}: column {name!r} appears twice")
         if name in FIELDS:
-            if header.count(name) > 1:
-                raise ValueError(f"{file}: column {name!r} appears twice")
-        elif any(mark in name for mark in ";\t|"):
+            continue
+        if any(mark in name for mark in ";\t|"):
             raise ValueError(f"{file}: column {name!r}: the columns must be separated by commas")
-        elif get_close_matches(name.lower(), absent):  # a slip; other columns are left out
+        if get_close_matches(name.lower(), absent):  # a slip; other columns are kept as they are
             raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
     for name in ("path", "label"):
         if name not in header:
             raise ValueError(f"{file}: the column {name!r} is missing; it has {', '.join(header)}")
 
 
-def _to_fields(file: Path, header: list[str], columns: dict[str, list[Any]]) -> Columns:
-    fields: Columns = {"splits": ("all",) * len(columns["path"])}
-    others = [name for name in header if name not in FIELDS]
+def _to_fields(
+    file: Path, header: list[str], columns: dict[str, list[Any]], kept: dict[str, list[Any]]
+) -> dict[str, Any]:
+    kept.pop("", None)  # as a table has that was written with the numbers of its rows
+    fields: dict[str, Any] = {"splits": ("all",) * len(columns["path"]), "columns": kept}
+    others = [name for name in header if name not in FIELDS and name not in kept]
     if others:
         fields["notes"] = (f"columns that are not used: {some(others)}",)
     for name, field in FIELDS.items():
@@ -161,11 +205,23 @@ def write_parquet(file: Path, columns: Columns) -> None:
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
     arrays = [
-        arrow.array(values, arrow.bool_()) if name in _ROLES else text_array(values)
+        arrow.array(values, arrow.bool_()) if name in _ROLES else _array(values)
         for name, values in columns.items()
     ]
     with atomic_path(file) as part:
         parquet.write_table(arrow.table(arrays, names=list(columns)), os.fspath(part))
+
+
+def _array(values: Sequence[Any]) -> Any:
+    """Return a column for Parquet; numbers among texts become texts."""
+    if all(value is None or isinstance(value, str) for value in values):
+        return text_array(values)
+    arrow = need("pyarrow", "parquet", "Writing Parquet")
+    if any(isinstance(value, str) for value in values):
+        return text_array([None if value is None else str(value) for value in values])
+    if any(isinstance(value, float) for value in values):
+        return arrow.array([None if value is None else float(value) for value in values])
+    return arrow.array(values)
 
 
 def text_array(values: Sequence[str | None]) -> Any:

@@ -1,10 +1,13 @@
-"""`Gallery`: images, their vectors and an index, in a folder that is never half-written."""
+"""`Gallery`: images, their vectors and an index, in a folder that is never half-written.
+
+Galleries on Milvus (`search/milvus.py`) are searched by the same code, and changed by their own.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -43,7 +46,9 @@ from proximetry.search.segments import (
     Segment,
     Snapshot,
     Steps,
+    Version,
     prepared,
+    quiet,
     write_deleted,
     write_segment,
 )
@@ -62,24 +67,31 @@ MERGED = 65_536
 _BLOCK = 65_536
 # Images that are ordered anew by k-reciprocal re-ranking, or twice as many as are wanted.
 _RERANKED, _MOST_RERANKED = 100, 1000
-# Neighbours that an index is asked for when it looks for duplicates.
-_ALIKE = 32
+
+
+def is_milvus(path: str | os.PathLike[str]) -> bool:
+    """Whether this is the address of a gallery on Milvus, not a folder."""
+    return os.fspath(path).startswith(("milvus:", "milvuss:"))
 
 
 class Gallery:
     """Images that can be searched. Made by `Gallery.build`, read by `Gallery.open`.
 
-    A gallery that is open stays at the version it was opened at until it is changed through this
-    object or `refresh` is called, whatever other processes do. It may be searched by several
-    threads at once. Every change is atomic, and made by one process at a time.
+    Both take a folder, or the address of a collection on Milvus (`search/milvus.py`), where some
+    promises are others. In a folder, a gallery that is open stays at the version it was opened at
+    until it is changed through this object or `refresh` is called, whatever other processes do.
+    Every change is atomic, and made by one process at a time. It may be searched by several
+    threads at once.
 
     Attributes:
-        path: its folder.
+        path: its folder; of a gallery on Milvus, what this machine keeps while it is written to.
+        name: what messages call it, the folder or the address.
     """
 
-    def __init__(self, path: Path, snapshot: Snapshot, embedder: Embedder | None) -> None:
+    def __init__(self, path: Path, version: Version, embedder: Embedder | None) -> None:
         self.path = path
-        self._now = snapshot
+        self.name = str(path)
+        self._now = version
         self._embedder = embedder
         self._loading = Lock()
 
@@ -104,7 +116,7 @@ class Gallery:
         Args:
             embedder: makes the vectors, and is kept in the folder.
             images: a catalogue, or image files.
-            path: the folder.
+            path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
                 images, and IVF with product quantisation beyond.
@@ -114,11 +126,25 @@ class Gallery:
             steps: called with (what, done, total) now and then.
             report: called with what there is to say: the index, images that were left out.
         """
+        if is_milvus(path):
+            from proximetry.search.milvus import MilvusGallery
+
+            return MilvusGallery.build(
+                embedder,
+                images,
+                path,
+                index,
+                vectors=vectors,
+                bad_images=bad_images,
+                batch_size=batch_size,
+                steps=steps,
+                report=report,
+            )
         folder = Path(path)
-        table = _checked_rows(images)
+        table = checked_rows(images)
         check_place(folder)
         indexes.check(index, embedder.dim, len(table))
-        given = None if vectors is None else _as_vectors(vectors, len(table), embedder.dim)
+        given = None if vectors is None else as_vectors(vectors, len(table), embedder.dim)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, report):
@@ -126,9 +152,11 @@ class Gallery:
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
-            work = _Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
+            work = Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
             made = work.embed(table, given)
-            _say(report, _describe_index(index, len(made.table)))
+            kind = indexes.resolve(index, len(made.table))
+            chosen = f"{'auto → ' if index == 'auto' else ''}{kind or indexes.EXACT}"
+            work.say(describe_index(chosen, len(made.table), exact=not kind))
             segment = made.write(manifest, index)
             manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
             manifest = write_manifest(folder, manifest)
@@ -142,19 +170,31 @@ class Gallery:
         """Open a gallery.
 
         Args:
-            path: its folder.
+            path: its folder, or its address on Milvus.
             embedder: the one that built it, if it is at hand; without it the gallery reads its
-                own when images are to be embedded. Any other is refused.
+                own when images are to be embedded, which one on Milvus does not have. Any other
+                is refused.
         """
+        if is_milvus(path):
+            from proximetry.search.milvus import MilvusGallery
+
+            return MilvusGallery.open(path, embedder)
         found = cls(Path(path), Snapshot.open(Path(path)), None)
-        if embedder is not None:
-            found._check_embedder(embedder, "the given embedder")
-            found._embedder = embedder
+        found.use(embedder)
         return found
 
+    def use(self, embedder: Embedder | None) -> None:
+        """Embed images with this embedder, which must be the one that built the gallery."""
+        if embedder is not None:
+            self._check_embedder(embedder, "the given embedder")
+            self._embedder = embedder
+
     def refresh(self) -> None:
-        """Go on to the version that is in the folder now."""
-        self._now = Snapshot.open(self.path)
+        """Go on to the version that is there now."""
+        self._now = self._newest()
+
+    def _newest(self) -> Version:
+        return Snapshot.open(self.path)
 
     def __len__(self) -> int:
         return len(self._now)
@@ -179,12 +219,14 @@ class Gallery:
         """The names of what is known of the images."""
         return self._now.columns
 
+    def _indexes(self) -> list[str]:
+        return [info.index or indexes.EXACT for info in self._now.manifest.segments]
+
     def __repr__(self) -> str:
-        now = self._now
-        kinds = dict.fromkeys(info.index or indexes.EXACT for info in now.manifest.segments)
+        kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
         return (
-            f"Gallery({str(self.path)!r}: {spaced(len(now))} images, {self.dim} dimensions, "
-            f"{self.similarity}, index {', '.join(kinds) or indexes.EXACT})"
+            f"Gallery({self.name!r}: {spaced(len(self))} images, {self.dim} dimensions, "
+            f"{self.similarity}, index {kinds})"
         )
 
     @property
@@ -200,33 +242,36 @@ class Gallery:
     def _check_embedder(self, embedder: Embedder, name: str) -> None:
         if embedder.fingerprint() != self._now.manifest.embedder:
             raise UsageError(
-                f"{name} is not the one that built the gallery {self.path}: their vectors cannot "
+                f"{name} is not the one that built the gallery {self.name}: their vectors cannot "
                 "be compared; use the gallery's own, or build another gallery"
             )
 
     def ids(self, where: Where | None = None) -> IntArray:
         """Return the ids of all images, or of those that `where` means, in rising order."""
         now = self._now
-        masks = now.select(where or {})
-        found = [
-            segment.ids if mask is None else segment.ids[mask]
-            for segment, mask in zip(now.segments, masks, strict=True)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        return now.ids(now.chosen(now.select(where or {})))
 
     def rows(self, ids: Sequence[int] | IntArray) -> dict[str, list[Any]]:
         """Return all that is known of images, by column."""
-        return self._now.take(_places(self._now, ids), self.columns)
+        return self._now.take(self._places(self._now, ids), self.columns)
 
     def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
         """Return the vectors of images, [n, dim]; of unit length if cosines are compared."""
-        places = _places(self._now, ids)
+        places = self._places(self._now, ids)
         return self._now.store.take(places) if len(places) else np.empty((0, self.dim), np.float32)
+
+    def _places(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
+        wanted = np.asarray(ids, np.int64).reshape(-1)
+        found = now.places(wanted)
+        if (found < 0).any():
+            missing = some([str(one) for one in wanted[found < 0]])
+            raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
+        return found
 
     def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
         """Say of each file whether its image is in the gallery."""
         table = rows.make_rows(list(paths))
-        there = _paths_there(self._now, table)
+        there = self._now.paths_there(table)
         return [path in there for path in table["path"].to_pylist()]
 
     def add(
@@ -273,21 +318,37 @@ class Gallery:
         *,
         renew: bool,
     ) -> IntArray:
-        table = _checked_rows(images)
+        table = checked_rows(images)
+        newest = self._newest()
+        newest.check_fits(table)
         if not renew:
-            _refuse_known(self.path, Snapshot.open(self.path), table)
-        given = None if vectors is None else _as_vectors(vectors, len(table), self.dim)
+            self._refuse_known(newest, table)
+        given = None if vectors is None else as_vectors(vectors, len(table), self.dim)
         fingerprint = self._now.manifest.embedder
         embedder = self.embedder if given is None else None
-        work = _Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
+        work = Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
         made = work.embed(table, given)
-        with locked(self.path, report):
+        return self._write(made, renew=renew)
+
+    def _refuse_known(self, now: Version, table: Any) -> None:
+        there = now.paths_there(table)
+        if there:
+            names = some([os.fsdecode(path) for path in sorted(there)])
+            raise UsageError(
+                f"{len(there)} of the images are in the gallery {self.name} already: {names}; "
+                "update() embeds them again"
+            )
+
+    def _write(self, made: Made, *, renew: bool) -> IntArray:
+        """Put images into the gallery that are embedded, and return their ids."""
+        with locked(self.path, made.work.report):
             now = Snapshot.open(self.path)
+            now.check_fits(made.table)
             if not renew:
-                _refuse_known(self.path, now, made.table)
+                self._refuse_known(now, made.table)
             manifest = now.manifest
             if renew:
-                old = _paths_there(now, made.table)
+                old = now.paths_there(made.table)
                 if old:
                     manifest = now.without(now.ids(np.array(sorted(old.values()))))
             segment = made.write(manifest, manifest.index)
@@ -297,7 +358,7 @@ class Gallery:
                 next_id=first + segment.rows,
                 segments=(*manifest.segments, *([segment] if segment.rows else [])),
             )
-            self._commit(self._merged(manifest, work.steps))
+            self._commit(self._merged(manifest, made.work.steps))
             made.discard()
             return np.arange(first, first + segment.rows)
 
@@ -306,23 +367,23 @@ class Gallery:
         wanted = np.unique(np.asarray(ids, np.int64))
         with locked(self.path, report):
             now = Snapshot.open(self.path)
-            _places(now, wanted)
+            self._places(now, wanted)
             self._commit(now.without(wanted))
 
     def compact(self, *, steps: Steps | None = None, report: Report | None = None) -> None:
         """Write everything anew as one segment, without what is removed, and index it."""
         with locked(self.path, report):
             manifest = Snapshot.open(self.path).manifest
-            self._commit(self._merge(manifest, 0, manifest.index, steps or _quiet))
+            self._commit(self._merge(manifest, 0, manifest.index, steps or quiet))
 
     @property
     def needs_compaction(self) -> bool:
         """Whether much of the gallery is removed, or scanned though there is an index."""
         now = self._now
-        total = int(now.starts[-1])
+        total = sum(info.rows for info in now.manifest.segments)
         large = indexes.resolve(self.index, len(now)) != ""
         scanned = sum(info.rows for info in now.manifest.segments if not info.index)
-        return len(now.deleted) > max(1000, total // 4) or (large and scanned > total // 4)
+        return total - len(now) > max(1000, total // 4) or (large and scanned > total // 4)
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a change take place, under the lock."""
@@ -345,7 +406,7 @@ class Gallery:
     def _merge(self, manifest: Manifest, first: int, index: str, steps: Steps) -> Manifest:
         """Write the segments from this one on as one, without what is removed."""
         for info in manifest.segments[first:]:  # damage must not get a new checksum
-            _check_digests(self.path, info, _quiet)
+            _check_digests(self.path, info, quiet)
         now = Snapshot(self.path, manifest)
         taken = list(zip(now.segments, now.alive, strict=True))[first:]
         kept = [
@@ -378,7 +439,7 @@ class Gallery:
         """Read every file and compare it with its checksum; raises ValueError for damage."""
         manifest = self._now.manifest
         for info in manifest.segments:
-            _check_digests(self.path, info, steps or _quiet)
+            _check_digests(self.path, info, steps or quiet)
         if manifest.deleted:
             _check_digest(self.path / manifest.deleted.name, manifest.deleted.file)
 
@@ -417,9 +478,10 @@ class Gallery:
         now = self._now
         allowed = now.select(where or {})
         asked = self._as_queries(queries, batch_size)
+        size = max(1, len(now))
 
         def nearest(queries: FloatArray, count: int) -> Found:
-            return now.search(queries, min(count, max(1, len(now))), allowed)
+            return now.search(queries, min(count, size), allowed)
 
         moved = _expanded(now, asked, nearest(asked, int(expand))) if expand else asked
         found = nearest(moved, max(_RERANKED, 2 * int(k)) if rerank else int(k))
@@ -434,7 +496,7 @@ class Gallery:
         given: Any = queries
         floating = getattr(given, "dtype", None) in _FLOATING
         if floating and given.ndim == 2:
-            vectors = _as_vectors(given, len(given), self.dim)
+            vectors = as_vectors(given, len(given), self.dim)
         else:
             try:
                 vectors = self.embedder.encode(given, batch_size).numpy()
@@ -456,7 +518,7 @@ class Gallery:
                 Euclidean distance is at most so large.
             steps: called with (what, done, total) now and then.
         """
-        now, steps = self._now, steps or _quiet
+        now, steps = self._now, steps or quiet
         if threshold is None:
             if self.similarity != "cosine":
                 raise UsageError(
@@ -469,8 +531,7 @@ class Gallery:
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
         least = float(threshold) if cosine else -(float(threshold) ** 2)
-        compare = _proposed_pairs if any(s.index for s in now.segments) else _all_pairs
-        places, scores = compare(now, least, steps)
+        places, scores = now.similar_pairs(least, steps)
         order = np.lexsort((*places.T[::-1], -scores))
         pairs = now.ids(places[order])
         groups = exact.group_pairs(pairs)
@@ -484,7 +545,7 @@ class Gallery:
         )
 
 
-def _result(now: Snapshot, found: Found) -> SearchResult:
+def _result(now: Version, found: Found) -> SearchResult:
     return SearchResult(
         now.ids(found.places),
         _shown(found.scores, now.manifest.similarity),
@@ -495,7 +556,7 @@ def _result(now: Snapshot, found: Found) -> SearchResult:
     )
 
 
-def _expanded(now: Snapshot, queries: FloatArray, found: Found) -> FloatArray:
+def _expanded(now: Version, queries: FloatArray, found: Found) -> FloatArray:
     """Queries moved towards what was found for them."""
     moved = queries.copy()
     counts = (found.places >= 0).sum(1)
@@ -507,7 +568,7 @@ def _expanded(now: Snapshot, queries: FloatArray, found: Found) -> FloatArray:
     return moved
 
 
-def _reranked(now: Snapshot, queries: FloatArray, found: Found, k: int) -> Found:
+def _reranked(now: Version, queries: FloatArray, found: Found, k: int) -> Found:
     """The k nearest of what was found, by k-reciprocal distances."""
     scores = np.full(found.places.shape, -np.inf, np.float32)
     for query, places, row in zip(queries, found.places, scores, strict=True):
@@ -522,34 +583,7 @@ def _shown(scores: FloatArray, similarity: str) -> FloatArray:
     return scores if similarity == "cosine" else -np.sqrt(-scores)
 
 
-def _all_pairs(now: Snapshot, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
-    def progress(done: int, total: int) -> None:
-        steps("comparing all images", done, total)
-
-    return exact.similar_pairs(now.store, now.parts(), least, progress)
-
-
-def _proposed_pairs(now: Snapshot, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
-    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
-    scores: list[FloatArray] = [np.empty(0, np.float32)]
-    done = 0
-    for segment, start, mask in zip(now.segments, now.starts, now.alive, strict=False):
-        for part in chunks(len(segment.ids), 1024):
-            here = np.arange(part.start, part.stop)
-            here = here if mask is None else here[mask[part]]
-            found = now.search(segment.vectors[here], min(_ALIKE, len(now)), now.alive)
-            own = np.broadcast_to((here + start)[:, None], found.places.shape)
-            near = (found.scores >= least) & (found.places >= 0) & (found.places != own)
-            pairs.append(np.sort(np.stack([own[near], found.places[near]], 1), 1))
-            scores.append(found.scores[near])
-            exact.check_pairs(sum(map(len, scores)) // 2)
-            done += part.stop - part.start
-            steps("comparing with what the index finds", done, int(now.starts[-1]))
-    unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
-    return unique, np.concatenate(scores)[first]
-
-
-class _Work:
+class Work:
     """Embedding images for a gallery, and writing them as a segment."""
 
     def __init__(
@@ -564,12 +598,17 @@ class _Work:
     ) -> None:
         self.embedder, self.fingerprint, self.folder = embedder, fingerprint, folder
         self.bad_images, self.batch_size = bad_images, batch_size
-        self.steps, self.report = steps or _quiet, report
+        self.steps, self.report = steps or quiet, report
 
-    def embed(self, table: Any, given: FloatArray | None) -> _Made:
+    def say(self, line: str) -> None:
+        """Report a line to whoever wants to know."""
+        if self.report is not None:
+            self.report(line)
+
+    def embed(self, table: Any, given: FloatArray | None) -> Made:
         """Return the images with their vectors, less those that cannot be read."""
         if given is not None:
-            return _Made(self, table, lambda: (given[part] for part in chunks(len(given), _BLOCK)))
+            return Made(self, table, lambda: (given[part] for part in chunks(len(given), _BLOCK)))
         assert self.embedder is not None
         staged = embed(
             self.embedder,
@@ -581,18 +620,28 @@ class _Work:
             progress=lambda done, total: self.steps("embedding", done, total),
         )
         for reason in staged.left_out:
-            _say(self.report, f"left out {reason}")
+            self.say(f"left out {reason}")
         if not len(staged.kept):
             raise ValueError(f"none of the {len(table)} images can be read: {staged.left_out[0]}")
         kept = table.take(rows.arrow().array(staged.kept))
-        return _Made(self, kept, staged.blocks, staged.discard)
+        return Made(self, kept, staged.blocks, staged.discard)
 
 
-class _Made:
+class Made:
     """Images that are embedded and not yet in the gallery."""
 
-    def __init__(self, work: _Work, table: Any, blocks: Any, discard: Any = lambda: None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        table: Any,
+        blocks: Callable[[], Iterable[FloatArray]],
+        discard: Callable[[], None] = lambda: None,
+    ) -> None:
         self.work, self.table, self._blocks, self.discard = work, table, blocks, discard
+
+    def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
+        """Their vectors as a gallery stores them, some after others."""
+        return (prepared(block, manifest) for block in self._blocks())
 
     def write(self, manifest: Manifest, index: str) -> SegmentInfo:
         """Write them as a segment with the next ids."""
@@ -602,31 +651,19 @@ class _Made:
             manifest,
             self.table,
             np.arange(first, first + count),
-            (prepared(block, manifest) for block in self._blocks()),
+            self.blocks(manifest),
             indexes.resolve(index, count),
             self.work.steps,
         )
 
 
-def _quiet(what: str, done: int, total: int) -> None:
-    pass
+def describe_index(index: str, count: int, *, exact: bool) -> str:
+    """Say in one line how a new gallery of so many images is searched."""
+    told = "every search is exact" if exact else "approximate, with exact similarities"
+    return f"index: {index} for {spaced(count)} image{'s' if count != 1 else ''}: {told}"
 
 
-def _say(report: Report | None, line: str) -> None:
-    if report is not None:
-        report(line)
-
-
-def _describe_index(index: str, count: int) -> str:
-    kind = indexes.resolve(index, count)
-    images = f"{spaced(count)} image{'s' if count != 1 else ''}"
-    chosen = f"{index} → {kind or indexes.EXACT}" if index == "auto" else (kind or indexes.EXACT)
-    if kind:
-        return f"index: {chosen} for {images}: approximate, with exact similarities"
-    return f"index: {chosen} for {images}: every search is exact"
-
-
-def _checked_rows(images: Images) -> Any:
+def checked_rows(images: Images) -> Any:
     """The table of the images, of which each stands there once."""
     table: Any = images if hasattr(images, "column_names") else rows.make_rows(images)
     paths = table["path"].to_pylist()
@@ -640,7 +677,8 @@ def _checked_rows(images: Images) -> Any:
     return table
 
 
-def _as_vectors(values: Any, count: int, dim: int) -> FloatArray:
+def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
+    """Return vectors that were given, after checking them."""
     if count == 0:
         return np.empty((0, dim), np.float32)
     found = as_embeddings(values, "vectors").float().cpu().numpy()
@@ -650,38 +688,6 @@ def _as_vectors(values: Any, count: int, dim: int) -> FloatArray:
             f"{list(found.shape)}"
         )
     return np.asarray(found)
-
-
-def _places(now: Snapshot, ids: Sequence[int] | IntArray) -> IntArray:
-    wanted = np.asarray(ids, np.int64).reshape(-1)
-    found = now.places(wanted)
-    if (found < 0).any():
-        missing = some([str(one) for one in wanted[found < 0]])
-        raise UsageError(f"no image of the gallery {now.folder} has the id {missing}")
-    return found
-
-
-def _paths_there(now: Snapshot, table: Any) -> dict[bytes, int]:
-    """Those of the table's paths that are in the gallery, and their places."""
-    there: dict[bytes, int] = {}
-    wanted = table["path"].combine_chunks()
-    for segment, start, mask in zip(now.segments, now.starts, now.alive, strict=False):
-        met = rows.contains(segment.rows["path"], wanted)
-        met = met if mask is None else met & mask
-        found = np.flatnonzero(met)
-        paths = segment.rows["path"].take(rows.arrow().array(found)).to_pylist()
-        there |= dict(zip(paths, (found + start).tolist(), strict=True))
-    return there
-
-
-def _refuse_known(folder: Path, now: Snapshot, table: Any) -> None:
-    there = _paths_there(now, table)
-    if there:
-        names = some([os.fsdecode(path) for path in sorted(there)])
-        raise UsageError(
-            f"{len(there)} of the images are in the gallery {folder} already: {names}; update() "
-            "embeds them again"
-        )
 
 
 def _rows_of(
@@ -697,7 +703,7 @@ def _check_digests(folder: Path, info: SegmentInfo, steps: Steps) -> None:
         _check_digest(folder / SEGMENTS / info.name / FILES[kind], about, steps)
 
 
-def _check_digest(file: Path, about: FileInfo, steps: Steps = _quiet) -> None:
+def _check_digest(file: Path, about: FileInfo, steps: Steps = quiet) -> None:
     done = 0
 
     def count(size: int) -> None:

@@ -17,6 +17,9 @@ from proximetry._common import UsageError, closest, need, shown, some
 from proximetry.data import Catalog
 from proximetry.data.csv_parquet import FIELDS
 
+# What a result is told by, beside the columns.
+_RESULTS = {"id": "id", "similarity": "similarity", "score": "score"}
+
 Mask = npt.NDArray[np.bool_]
 Where = Mapping[str, Any]
 """By column, the value that is wanted, or several of which one is."""
@@ -32,6 +35,7 @@ def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
     if isinstance(images, Catalog):
         given = {column: getattr(images, field) for column, field in FIELDS.items()}
         columns = {name: values for name, values in given.items() if values is not None}
+        columns |= images.columns
         columns["path"] = [images.file(row) for row in range(len(images))]
     elif isinstance(images, str | os.PathLike):
         raise UsageError(f"images must be a catalogue or a list of files, got {images}")
@@ -43,17 +47,28 @@ def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
 def table(columns: Mapping[str, Sequence[Any]]) -> Any:
     """Return columns as rows of a gallery; path and label are always among them."""
     pa = arrow()
-    arrays = {name: _array(values) for name, values in columns.items()}
+    for name in columns:
+        if name in _RESULTS:
+            raise UsageError(
+                f"the images have a column {name!r}, which is what results call their own "
+                f"{_RESULTS[name]}; give the column another name"
+            )
+    arrays = {name: _array(values, name in FIELDS) for name, values in columns.items()}
     if "label" not in arrays:
         arrays["label"] = pa.nulls(len(columns["path"]), pa.large_binary())
     return pa.table(arrays)
 
 
-def _array(values: Sequence[Any]) -> Any:
+def _array(values: Sequence[Any], ours: bool) -> Any:
     pa = arrow()
-    if all(value is None or isinstance(value, str) for value in values):
+    if not ours and all(value is None for value in values):
+        return pa.nulls(len(values))  # which fits whatever the column holds elsewhere
+    if any(isinstance(value, str) for value in values) or all(value is None for value in values):
+        values = [value if value is None else str(value) for value in values]
         raw = [None if value is None else _encode(value) for value in values]
         return pa.array(raw, pa.large_binary())
+    if any(isinstance(value, float) for value in values):
+        return pa.array(values, pa.float64())
     return pa.array(values)
 
 
@@ -68,6 +83,25 @@ def stack(tables: Sequence[Any]) -> Any:
         return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise UsageError(f"the columns do not fit those of the gallery: {error}") from error
+
+
+def check_fits(tables: Sequence[Any], more: Any) -> None:
+    """Refuse columns that hold text here and numbers there: no file could hold them together."""
+    pa = arrow()
+    for name in more.column_names:
+        for rows in tables:
+            if name in rows.column_names:
+                kinds = [rows.schema.field(name), more.schema.field(name)]
+                try:
+                    pa.unify_schemas(
+                        [pa.schema([kind]) for kind in kinds], promote_options="permissive"
+                    )
+                except pa.ArrowTypeError:
+                    told = ["text" if pa.types.is_large_binary(k.type) else k.type for k in kinds]
+                    raise UsageError(
+                        f"column {name} holds {told[0]} in the gallery and {told[1]} in these "
+                        "images; give it another name"
+                    ) from None
 
 
 def write(rows: Any, stream: Any) -> None:
@@ -107,9 +141,7 @@ def select(tables: Sequence[Any], where: Where) -> list[Mask]:
     for name, value in where.items():
         if name not in known:
             raise UsageError(f"the gallery has no column {shown(name)}{closest(name, known)}")
-        wanted = [value] if isinstance(value, str | bytes) or not _is_several(value) else [*value]
-        if not wanted:
-            raise UsageError(f"where asks for no value of {name}; give one, or leave {name} out")
+        wanted = wanted_values(name, value)
         met = [_meets(rows, name, wanted) for rows in tables]
         if not any(mask.any() for mask in met):
             told = some([shown(one) for one in wanted])
@@ -120,8 +152,13 @@ def select(tables: Sequence[Any], where: Where) -> list[Mask]:
     return masks
 
 
-def _is_several(value: object) -> bool:
-    return isinstance(value, Iterable)
+def wanted_values(name: str, value: Any) -> list[Any]:
+    """The values that a condition of `where` asks for."""
+    alone = isinstance(value, str | bytes) or not isinstance(value, Iterable)
+    wanted = [value] if alone else [*value]
+    if not wanted:
+        raise UsageError(f"where asks for no value of {name}; give one, or leave {name} out")
+    return wanted
 
 
 def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import writing
+from proximetry._common import chunks, writing
 from proximetry.metrics.inputs import IntArray, normalize
-from proximetry.search import indexes, rows
+from proximetry.search import exact, indexes, rows
 from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
 from proximetry.search.manifest import (
     FILES,
@@ -34,10 +34,109 @@ from proximetry.search.manifest import (
 
 Steps = Callable[[str, int, int], None]
 """Called with (what is being done, done, total) now and then."""
+# Neighbours that an index is asked for when it looks for duplicates.
+_ALIKE = 32
 # Of an index, this share of its rows may be forbidden before searching the others is quicker.
 _FEW = 0.1
 # Vectors whose squares would overflow float32.
 _LONGEST = 1e15
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Steps that nobody looks at."""
+
+
+class Vectors(Protocol):
+    """The vectors of a gallery, by place."""
+
+    def take(self, places: IntArray) -> FloatArray:
+        """The vectors at places, [n, dim]."""
+
+    def scores(self, queries: FloatArray, places: IntArray) -> FloatArray:
+        """The similarity of each query to the rows at its places; −inf at −1."""
+
+
+class Version(Protocol):
+    """One version of a gallery, ready to be searched.
+
+    Rows have places, in the order of their ids; −1 is no place.
+    """
+
+    @property
+    def manifest(self) -> Manifest:
+        """What made the vectors, and how they are compared."""
+
+    @property
+    def store(self) -> Vectors:
+        """The vectors."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, where: rows.Where) -> Any:
+        """What `chosen` and `search` take to mean the rows that meet the conditions."""
+
+    def chosen(self, allowed: Any) -> IntArray:
+        """The places of these rows, rising."""
+
+    def ids(self, places: IntArray) -> IntArray:
+        """The ids at places; −1 for none."""
+
+    def places(self, ids: IntArray) -> IntArray:
+        """The places of ids that are there; −1 for all others."""
+
+    def take(self, places: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
+        """Columns of the rows at places, which are all there."""
+
+    def paths_there(self, table: Any) -> dict[bytes, int]:
+        """Those of a table's paths that are in the gallery, and their places."""
+
+    def check_fits(self, table: Any) -> None:
+        """Refuse rows that cannot be added on account of what their columns hold."""
+
+    def search(self, queries: FloatArray, k: int, allowed: Any) -> Found:
+        """The k nearest of the allowed rows, by place."""
+
+    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+        """Pairs of places, smaller one first, that are at least so similar."""
+
+
+def proposed_pairs(
+    version: Version,
+    blocks: Iterable[tuple[IntArray, FloatArray]],
+    everything: Any,
+    least: float,
+    steps: Steps,
+) -> tuple[IntArray, FloatArray]:
+    """Compare rows, given as places and vectors, with those that a search finds."""
+    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
+    scores: list[FloatArray] = [np.empty(0, np.float32)]
+    done, total = 0, len(version)
+    for here, vectors in blocks:
+        found = version.search(vectors, min(_ALIKE, total), everything)
+        own = np.broadcast_to(here[:, None], found.places.shape)
+        near = (found.scores >= least) & (found.places >= 0) & (found.places != own)
+        pairs.append(np.sort(np.stack([own[near], found.places[near]], 1), 1))
+        scores.append(found.scores[near])
+        exact.check_pairs(sum(map(len, scores)) // 2)
+        done += len(here)
+        steps("comparing with what the index finds", done, total)
+    unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
+    return unique, np.concatenate(scores)[first]
+
+
+def all_pairs(
+    store: Store, parts: list[Part], least: float, steps: Steps
+) -> tuple[IntArray, FloatArray]:
+    """Compare all rows with all."""
+
+    def progress(done: int, total: int) -> None:
+        steps("comparing all images", done, total)
+
+    return exact.similar_pairs(store, parts, least, progress)
 
 
 def prepared(vectors: FloatArray, manifest: Manifest) -> FloatArray:
@@ -230,6 +329,14 @@ class Snapshot:
             for mask, alive in zip(met, self.alive, strict=True)
         ]
 
+    def chosen(self, allowed: list[Mask | None]) -> IntArray:
+        """The places of the allowed rows."""
+        found = [
+            start + (np.arange(len(segment.ids)) if mask is None else np.flatnonzero(mask))
+            for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
     def ids(self, places: IntArray) -> IntArray:
         """The ids at places; −1 for none."""
         found = np.full(places.shape, -1, np.int64)
@@ -265,6 +372,22 @@ class Snapshot:
                         found[name][place] = value
         return found
 
+    def paths_there(self, table: Any) -> dict[bytes, int]:
+        """Those of the table's paths that are in the gallery, and their places."""
+        there: dict[bytes, int] = {}
+        wanted = table["path"].combine_chunks()
+        for segment, start, mask in zip(self.segments, self.starts, self.alive, strict=False):
+            met = rows.contains(segment.rows["path"], wanted)
+            met = met if mask is None else met & mask
+            found = np.flatnonzero(met)
+            paths = segment.rows["path"].take(rows.arrow().array(found)).to_pylist()
+            there |= dict(zip(paths, (found + start).tolist(), strict=True))
+        return there
+
+    def check_fits(self, table: Any) -> None:
+        """Refuse rows whose columns hold something else than here."""
+        rows.check_fits([segment.rows for segment in self.segments], table)
+
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
@@ -299,6 +422,20 @@ class Snapshot:
             Part(segment.vectors, segment.squares, int(start), allowed=mask)
             for start, segment, mask in zip(self.starts, self.segments, self.alive, strict=False)
         ]
+
+    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+        """All pairs that are so similar or, if there is an index, those that it proposes."""
+        if not any(segment.index for segment in self.segments):
+            return all_pairs(self.store, self.parts(), least, steps)
+        return proposed_pairs(self, self._blocks(), self.alive, least, steps)
+
+    def _blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
+        """Places and vectors of all rows, some after others."""
+        for segment, start, mask in zip(self.segments, self.starts, self.alive, strict=False):
+            for part in chunks(len(segment.ids), 1024):
+                here = np.arange(part.start, part.stop)
+                here = here if mask is None else here[mask[part]]
+                yield here + start, segment.vectors[here]
 
     def without(self, ids: IntArray) -> Manifest:
         """The manifest of this gallery with more ids removed; their file is written."""

@@ -1,15 +1,22 @@
-"""Embedding that goes on where it was cut off: vectors are kept until they are in the gallery."""
+"""Embedding that goes on where it was cut off: vectors are kept until they are in the gallery.
+
+Under torchrun rank 0 alone knows of the gallery. It calls the other ranks to embed a share of the
+images into the same place (`with_helpers`, `help_out`), and then goes on as if all of that had been
+there before.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
 from proximetry._common import atomic_path, chunks
 from proximetry.data.tar_shards import split_shard_path
@@ -79,16 +86,17 @@ def embed(
     """Embed images for a gallery, and take what was embedded before from its folder."""
     folder = gallery / STAGING / fingerprint[:32]
     stamps = [_stamp(path) for path in paths]
-    arrays, places, files = _read(folder)
-    sources = np.full((len(paths), 2), -1, np.int64)
-    for image, stamp in enumerate(stamps):
-        if stamp is not None:
-            sources[image] = places.get(stamp, (-1, -1))
+    arrays, files, sources = _find(folder, stamps)
     waiting = np.flatnonzero(sources[:, 0] < 0)
+    helpers = _helpers.get()
+    if helpers is not None and len(waiting) > CHUNK:
+        wanted = [[paths[image] for image in part.tolist()] for part in _parts(waiting)]
+        helpers.share(embedder, _Job(wanted, folder, fingerprint, batch_size), progress)
+        arrays, files, sources = _find(folder, stamps)
+        waiting = np.flatnonzero(sources[:, 0] < 0)  # what could not be read, which is now told
     left_out: dict[int, str] = {}
     done = len(paths) - len(waiting)
-    for part in chunks(len(waiting), CHUNK):
-        images = waiting[part]
+    for images in _parts(waiting):
         bad: dict[int, str] = {}
         try:
             vectors = embedder.encode(
@@ -119,6 +127,103 @@ def embed(
     return Staged(kept, reasons, arrays, sources[kept], files)
 
 
+class _Job(NamedTuple):
+    """Images to be embedded by several ranks together."""
+
+    parts: Sequence[Sequence[str]]
+    folder: Path
+    fingerprint: str
+    batch_size: int
+
+    def stage(self, embedder: Embedder, progress: Callable[[int, int], None]) -> None:
+        """Embed the share of this rank: whole chunks, so that batches are those of one process."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        done, total = 0, sum(map(len, self.parts))
+        for paths in self.parts[rank::size]:
+            stamps = [_stamp(path) for path in paths]
+            bad: set[int] = set()
+            with suppress(ValueError):  # rank 0 will come upon it again, and tell
+                vectors = embedder.encode(
+                    paths,
+                    self.batch_size,
+                    on_error=lambda i, error: bad.add(i),  # noqa: B023
+                ).numpy()
+                read = [stamp for i, stamp in enumerate(stamps) if i not in bad]
+                known = [(row, stamp) for row, stamp in enumerate(read) if stamp is not None]
+                _write(self.folder, vectors, known)
+            done += len(paths)
+            progress(min(size * done, total), total)
+
+
+class _Helpers:
+    """The other ranks, as rank 0 sees them."""
+
+    def __init__(self) -> None:
+        self.listen = True
+
+    def share(self, embedder: Embedder, job: _Job, progress: Callable[[int, int], None]) -> None:
+        """Embed images together."""
+        self.listen = False
+        _tell(job)
+        job.stage(embedder, progress)
+        dist.barrier()
+        self.listen = True
+
+    def dismiss(self) -> None:
+        """Send them home, unless they are at work: then they hear that this rank has failed."""
+        if self.listen:
+            _tell(None)
+
+
+_helpers: ContextVar[_Helpers | None] = ContextVar("_helpers", default=None)
+
+
+def _tell(job: _Job | None) -> _Job | None:
+    """Let all ranks know what rank 0 wants done."""
+    box: list[Any] = [job]
+    dist.broadcast_object_list(box, src=0)
+    found: _Job | None = box[0]
+    return found
+
+
+@contextmanager
+def with_helpers() -> Iterator[None]:
+    """Share with the other ranks what is embedded meanwhile; they call `help_out`."""
+    helpers = _Helpers()
+    token = _helpers.set(helpers)
+    try:
+        yield
+    except (ValueError, OSError):
+        helpers.dismiss()
+        raise
+    else:
+        helpers.dismiss()
+    finally:
+        _helpers.reset(token)
+
+
+def help_out(load: Callable[[], Embedder]) -> None:
+    """Embed what rank 0 wants embedded, until it is done."""
+    embedder: Embedder | None = None
+    while (job := _tell(None)) is not None:
+        if embedder is None:
+            embedder = load()
+            if embedder.fingerprint() != job.fingerprint:
+                raise ValueError(f"rank {dist.get_rank()} has another embedder than rank 0")
+        job.stage(embedder, lambda done, total: None)
+        dist.barrier()
+
+
+def _parts(images: IntArray) -> list[IntArray]:
+    """Images that are embedded together: cut by their numbers, whatever was embedded before.
+
+    So batches, on which the last bits depend, are the same after an interruption.
+    """
+    if not len(images):
+        return []
+    return np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
+
+
 def _stamp(path: str) -> Stamp | None:
     try:
         status = os.stat(split_shard_path(path)[0])
@@ -145,6 +250,18 @@ def _write(folder: Path, vectors: FloatArray, stamps: Sequence[tuple[int, Stamp]
     with atomic_path(file) as part, part.open("wb") as stream:
         rows.write(table, stream)
     return file
+
+
+def _find(
+    folder: Path, stamps: Sequence[Stamp | None]
+) -> tuple[list[FloatArray], dict[int, Path], IntArray]:
+    """What was embedded before, and of each image its chunk and its row there, or −1."""
+    arrays, places, files = _read(folder)
+    sources = np.full((len(stamps), 2), -1, np.int64)
+    for image, stamp in enumerate(stamps):
+        if stamp is not None:
+            sources[image] = places.get(stamp, (-1, -1))
+    return arrays, files, sources
 
 
 def _read(

@@ -1,0 +1,386 @@
+"""Galleries on Milvus, here a file of Milvus Lite: the same answers as from a folder."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from proximetry import cli
+from proximetry._common import UsageError
+from proximetry.data import Catalog
+from proximetry.metrics import retrieve
+from proximetry.search import Gallery, milvus, rows, staging
+from tests.search.conftest import make_embedder, make_table, make_vectors, names
+
+pytest.importorskip("milvus_lite")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Embedded images that are not on Milvus yet are kept in a folder of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROXIMETRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """One file for all tests: opening one takes a while."""
+    return tmp_path_factory.mktemp("milvus") / "galleries.db"
+
+
+@pytest.fixture
+def address(file, request):
+    name = "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
+    return f"milvus:{file}/{name}"
+
+
+def both(embedder, table, vectors, address, folder, **options):
+    """The same gallery on Milvus and in a folder; the ids of the one, in the order of the other."""
+    remote = Gallery.build(embedder, table, address, vectors=vectors, **options)
+    local = Gallery.build(embedder, table, folder / "gallery", vectors=vectors)
+    return remote, local, remote.ids()
+
+
+def assert_same(found, wanted, ids):
+    """Results are equal to the bit, by ids that correspond."""
+    named = np.where(wanted.ids >= 0, ids[wanted.ids], -1)
+    assert np.array_equal(found.ids, named)
+    assert found.similarities.tobytes() == wanted.similarities.tobytes()
+    assert (found.scores is None) == (wanted.scores is None)
+    if found.scores is not None:
+        assert found.scores.tobytes() == wanted.scores.tobytes()
+    assert np.array_equal(found.paths, wanted.paths)
+    assert np.array_equal(found.labels, wanted.labels)
+    assert set(found.columns) == set(wanted.columns)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_it_answers_as_a_folder_does(normalize, address, tmp_path):
+    embedder = make_embedder(normalize=normalize)
+    vectors = np.round(make_vectors(300) * 2) / 2  # many are equally near
+    vectors[100:160] = vectors[7]  # and sixty are copies, more than Milvus is asked for at first
+    remote, local, ids = both(embedder, make_table(0, 300), vectors, address, tmp_path)
+    queries = np.concatenate([vectors[:9], make_vectors(5, seed=1)])
+    for k in (1, 5, 20, 299, 1000):
+        assert_same(remote.search(queries, k), local.search(queries, k), ids)
+    where = {"label": ["class1", "class3"]}
+    assert_same(
+        remote.search(queries, 30, where=where), local.search(queries, 30, where=where), ids
+    )
+    assert np.array_equal(remote.ids(where), ids[local.ids(where)])
+    found, wanted = (one.search(queries, 5, rerank=True) for one in (remote, local))
+    assert_same(found, wanted, ids)
+    if normalize:
+        found, wanted = (one.search(queries, 5, expand=3, rerank=True) for one in (remote, local))
+        assert_same(found, wanted, ids)
+    threshold = 0.9 if normalize else 1.0
+    alike, wanted = remote.duplicates(threshold), local.duplicates(threshold)
+    assert np.array_equal(alike.pairs, ids[wanted.pairs])
+    assert len(wanted.pairs) > 1000
+    assert alike.similarities.tobytes() == wanted.similarities.tobytes()
+    assert [group.tolist() for group in alike.groups] == [ids[g].tolist() for g in wanted.groups]
+    assert remote.vectors(ids).tobytes() == local.vectors(local.ids()).tobytes()
+    assert remote.rows(ids) == local.rows(local.ids())
+    remote.verify()
+    assert len(remote) == 300
+    assert remote.index == "auto"
+    assert f"300 images, 8 dimensions, {local.similarity}, index Flat" in repr(remote)
+
+
+def test_images_are_embedded_and_found(embedder, images, address):
+    catalog = Catalog.from_folder(images)
+    said = []
+    Gallery.build(embedder, catalog, address, report=said.append)
+    assert said == ["index: Flat of Milvus for 48 images: every search is exact"]
+    found = Gallery.open(address, embedder)
+    vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
+    wanted = retrieve(vectors, queries=vectors[:3], k=4)
+    result = found.search([catalog.file(row) for row in range(3)], 4)
+    assert np.array_equal(result.ids, found.ids()[wanted.ids])
+    assert result.column("split")[0, 0] == "all"
+    other = Gallery.open(address)
+    assert np.array_equal(other.search(vectors[:3], 4).ids, result.ids)
+    with pytest.raises(UsageError, match=r"keeps no embedder: give the one that built it"):
+        other.search([catalog.file(0)])
+    with pytest.raises(UsageError, match=r"is not the one that built the gallery milvus:"):
+        Gallery.open(address, make_embedder(seed=1))
+
+
+def test_it_is_changed_by_several(embedder, address):
+    first = Gallery.build(embedder, make_table(0, 20), address, vectors=make_vectors(20))
+    second = Gallery.open(address)
+    before = first.ids()
+    new = second.add(make_table(20, 5), vectors=make_vectors(5, seed=1))
+    assert len(first) == 25
+    assert new.min() > before.max()
+    with pytest.raises(UsageError, match=r"2 of the images are in the gallery milvus:.* already"):
+        first.add(make_table(23, 4), vectors=make_vectors(4, seed=1))
+    renewed = first.update(make_table(23, 4), vectors=make_vectors(4, seed=2))
+    assert len(second) == 27
+    assert not set(renewed.tolist()) & set(new.tolist())
+    assert sorted(second.rows(second.ids())["path"]) == names(0, 27)
+    second.remove(before[:10])
+    assert len(first) == 17
+    assert first.known(names(9, 2)) == [False, True]
+    assert not set(first.search(make_vectors(20), 17).ids.ravel().tolist()) & set(before[:10])
+    with pytest.raises(UsageError, match=f"has the id {before[0]}"):
+        first.remove(before[:1])
+    first.compact()
+    assert not first.needs_compaction
+    first.remove(first.ids())
+    assert len(second) == 0
+    assert (second.search(make_vectors(2), 3).ids == -1).all()
+    assert len(second.duplicates().pairs) == 0
+
+
+HOSTILE = [
+    "it's",
+    'say "x"',
+    "back\\slash\\",
+    '"] or path in ["',
+    "line\nbreak\ttab\r",
+    "{x}",
+    "ü 😀",
+    os.fsdecode(b"caf\xe9"),
+    "\uffff00e9",
+    "\x01",
+    "",
+    " ",
+]
+
+
+def test_any_text_is_kept_and_found(embedder, address):
+    paths = [f"/images/{text.replace(chr(47), '_')}{row}" for row, text in enumerate(HOSTILE)]
+    columns = {"path": paths, "label": HOSTILE, 'odd "name\\': HOSTILE[::-1], "vector": HOSTILE}
+    found = Gallery.build(
+        embedder, rows.table(columns), address, vectors=make_vectors(len(HOSTILE))
+    )
+    ids = found.ids()
+    assert {name: found.rows(ids)[name] for name in columns} == columns
+    for row, text in enumerate(HOSTILE):
+        assert found.ids({"label": text}).tolist() == [ids[row]]
+        assert found.ids({"vector": text}).tolist() == [ids[row]]
+        assert found.ids({'odd "name\\': text}).tolist() == [ids[len(ids) - 1 - row]]
+        assert found.ids({"path": paths[row]}).tolist() == [ids[row]]
+    assert Gallery.open(address).columns == found.columns
+
+
+def test_columns_of_other_kinds_and_rows_that_lack_them(embedder, address):
+    table = rows.table(
+        {
+            "path": names(0, 3),
+            "year": [1990, 2001, 2001],
+            "ok": [True, False, None],
+            "x": [0.5, 2, 3],
+        }
+    )
+    found = Gallery.build(embedder, table, address, vectors=make_vectors(3))
+    other = Gallery.open(address)
+    more = rows.table({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
+    found.add(more, vectors=make_vectors(2, seed=1))
+    other.refresh()
+    ids = found.ids()
+    for where, wanted in (
+        ({"year": 2001}, [1, 2]),
+        ({"year": "1990"}, [0]),
+        ({"year": [1990, "2001"]}, [0, 1, 2]),
+        ({"year": None}, [3, 4]),
+        ({"ok": "true"}, [0]),
+        ({"ok": False}, [1]),
+        ({"x": 0.5}, [0]),
+        ({"x": "2.0"}, [1]),
+        ({"color": 7}, [4]),
+        ({"label": None}, [0, 1, 2]),
+        ({"label": [None, "a"], "color": [None, "red"]}, [0, 1, 2, 3]),
+    ):
+        assert other.ids(where).tolist() == ids[wanted].tolist(), where
+    assert other.rows(ids[[4, 1]])["year"] == [None, 2001]
+    assert other.rows(ids[[0, 2]])["ok"] == [True, None]
+    for where, told in (
+        ({"yaer": 1990}, "no column 'yaer', did you mean 'year'"),
+        ({"year": "then"}, "no image of the gallery has year 'then'"),
+        ({"label": []}, "where asks for no value of label"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            other.search(make_vectors(1), where=where)
+
+
+def test_an_approximate_index(embedder, address):
+    vectors = make_vectors(400)
+    found = Gallery.build(embedder, make_table(0, 400), address, "HNSW16", vectors=vectors)
+    result, wanted = found.search(vectors[:20], 3), retrieve(vectors, queries=vectors[:20], k=3)
+    ids = found.ids()
+    assert np.isin(result.ids, ids[wanted.ids]).mean() > 0.9
+    assert result.similarities[:, 0].min() > 1 - 1e-6
+    assert found.duplicates(0.9).pairs.shape[1] == 2
+    assert "index HNSW" in repr(Gallery.open(address))
+
+
+def test_a_build_that_is_cut_off_goes_on(embedder, images, address, monkeypatch):
+    catalog = Catalog.from_folder(images)
+    monkeypatch.setattr(staging, "CHUNK", 10)
+    encode, done = type(embedder).encode, []
+
+    def count(self, files, *args, **options):
+        done.extend(files)
+        if len(done) == 40:
+            raise KeyboardInterrupt
+        return encode(self, files, *args, **options)
+
+    monkeypatch.setattr(type(embedder), "encode", count)
+    with pytest.raises(KeyboardInterrupt):
+        Gallery.build(embedder, catalog, address)
+    monkeypatch.setattr(milvus.Collection, "finish", stop)  # whole, but not yet there
+    with pytest.raises(KeyboardInterrupt):
+        Gallery.build(embedder, catalog, address)
+    assert len(done) == 40 + 18  # thirty were embedded the first time
+    with pytest.raises(UsageError, match="there is no gallery milvus:"):
+        Gallery.open(address)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(embedder), "encode", stop)
+    folder = milvus.Address.parse(address).folder
+    built = Gallery.build(embedder, catalog, address)
+    assert len(built) == 48
+    assert not (folder / "staging").exists()
+
+
+def stop(*args, **options):
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_build_leaves_is_no_gallery(embedder, address, monkeypatch):
+    monkeypatch.setattr(milvus.Collection, "finish", stop)
+    monkeypatch.setattr(milvus.Collection, "drop", lambda self: None)  # it has no time to
+    with pytest.raises(KeyboardInterrupt):
+        Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
+    left = milvus.Address.parse(address).building
+    with pytest.raises(UsageError, match="there is no gallery milvus:"):
+        Gallery.open(address)
+    with pytest.raises(UsageError, match="is a collection of Milvus, but not a gallery"):
+        Gallery.open(address.replace(milvus.Address.parse(address).collection, left))
+    monkeypatch.undo()
+    built = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
+    assert len(built) == 5
+    assert left not in built._now.client.list_collections()
+
+
+def test_an_addition_that_fails_leaves_nothing(embedder, address, monkeypatch):
+    found = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
+    insert, times = found._now.client.insert, []
+
+    def once(*args, **options):
+        times.append(1)
+        if len(times) > 1:
+            raise KeyboardInterrupt
+        return insert(*args, **options)
+
+    monkeypatch.setattr(milvus, "_ROWS", 4)
+    monkeypatch.setattr(found._now.client, "insert", once)
+    with pytest.raises(KeyboardInterrupt):
+        found.add(make_table(5, 10), vectors=make_vectors(10, seed=1))
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("milvus://host:19530", "is no address of a gallery on Milvus"),
+        ("milvus://host:19530/two/names", "is no address"),
+        ("milvus:file.txt", "is no address"),
+        ("milvus://user:secret@host/c", "set MILVUS_TOKEN=user:password"),
+        ("milvus:/nowhere/at/all/file.db", "there is no gallery milvus:/nowhere"),
+    ],
+)
+def test_addresses_that_cannot_be_meant(address, told):
+    with pytest.raises(UsageError, match=told) as refused:
+        Gallery.open(address)
+    assert "secret" not in str(refused.value)
+
+
+def test_addresses():
+    parse = milvus.Address.parse
+    assert parse("milvus://host/birds").uri == "http://host:19530"
+    assert parse("milvuss://host:443/birds").uri == "https://host:443"
+    assert parse("milvus:///data/x.db/birds").uri == parse("milvus:/data/x.db").uri == "/data/x.db"
+    assert parse("milvus:x.db").collection == "gallery"
+    assert parse("milvus:x.db").uri == os.path.abspath("x.db")
+
+
+def test_what_goes_wrong_there_is_told(embedder, file, address, monkeypatch, capfd):
+    monkeypatch.setenv("MILVUS_TOKEN", "root:secret")
+    with pytest.raises(
+        ValueError, match=r"milvus://127.0.0.1:1/c: no answer: is Milvus running there"
+    ) as refused:
+        Gallery.build(embedder, make_table(0, 1), "milvus://127.0.0.1:1/c")
+    assert "secret" not in str(refused.value)
+    made = Gallery.build(embedder, make_table(0, 3), address, vectors=make_vectors(3))
+    with pytest.raises(UsageError, match="is there already"):
+        Gallery.build(embedder, make_table(0, 3), address, vectors=make_vectors(3))
+    with pytest.raises(UsageError, match=r"index 'BFlat' is none that galleries on Milvus have"):
+        Gallery.build(embedder, make_table(0, 3), f"{address}2", "BFlat")
+    with pytest.raises(UsageError, match="there is no gallery"):
+        Gallery.open(f"{address}2")
+    client, name = made._now.client, f"{made._now.name}_theirs"
+    client.create_collection(name, dimension=4)
+    with pytest.raises(UsageError, match="but not a gallery"):
+        Gallery.open(f"milvus:{file}/{name}")
+    client.alter_collection_properties(made._now.name, {"proximetry.version": "7"})
+    with pytest.raises(ValueError, match="has format version '7'"):
+        made.refresh()
+    client.drop_collection(made._now.name)
+    with pytest.raises(ValueError, match=r"Milvus says: .*does not exist"):
+        made.search(make_vectors(1))
+    assert capfd.readouterr().err == ""  # Milvus would log what is raised as well
+
+
+def test_more_than_milvus_finds(embedder, address, monkeypatch):
+    monkeypatch.setattr(milvus, "MOST", 50)
+    table, vectors = make_table(0, 120), np.tile(make_vectors(1), (120, 1))
+    found = Gallery.build(embedder, table, address, vectors=vectors)
+    result = found.search(vectors[:1], 10)  # a hundred and twenty are equally near
+    assert len(set(result.ids[0].tolist())) == 10
+    with pytest.raises(UsageError, match=r"Milvus finds up to 50 images for a query, got k = 51"):
+        found.search(vectors[:1], 51)
+
+
+def test_from_pictures_to_results_by_commands(images, address, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    make_embedder().save(tmp_path / "model")
+    shutil.copytree(images, tmp_path / "pictures")
+
+    def call(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capfd.readouterr()
+        assert got == code, printed.err
+        assert len(printed.err.splitlines()) == (code > 0)  # and nothing of Milvus's
+        return printed.err if code else printed.out
+
+    where = ("--gallery", address)
+    assert "give --model RUN" in call("index", "pictures", *where, code=2)
+    told = call("index", "pictures", "--model", "model", *where)
+    assert f"{address}: 48 images, 48 of them new" in told
+    assert f"proximetry search QUERY.jpg --gallery {address} --model model" in told
+    shutil.copy("pictures/class00/0.png", "pictures/class00/copy.png")
+    assert "keeps no embedder" in call("index", "pictures", *where, code=2)
+    told = call("index", "pictures", "--model", "model", "--device", "cpu", *where)
+    assert f"48 images are in {address} already" in told
+    assert "49 images, 1 of them new" in told
+    query = "pictures/class00/0.png"
+    assert "--model RUN" in call("search", query, *where, code=2)
+    found = call("search", query, *where, "--model", "model", "-k", 2, "--json")
+    (one,) = json.loads(found)["queries"]
+    assert [os.path.basename(image["path"]) for image in one["found"]] == ["0.png", "copy.png"]
+    lines = call("search", query, *where, "--model", "model", "--where", "label=class04")
+    assert "class04" in lines
+    assert "class00  " not in lines
+    assert "2 of 49 images are in groups: 1" in call("duplicates", address, "--threshold", 0.99999)
+
+
+def test_without_pymilvus_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'proximetry\[milvus\]'"):
+        Gallery.open("milvus://localhost/birds")

@@ -1,0 +1,129 @@
+"""Two real processes make the gallery and the embeddings that one makes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from proximetry import cli
+from proximetry.search import Gallery, staging
+from tests.search.conftest import make_embedder
+from tests.training.ranks import Ranks
+
+# Seven images make a chunk, and each process embeds every second one.
+COMMAND = """
+import os, signal, sys
+from proximetry.cli import main
+from proximetry.search import staging
+from proximetry.training import heartbeat
+
+heartbeat.GRACE = 2.0
+staging.CHUNK = 7
+write, written = staging._write, []
+
+def count(*arguments):
+    written.append(write(*arguments))
+    if (os.environ["RANK"], str(len(written))) == ("1", os.environ.get("DIES")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("staged", file=sys.stderr)
+    return written[-1]
+
+staging._write = count
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def home(images, tmp_path, monkeypatch):
+    """Pictures, an embedder and one that is not a picture, where one is."""
+    shutil.copytree(images, tmp_path / "pictures")
+    (tmp_path / "pictures/class01/bad.png").write_bytes(b"nonsense")
+    make_embedder().save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(staging, "CHUNK", 7)
+    return tmp_path
+
+
+def content(folder):
+    found = Gallery.open(folder)
+    found.verify()
+    ids = found.ids()
+    return ids.tolist(), found.rows(ids), found.vectors(ids).tobytes()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_gallery_of_one(home, server, capsys):
+    words = ["index", home / "pictures", "--model", home / "model", "--batch-size", "3"]
+    words += ["--device", "cpu", "--gallery"]
+    skip = ["--bad-images", "skip", "--json"]
+    assert cli.main([*map(str, words), "one", *skip]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    # The first time a process dies in the midst of it.
+    lost = Ranks(
+        server,
+        home / "lost",
+        f'import os; os.environ["DIES"] = "2"\n{COMMAND}',
+        *words,
+        home / "two",
+        *skip,
+    )
+    codes = lost.ended()
+    assert codes[1] == -9
+    assert codes[0] == 1
+    said = lost.said(0).splitlines()
+    assert said[-1].startswith("proximetry: rank 1 has ended unexpectedly")
+    with pytest.raises(ValueError, match="it was not finished"):
+        Gallery.open(home / "two")
+    ranks = Ranks(server, home / "both", COMMAND, *words, home / "two", *skip)
+    assert ranks.ended() == [0, 0]
+    told = [ranks.said(rank).replace("staged\n", "") for rank in range(2)]
+    assert told[1] == ""
+    assert json.loads(told[0]) == {**wanted, "gallery": str(home / "two")}
+    assert "left out" in str(wanted["notes"])
+    assert content("two") == content("one")
+    chunks = [lost.said(rank).count("staged") + ranks.said(rank).count("staged") for rank in (0, 1)]
+    assert sum(chunks) < 7 + 3, "nearly nothing was embedded twice"
+    # And two go on to add what is new.
+    for name in ("class00", "class02", "class03"):
+        shutil.copytree(home / "pictures" / name, home / "more" / name)
+    added = ["index", home / "more", "--device", "cpu", "--batch-size", "3", "--gallery"]
+    assert cli.main([*map(str, added), "one"]) == 0
+    more = Ranks(server, home / "more-ranks", COMMAND, *added, home / "two")
+    assert more.ended() == [0, 0]
+    assert "12 of them new" in more.said(0)
+    assert "staged" in more.said(1)
+    assert content("two") == content("one")
+
+
+def test_a_mistake_is_told_once(home, server):
+    bad = ["index", home / "pictures", "--model", home / "model", "--gallery", home / "g"]
+    ranks = Ranks(server, home / "bad", COMMAND, *bad, "--device", "cpu")
+    assert ranks.ended() == [1, 0]
+    assert "bad.png" in ranks.said(0)
+    assert "--bad-images skip leaves such images out" in ranks.said(0)
+    assert ranks.said(1).replace("staged\n", "") == ""
+    ranks = Ranks(
+        server, home / "none", COMMAND, "index", home / "pictures", "--gallery", home / "h"
+    )
+    assert ranks.ended() == [2, 0]
+    assert "give --model RUN" in ranks.said(0)
+    assert ranks.said(1) == ""
+
+
+def test_two_processes_embed_what_one_embeds(home, server, capsys):
+    words = ["embed", home / "model", home / "pictures", "--batch-size", "5", "--device", "cpu"]
+    skip = ["--bad-images", "skip", "--json", "--out"]
+    assert cli.main([*map(str, words), *skip, "one.npz"]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    ranks = Ranks(server, home / "both", COMMAND, *words, *skip, home / "two.npz")
+    assert ranks.ended() == [0, 0]
+    assert ranks.said(1) == ""
+    assert json.loads(ranks.said(0)) == {**wanted, "out": str(home / "two.npz")}
+    one, two = (np.load(name) for name in ("one.npz", "two.npz"))
+    assert one["vectors"].tobytes() == two["vectors"].tobytes()
+    assert one["paths"].tolist() == two["paths"].tolist()
+    ranks = Ranks(server, home / "bad", COMMAND, *words, "--out", home / "bad.npz")
+    assert ranks.ended() == [1, 1]
+    assert "bad.png" in ranks.said(0)
+    assert not (home / "bad.npz").exists()
