@@ -21,8 +21,12 @@ ALLOWED = {
     "faces": {"metrics", "models", "data"},
     "training": {"losses", "metrics", "models", "data", "cuda"},
     "search": {"metrics", "models", "data"},
+    "reports": {"losses", "metrics", "models", "data", "training"},
     "reproduce": {"losses", "metrics", "models", "data", "training"},
-    "cli": {"losses", "metrics", "models", "data", "training", "search", "reproduce", "faces"},
+    "cli": {
+        *("losses", "metrics", "models", "data", "training", "search"),
+        *("faces", "reports", "reproduce"),
+    },
 }
 
 

@@ -12,6 +12,7 @@ _PACKAGES = (
     "losses",
     "metrics",
     "models",
+    "reports",
     "reproduce",
     "search",
     "training",

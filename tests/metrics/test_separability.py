@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry._common import nearest_rivals
-from proximetry.metrics import separability, separation
+from proximetry.metrics import distinct_proxies, separability, separation
 
 
 def brute_force(proxies):
@@ -108,3 +108,46 @@ def test_scores_are_the_mean_and_the_angles_in_degrees() -> None:
     assert scores["smallest_angle"] == pytest.approx(30, abs=1e-4)
     cosines = torch.tensor([30.0, 30.0, 70.0, 90.0]).deg2rad().cos()
     assert scores["separability"] == pytest.approx(cosines.mean().item(), abs=1e-6)
+
+
+def count_groups(vectors, cosine):
+    """Groups of vectors that are joined by their cosines, found one by one."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = vectors / np.where(lengths == 0, 1, lengths)
+    left, groups = set(range(len(units))), 0
+    while left:
+        groups += 1
+        reached = [left.pop()]
+        while reached:
+            here = reached.pop()
+            near = {other for other in left if units[here] @ units[other] >= cosine}
+            left -= near
+            reached += near
+    return groups
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    classes=st.integers(1, 6),
+    per_class=st.integers(1, 9),
+    width=st.integers(1, 4),
+    cosine=st.floats(-0.9, 0.99),
+)
+def test_distinct_proxies_are_groups_of_joined_ones(seed, classes, per_class, width, cosine):
+    draw = np.random.default_rng(seed)
+    proxies = draw.normal(size=(classes, per_class, width)) * draw.integers(
+        0, 3, (classes, per_class, 1)
+    )
+    found = distinct_proxies(proxies, cosine)
+    assert found.tolist() == [count_groups(own, cosine) for own in proxies]
+
+
+def test_distinct_proxies_of_known_directions():
+    along = torch.tensor([1.0, 0.0])
+    angles = torch.deg2rad(torch.tensor([0.0, 17.0, 34.0, 51.0, 120.0]))
+    chain = torch.stack([angles.cos(), angles.sin()], 1)
+    assert distinct_proxies(along.expand(3, 4, 2)).tolist() == [1, 1, 1]
+    assert distinct_proxies(chain[None]).tolist() == [2]  # joined one through the other
+    assert distinct_proxies(7 * torch.eye(3)[None]).tolist() == [3]
+    with pytest.raises(ValueError, match=r"got shape \(3, 4\)"):
+        distinct_proxies(torch.ones(3, 4))

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._common import UsageError, atomic_write
-from proximetry.cli import lists, search
+from proximetry.cli import lists, report, search
 from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.metrics.scores import Metrics
@@ -22,13 +22,14 @@ from proximetry.reproduce.options import ReproduceOptions
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
     """Train on the built-in glyphs and look for characters never seen in training.
 
-    Takes about two minutes on two CPU cores and needs no download.
+    Takes about two minutes on two CPU cores and needs no download. Also writes the report of the
+    run, and a gallery of those characters to search.
 
     Args:
         out: folder of the run; default: a new one below runs/.
         seed: random seed of the run.
     """
-    from proximetry.training.demo import run_demo
+    from proximetry.cli.demo import run_demo
     from proximetry.training.reporting import make_display
 
     run_demo(out, seed, make_display())
@@ -128,8 +129,8 @@ def evaluate(
     from proximetry.cli import evaluation
     from proximetry.cli.vectors import load_embedder
     from proximetry.data import open_dataset, resolve_source
-    from proximetry.training.comparison import check_comparison
-    from proximetry.training.evaluator import score_embedder
+    from proximetry.training.comparison import check_comparison, choose_split
+    from proximetry.training.evaluator import doubts, score_embedder
 
     if out is not None:
         check_out(out, [source])
@@ -140,8 +141,8 @@ def evaluate(
             f"--eval-dims must be below the embedding's {model.dim} dimensions, "
             f"got {max(eval_dims)}"
         )
-    catalog, chosen = evaluation.choose_split(open_dataset(name, place), split, source)
-    notes = [*check_comparison(catalog, metrics), *evaluation.doubts(model, catalog)]
+    catalog, chosen = choose_split(open_dataset(name, place), split, source)
+    notes = [*check_comparison(catalog, metrics), *doubts(model, catalog)]
     with progress_bar("evaluating") as report:
         scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
     document: dict[str, Any] = {
@@ -278,6 +279,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         demo,
         train,
         evaluate,
+        report.report,
         embed,
         export,
         search.index,

@@ -1,41 +1,14 @@
 """What `proximetry evaluate` computes and how it is shown."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from proximetry._common import UsageError, some
-from proximetry.data import Catalog
-from proximetry.data.pixel_cache import describe_copies
 from proximetry.metrics import Evaluation, retrieve
-from proximetry.models import Embedder
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
 
 # How many of the worst classes are shown.
 WORST = 10
-
-
-def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
-    """Return the rows of a split: as asked, else test if there are such, else all."""
-    if len(catalog) == 0:
-        raise UsageError(f"{source} holds no images")
-    chosen = split or ("test" if "test" in catalog.splits else "all")
-    found = catalog if chosen == "all" else catalog.filter(split=chosen)
-    if len(found) == 0:
-        raise UsageError(f"{source} has no rows of split {chosen!r}; try --split all")
-    return found, chosen
-
-
-def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
-    """Say why figures may be better than those of unseen images: known classes, and copies."""
-    known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
-    count = f"{len(known)} of {len(catalog.class_names)} classes"
-    seen = (
-        f"the embedder was trained on {count}, going by their names, so this does not measure "
-        f"unseen classes only: {some(known)}"
-    )
-    return [note for note in (known and seen, describe_copies(catalog)) if note]
 
 
 def describe(
@@ -54,7 +27,11 @@ def describe(
     if per_class:
         found["per_class"] = _classes(whole)
     if confusions:
-        found["confusions"] = _confusions(compared)[:confusions]
+        often = retrieve(**compared, k=1).confusions()[:confusions]
+        found["confusions"] = [
+            {"query": str(query), "nearest": str(other), "count": count}
+            for query, other, count in often
+        ]
     return found
 
 
@@ -64,19 +41,6 @@ def _classes(evaluation: Evaluation) -> list[dict[str, Any]]:
     rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     by = "map@r" if "map@r" in table else next(iter(evaluation.scores))
     return sorted(rows, key=lambda row: float(row[by]))
-
-
-def _confusions(compared: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of the queries whose nearest image has another class: both classes, most frequent first."""
-    nearest = retrieve(**compared, k=1)
-    missed = ~nearest.hits[:, 0] & (nearest.ids[:, 0] >= 0)
-    if nearest.positives is not None:
-        missed &= nearest.positives > 0
-    pairs = zip(nearest.query_labels[missed], nearest.labels[missed, 0], strict=True)
-    return [
-        {"query": str(query), "nearest": str(other), "count": count}
-        for (query, other), count in Counter(pairs).most_common()
-    ]
 
 
 def as_text(document: Mapping[str, Any], name: str) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from proximetry.metrics.projection import map_embeddings
     from proximetry.metrics.reranking import expand_queries, k_reciprocal_distances
     from proximetry.metrics.retrieval import RetrievalResult, retrieve
-    from proximetry.metrics.separation import Separability, separability
+    from proximetry.metrics.separation import Separability, distinct_proxies, separability
     from proximetry.metrics.verification import (
         Roc,
         Verification,
@@ -68,6 +68,7 @@ __all__ = [
     "ami",
     "auc",
     "cluster",
+    "distinct_proxies",
     "draw_pairs",
     "eer",
     "evaluate",
@@ -112,7 +113,7 @@ __getattr__ = lazy_exports(
         "projection": ("map_embeddings",),
         "reranking": ("expand_queries", "k_reciprocal_distances"),
         "retrieval": ("RetrievalResult", "retrieve"),
-        "separation": ("Separability", "separability"),
+        "separation": ("Separability", "distinct_proxies", "separability"),
         "verification": ("Roc", "Verification", "auc", "eer", "roc", "tar_at_far", "verify"),
     },
 )

@@ -46,7 +46,8 @@ def map_embeddings(
         perplexity=min(_PERPLEXITY, (len(vectors) - 1) / 3),
         initialization="pca",
         random_state=seed,
-        n_jobs=cores(),
+        # Threads wait for each other some thousand times: of few points that is most of the time.
+        n_jobs=max(1, min(cores(), len(vectors) // 4000)),
     )
     return _fit_square(np.asarray(tsne.fit(components.numpy())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,6 +130,17 @@ class RetrievalResult:
         """The label of each neighbour, [queries, k]; look at ``ids`` for places that are empty."""
         _, codes, classes = self._labeled()
         return classes[codes[np.maximum(self.ids, 0)]]
+
+    def confusions(self) -> list[tuple[Any, Any, int]]:
+        """Label of the query, label of its nearest item where it is another, and how often.
+
+        The most frequent come first. Queries that could find nothing do not count.
+        """
+        missed = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
+        if self.positives is not None:
+            missed &= self.positives > 0
+        pairs = zip(self.query_labels[missed], self.labels[missed, 0], strict=True)
+        return [(query, other, count) for (query, other), count in Counter(pairs).most_common()]
 
     def __getitem__(
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]

@@ -28,6 +28,32 @@ class Separability:
         return dict(zip(SEPARABILITY, found, strict=True))
 
 
+SAME_DIRECTION = 0.95
+"""Proxies of a class whose cosine is at least this, that is within 18°, count as one."""
+
+
+def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Tensor:
+    """How many of the K proxies of each class are different, [C], of ``proxies`` [C, K, D].
+
+    Two proxies of a class count as one where their cosine is ``cosine`` or more, and so do those
+    that are joined through others; a proxy of zeros is like no other. 1 if all have become one,
+    K if none have.
+    """
+    shape = tuple(getattr(proxies, "shape", ()))
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(
+            f"proxies must be an array [classes, proxies per class, dimensions], got shape {shape}"
+        )
+    rows = as_embeddings(proxies.reshape(-1, shape[-1]), "proxies")
+    with full_precision(rows.device):
+        units = normalize(rows).reshape(shape)
+        joined = units @ units.mT >= cosine
+    joined = joined | torch.eye(shape[1], dtype=torch.bool, device=joined.device)
+    for _ in range(shape[1].bit_length()):  # each time, ways of twice the length
+        joined = joined.float() @ joined.float() > 0
+    return (~joined.tril(-1).any(2)).sum(1)  # of those that are one, the first stands for all
+
+
 def separability(proxies: Embeddings) -> Separability:
     """Sep_i = max over j ≠ i of cos(W_i, W_j): how near the nearest other class is.
 

@@ -63,10 +63,8 @@ def load_checkpoint(
     check(header["state"])
     tensors = load(content)
     for part, module in modules.items():
-        prefix = f"{part}."
-        own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
         try:
-            module.load_state_dict(own)
+            module.load_state_dict(_part(tensors, part))
         except RuntimeError as error:
             raise CheckpointError(f"{path} does not fit the {part} of this run: {error}") from error
     if optimizer is not None:
@@ -93,6 +91,17 @@ def read_state(path: Path) -> dict[str, Any]:
     header, _ = _read(path)
     state: dict[str, Any] = header["state"]
     return state
+
+
+def read_part(path: Path, part: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the plain state of a checkpoint, and the tensors of one of its parts by name."""
+    header, content = _read(path)
+    return header["state"], _part(load(content), part)
+
+
+def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    prefix = f"{part}."
+    return {key[len(prefix) :]: one for key, one in tensors.items() if key.startswith(prefix)}
 
 
 def _lay_out(optimizer: Optimizer) -> None:

@@ -11,11 +11,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._common import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import Metrics, draw_pairs
 from proximetry.models.names import Similarity
 
 Mask = npt.NDArray[np.bool_]
+
+
+def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
+    """Return the rows of a split: as asked, else test if there are such, else all."""
+    if len(catalog) == 0:
+        raise UsageError(f"{source} holds no images")
+    chosen = split or ("test" if "test" in catalog.splits else "all")
+    found = catalog if chosen == "all" else catalog.filter(split=chosen)
+    if len(found) == 0:
+        raise UsageError(f"{source} has no rows of split {chosen!r}; try --split all")
+    return found, chosen
 
 
 def with_needed_roles(catalog: Catalog) -> Catalog:

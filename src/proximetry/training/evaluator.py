@@ -19,9 +19,11 @@ from proximetry import metrics
 from proximetry._common import Progress, some
 from proximetry.cuda.graphs import GraphedInference
 from proximetry.data import Catalog
+from proximetry.data.pixel_cache import describe_copies
 from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
+from proximetry.models.encoding import OnError
 from proximetry.models.names import LARGEST_BATCH, Similarity
 from proximetry.models.pca import principal_axes, second_moments, with_pca
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
@@ -113,13 +115,28 @@ def score_embedder(
     return scored, compared(vectors, catalog, similarity)
 
 
+def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
+    """Say why figures may be better than those of unseen images: known classes, and copies."""
+    known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
+    count = f"{len(known)} of {len(catalog.class_names)} classes"
+    seen = (
+        f"the embedder was trained on {count}, going by their names, so this does not measure "
+        f"unseen classes only: {some(known)}"
+    )
+    return [note for note in (known and seen, describe_copies(catalog)) if note]
+
+
 def encode_catalog(
     embedder: Embedder,
     catalog: Catalog,
     batch_size: int | None = None,
     progress: Progress | None = None,
+    on_error: OnError | None = None,
 ) -> Tensor:
-    """Embed the images of a catalogue as in the evaluations of the run that trained it."""
+    """Embed the images of a catalogue as in the evaluations of the run that trained it.
+
+    With ``on_error``, which is told of them, images that cannot be read are left out.
+    """
     if batch_size is None:
         saved = (embedder.recipe or {}).get("evaluation")
         trained = saved.get("batch_size") if isinstance(saved, dict) else None
@@ -131,6 +148,7 @@ def encode_catalog(
         files,
         batch_size,
         progress=None if progress is None else lambda done: progress(done, len(files)),
+        on_error=on_error,
     )
 
 

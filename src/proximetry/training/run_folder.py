@@ -46,11 +46,14 @@ LOCK_SECONDS = 20.0
 FIRST_STAGE = "first-stage"
 """Where the two runs of ``training.two_stages`` lie in their folder."""
 
+REPORTS = ("report.html", "comparison.html")
+"""What is written about the run that is here, if no other place is named."""
+
 # What a run has written by the time its recipe is there.
 _BEFORE_RECIPE = ("checkpoints", "environment.json", LOCK)
 # What a run writes, by folder; other files there are not its own.
 _OURS = {
-    "": ("recipe.yaml", "environment.json", "metrics.jsonl", "results.json"),
+    "": ("recipe.yaml", "environment.json", "metrics.jsonl", "results.json", *REPORTS),
     "checkpoints": ("last.safetensors", "epoch-*.safetensors", "best.safetensors"),
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -313,6 +316,8 @@ class RunFolder:
         """
         self.results.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
+        for name in REPORTS:
+            (self.path / name).unlink(missing_ok=True)
         for folder, names in _OURS.items():
             if not folder:
                 continue

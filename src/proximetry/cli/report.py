@@ -1,0 +1,41 @@
+"""The command that writes the report of a run."""
+
+from pathlib import Path
+
+from proximetry._common import UsageError, check_writable
+from proximetry.cli.output import progress_steps
+
+
+def report(
+    *runs: Path,
+    out: Path | None = None,
+    data: str | None = None,
+    root: Path | None = None,
+) -> None:
+    """Write what a run has come to as one HTML file, or compare several runs.
+
+    What is missing, such as images that were moved, is left out and named.
+
+    Args:
+        runs: folder of a run; of several, the others are compared with the first.
+        out: the file to write; default: report.html in the folder of the run, comparison.html
+            in that of the first of several.
+        data: the images to evaluate on, if not those of the run or if these have moved: a folder
+            of class folders, a CSV or Parquet table, a tar file, or a dataset that
+            `proximetry datasets` lists.
+        root: where the images of such a dataset lie; without --data of that of the run.
+    """
+    if not runs:
+        raise UsageError("which run? Name the folder of one, or of several to compare")
+    if out is not None and out.suffix != ".html":
+        raise UsageError(f"--out {out} must end in .html")
+    from proximetry.reports import write_report
+
+    place = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
+    if out is not None or runs[0].is_dir():
+        check_writable(place)
+    with progress_steps() as steps:
+        missing = write_report(runs, place, source=data, root=root, steps=steps)
+    for reason in missing:
+        print(f"missing: {reason}")
+    print(f"report: {place}")

@@ -1,0 +1,32 @@
+"""Reports of runs: one HTML file that needs nothing else, of one run or of several compared.
+
+Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from proximetry._common import lazy_exports
+
+if TYPE_CHECKING:
+    from proximetry.reports.findings import Findings, examine
+    from proximetry.reports.record import RunRecord
+    from proximetry.reports.report import comparison_page, report_page, write_report
+
+__all__ = [
+    "Findings",
+    "RunRecord",
+    "comparison_page",
+    "examine",
+    "report_page",
+    "write_report",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "findings": ("Findings", "examine"),
+        "record": ("RunRecord",),
+        "report": ("comparison_page", "report_page", "write_report"),
+    },
+    extra="report",
+)

@@ -1,0 +1,157 @@
+"""What became of the proxies of a run: how far apart classes are, how many of K are of use."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from proximetry._common import random_numbers_kept, some, unit
+from proximetry.data import Catalog
+from proximetry.losses.proxies import Proxies
+from proximetry.metrics import distinct_proxies, separability
+from proximetry.models import Embedder
+from proximetry.reports.record import RunRecord
+from proximetry.training.checkpoint import read_part
+from proximetry.training.evaluator import encode_catalog
+
+TRAINING_IMAGES = 2000
+"""At most so many training images are asked which proxy they are nearest to."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProxyFindings:
+    """The proxies of the selected epoch, or of the last one if those are gone.
+
+    Attributes:
+        epoch: of the checkpoint they are from.
+        names: of the classes.
+        weight: the proxies, [classes, K, dimensions].
+        nearest: Sep of each class, the cosine with the nearest proxy of another class.
+        rivals: the mean of those and angles, as in results.json.
+        distinct: how many of the K proxies of each class are different.
+        checkpoint: the file they are from.
+    """
+
+    epoch: int
+    names: list[str]
+    weight: Tensor
+    nearest: npt.NDArray[Any]
+    rivals: dict[str, float]
+    distinct: npt.NDArray[np.int64]
+    checkpoint: Path
+
+    @property
+    def per_class(self) -> int:
+        """K."""
+        return int(self.weight.shape[1])
+
+
+def find_proxies(record: RunRecord) -> ProxyFindings:
+    """Read the proxies of a run from its checkpoint of the selected epoch, else from the last.
+
+    Raises:
+        ValueError: if there are none, and why.
+    """
+    wanted = record.selected.get("epoch")
+    problems, found = [], []
+    for path in record.folder.checkpoints():
+        try:
+            state, tensors = read_part(path, "loss.proxies")
+            epoch = int(state["state"]["epoch"])
+            with random_numbers_kept():
+                proxies = Proxies(1, 1)
+            proxies.weight = nn.Parameter(tensors["weight"].float(), requires_grad=False)
+            proxies.names_utf8 = tensors["names_utf8"]
+            found.append((epoch == wanted, epoch, path, proxies))
+        except (ValueError, LookupError, TypeError) as error:
+            problems.append(str(error))
+        if found and found[-1][0]:
+            break
+    if not found:
+        raise ValueError(some(problems, 2) or "the checkpoints of the run are gone")
+    _, epoch, path, proxies = max(found, key=lambda one: one[:2])
+    weight = proxies.weight.detach()
+    if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"the proxies in {path} are of one class, or not finite")
+    apart = separability(weight)
+    names = proxies.names or [str(number) for number in range(len(weight))]
+    return ProxyFindings(
+        epoch,
+        names,
+        weight,
+        apart.per_class.numpy(),
+        apart.scores(),
+        distinct_proxies(weight).numpy(),
+        path,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ProxyUse:
+    """How many of its proxies the training images of each class are nearest to.
+
+    Attributes:
+        images, classes: how many were asked, and of how many classes in all.
+        chosen: by class, how many of the proxies are the nearest of at least one image.
+        effective: by class, the exponential of the entropy of how images divide themselves among
+            the proxies: K if evenly, 1 if all are nearest to one.
+    """
+
+    images: int
+    classes: int
+    chosen: npt.NDArray[np.int64]
+    effective: npt.NDArray[np.float64]
+
+
+def find_use(
+    found: ProxyFindings, record: RunRecord, embedder: Embedder, train: Catalog
+) -> ProxyUse:
+    """Ask training images of whole classes, drawn with seed 0, which proxy is nearest to them."""
+    asked = _draw_classes(train)
+    trained = _as_trained(found, record, embedder)
+    vectors = unit(encode_catalog(trained, asked).double())[0]
+    place = {name: number for number, name in enumerate(found.names)}
+    codes = np.array([place[label] for label in asked.labels])
+    proxies = unit(found.weight.double())[0]
+    cosines = torch.einsum("nd,nkd->nk", vectors, proxies[torch.from_numpy(codes)])
+    nearest = cosines.argmax(1).numpy()
+    counts = np.zeros((len(found.names), found.per_class))
+    np.add.at(counts, (codes, nearest), 1)
+    counts = counts[counts.sum(1) > 0]
+    shares = counts / counts.sum(1, keepdims=True)
+    entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)
+    return ProxyUse(len(asked), len(train.class_names), (counts > 0).sum(1), np.exp(entropy))
+
+
+def _draw_classes(train: Catalog) -> Catalog:
+    """Whole classes with at most `TRAINING_IMAGES` images in all, but at least one class."""
+    order = np.random.default_rng(0).permutation(len(train.class_names))
+    images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
+    taken = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
+    return train.subset(np.isin(train.codes, taken))
+
+
+def _as_trained(found: ProxyFindings, record: RunRecord, embedder: Embedder) -> Embedder:
+    """The embedder of the proxies' checkpoint, without the PCA that the saved one may have."""
+    trained = copy.deepcopy(embedder)
+    dim = found.weight.shape[2]
+    trained.dim = dim
+    device = next(embedder.parameters()).device
+    trained.head = nn.Identity()
+    if record.recipe.model.dim:
+        # Without the usual start, which would draw random numbers.
+        trained.head = nn.Linear(embedder.width, dim, device="meta").to_empty(device=device)
+    _, average = read_part(found.checkpoint, "average")
+    weights = average or read_part(found.checkpoint, "embedder")[1]
+    try:
+        trained.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{found.checkpoint} does not fit the embedder: {error}") from error
+    return trained.eval()

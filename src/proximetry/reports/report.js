@@ -1,0 +1,68 @@
+"use strict";
+// The map: hovering or choosing a class shows it. Without scripts the class is the title of a point.
+for (const map of document.querySelectorAll(".map")) {
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  const picture = document.createElement("i");
+  const name = document.createElement("span");
+  tip.append(picture, name);
+  map.append(tip);
+  const groups = [...map.querySelectorAll("g[data-class]")];
+  for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip says it
+  const source = map.querySelector("img.sprite");
+  const columns = Number(map.dataset.columns);
+  if (source) {
+    picture.style.backgroundImage = `url(${source.src})`;
+    picture.style.backgroundSize = `${columns * 96}px auto`;
+  } else picture.remove();
+  const hide = () => { tip.hidden = true; };
+  const show = (event) => {
+    const point = event.target.closest("circle");
+    if (!point) return hide();
+    name.textContent = point.parentNode.dataset.class;
+    const number = Number(point.dataset.i);
+    picture.style.backgroundPosition =
+      `-${(number % columns) * 96}px -${Math.floor(number / columns) * 96}px`;
+    tip.hidden = false;
+    const box = map.getBoundingClientRect(), at = point.getBoundingClientRect();
+    const left = at.left - box.left + 14, top = at.top - box.top + 14;
+    tip.style.left = `${Math.max(0, Math.min(left, box.width - tip.offsetWidth - 4))}px`;
+    tip.style.top = `${Math.max(0, Math.min(top, box.height - tip.offsetHeight - 4))}px`;
+  };
+  const choose = (wanted) => {
+    const word = wanted.trim().toLowerCase();
+    let count = 0;
+    for (const group of groups) {
+      const on = word !== "" && group.dataset.class.toLowerCase().includes(word);
+      group.classList.toggle("on", on);
+      if (on) count += 1;
+    }
+    map.classList.toggle("chosen", word !== "");
+    const told = document.getElementById(map.dataset.told);
+    if (told) told.textContent = word === "" ? "" : `${count} classes`;
+  };
+  const field = document.getElementById(map.dataset.field);
+  if (field) {
+    field.closest(".choose").hidden = false;
+    field.addEventListener("input", () => choose(field.value));
+  }
+  map.addEventListener("pointerover", show);
+  map.addEventListener("pointerleave", hide);
+  map.addEventListener("click", (event) => {
+    show(event);
+    const point = event.target.closest("circle");
+    const wanted = point ? point.parentNode.dataset.class : "";
+    if (field) field.value = field.value === wanted ? "" : wanted;
+    choose(field ? field.value : wanted);
+  });
+}
+// Tables with a field above them: rows whose name holds the word.
+for (const field of document.querySelectorAll("input[data-rows]")) {
+  field.closest(".choose").hidden = false;
+  const rows = [...document.querySelectorAll(`#${field.dataset.rows} tbody tr`)];
+  field.addEventListener("input", () => {
+    const word = field.value.trim().toLowerCase();
+    for (const row of rows) row.hidden = !row.firstChild.textContent.toLowerCase().includes(word);
+  });
+}

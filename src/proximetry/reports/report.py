@@ -1,0 +1,174 @@
+"""The report of a run, or of several compared, as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from proximetry import __version__
+from proximetry._common import UsageError, atomic_write
+from proximetry.reports.comparison import comparison_sections
+from proximetry.reports.findings import Findings, Steps, examine
+from proximetry.reports.markup import Markup, Section, el, join, page
+from proximetry.reports.pictures import Pictures
+from proximetry.reports.proxies import find_proxies, find_use
+from proximetry.reports.record import RunRecord
+from proximetry.reports.sections import (
+    classes_section,
+    curves_section,
+    headline,
+    map_section,
+    metrics_section,
+    missing_box,
+    origin_section,
+    proxies_section,
+    queries_section,
+)
+
+_ABSENT = (ValueError, OSError, ModuleNotFoundError)
+"""What is raised where images, checkpoints or an extra are not there."""
+
+
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    source: str | None = None,
+    root: Path | None = None,
+    steps: Steps = lambda what, done, total: None,
+) -> list[str]:
+    """Write the report of a run, or of several compared, all or nothing.
+
+    What is not there, such as images that were moved, is left out and named.
+
+    Args:
+        runs: folders of runs; the others are compared with the first.
+        out: the HTML file.
+        source: images to evaluate on, as `evaluate` takes them; default: those of each run.
+        root: where the images of the dataset lie now.
+        steps: called with (what, done, total) now and then.
+
+    Returns:
+        What is missing in it, and why.
+    """
+    records = [RunRecord.read(path) for path in runs]
+    folders = [record.folder.path.resolve() for record in records]
+    if len(set(folders)) < len(folders):
+        raise UsageError("a run is named twice; name different ones")
+    found: list[Findings | None] = []
+    for record in records:
+        try:
+            found.append(examine(record, source, root, steps))
+        except _ABSENT as error:
+            # Who names images wants them, or to be told why not.
+            if source is not None or root is not None:
+                raise
+            found.append(None)
+            record.missing.append(_not_evaluated(error))
+    if len(records) == 1:
+        content = report_page(records[0], found[0])
+    else:
+        content = comparison_page(records, found)
+    atomic_write(out, content)
+    return [reason for record in records for reason in record.missing]
+
+
+def _not_evaluated(error: Exception) -> str:
+    why = _sentence(error)
+    hint = "" if "--data" in why else ". If the images have moved, name where they are with --data"
+    return (
+        "Queries, classes, intervals and the map: the embedder cannot be evaluated, since "
+        f"{why}{hint}"
+    )
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def report_page(record: RunRecord, findings: Findings | None) -> bytes:
+    """Return the report of one run; what turns out to be missing is added to the record."""
+    pictures, notes = Pictures(), [] if findings is None else findings.notes
+    sections = [metrics_section(record, findings), curves_section(record)]
+    if findings is not None:
+        sections += [queries_section(findings, pictures), classes_section(findings, pictures)]
+        sections += _attempt(record, "Map", lambda: map_section(findings))
+    sections += _proxies(record, findings)
+    if pictures.unreadable:
+        record.missing.append(f"Pictures: {pictures.unreadable} cannot be read any more")
+    sections.append(origin_section(record, notes))
+    recipe = record.recipe
+    head = [
+        el("h1", record.name),
+        el(
+            "p",
+            f"{recipe.loss.name} with {recipe.model.backbone}, "
+            f"{recipe.model.pca_dim or recipe.model.dim} dimensions, on {recipe.data.dataset}. "
+            f"Recipe {recipe.name}. {_written()}",
+            class_="about",
+        ),
+        missing_box(record.missing),
+        el("ul", *(el("li", note) for note in notes), class_="box") if notes else Markup(),
+        headline(record, findings),
+    ]
+    return page(f"{record.name}: report", join(head), sections)
+
+
+def _written() -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"Written {now} by Proximetry {__version__}."
+
+
+def _attempt(record: RunRecord, what: str, make: Callable[[], Section]) -> list[Section]:
+    try:
+        return [make()]
+    except _ABSENT as error:
+        record.missing.append(f"{what}: {_sentence(error)}")
+        return []
+
+
+def _proxies(record: RunRecord, findings: Findings | None) -> list[Section]:
+    """What is known of the proxies; how they are used needs the training images too."""
+    found = use = None
+    what = "Proxies"
+    try:
+        if not record.recipe.loss.name.startswith("pairs/"):
+            found = find_proxies(record)
+        if found is not None and found.per_class > 1:
+            what = "Proxies that images choose"
+            if findings is None or findings.train is None:
+                raise ValueError("the training images are not there")
+            use = find_use(found, record, findings.embedder, findings.train)
+    except _ABSENT as error:
+        record.missing.append(f"{what}: {_sentence(error)}")
+    made = proxies_section(record, found, use)
+    return [] if made is None else [made]
+
+
+def comparison_page(records: Sequence[RunRecord], found: Sequence[Findings | None]) -> bytes:
+    """Return the comparison of runs, each with the first."""
+    names = _different_names(records)
+    sections = comparison_sections(names, records, found)
+    missing = [
+        f"{name}. {reason}"
+        for name, record in zip(names, records, strict=True)
+        for reason in record.missing
+    ]
+    title = " and ".join(names) if len(names) == 2 else f"{names[0]} and {len(names) - 1} others"
+    head = [
+        el("h1", f"{title}, compared"),
+        el("p", f"{len(names)} runs, compared with {names[0]}. {_written()}", class_="about"),
+        missing_box(missing),
+    ]
+    return page(f"{title}, compared", join(head), sections)
+
+
+def _different_names(records: Sequence[RunRecord]) -> list[str]:
+    """The names of folders; their paths where names are the same."""
+    names = [record.name for record in records]
+    if len(set(names)) == len(names):
+        return names
+    return [str(record.path) for record in records]

@@ -1,0 +1,252 @@
+"""What a report says, against computations that share nothing with it."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proximetry import cli
+from proximetry.data import Catalog
+from proximetry.metrics import Evaluation, RetrievalResult
+from proximetry.models import Embedder
+from proximetry.reports import RunRecord, examine
+from proximetry.reports.comparison import paired_differences
+from proximetry.reports.findings import MAPPED
+from proximetry.reports.pictures import Pictures
+from proximetry.reports.proxies import _as_trained, find_proxies, find_use
+from proximetry.reports.sections import classes_section, confused_pairs
+from proximetry.training import train
+from tests.reports.conftest import make_recipe
+
+
+def rankings(findings):
+    """The other images of each image, nearest first, one by one."""
+    vectors = findings.vectors.double().numpy()
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = vectors @ vectors.T
+    rows = range(len(vectors))
+    return [sorted(set(rows) - {q}, key=lambda i: -cosines[q, i]) for q in rows], cosines
+
+
+def average_precision(findings, query, order):
+    """MAP@R by hand."""
+    labels = findings.catalog.labels
+    positives = sum(label == labels[query] for label in labels) - 1
+    found, total = 0, 0.0
+    for place, row in enumerate(order[:positives], 1):
+        if labels[row] == labels[query]:
+            found += 1
+            total += found / place
+    return total / positives
+
+
+def test_figures_are_those_of_the_results(records, found):
+    for record, findings in zip(records, found, strict=True):
+        assert findings.agrees
+        assert findings.notes == []
+        assert findings.split == "test"
+        assert findings.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
+
+
+def test_intervals_are_those_of_evaluate(runs, table, found, capsys):
+    assert cli.main(["evaluate", str(runs[0]), str(table), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["intervals"]
+    assert {name: [one.low, one.high] for name, one in found[0].intervals.items()} == told
+
+
+def test_worst_and_best_queries(found):
+    findings = found[0]
+    orders, cosines = rankings(findings)
+    labels = findings.catalog.labels
+    score = [average_precision(findings, q, order) for q, order in enumerate(orders)]
+    nearest = [cosines[q, order[0]] for q, order in enumerate(orders)]
+    for chosen, key in (
+        (findings.worst(4), lambda q: (score[q], -nearest[q])),
+        (findings.best(4), lambda q: (-score[q], nearest[q])),
+    ):
+        expected = {}
+        for query in sorted(range(len(labels)), key=key):
+            expected.setdefault(labels[query], query)
+        assert chosen == [*expected.values()][:4]
+
+
+def test_the_place_of_the_first_right_image(found):
+    findings = found[0]
+    labels = findings.catalog.labels
+    for query, order in enumerate(rankings(findings)[0]):
+        place = next(i for i, row in enumerate(order, 1) if labels[row] == labels[query])
+        assert findings.first_positive(query) == place
+
+
+def test_confused_classes(found):
+    findings = found[1]
+    labels, counts = findings.catalog.labels, Counter()
+    for query, order in enumerate(rankings(findings)[0]):
+        if labels[query] != labels[order[0]]:
+            counts[labels[query], labels[order[0]]] += 1
+    assert counts
+    pairs = confused_pairs(findings)
+    assert {(a, b): n for a, b, n, _ in pairs} | {(b, a): n for a, b, _, n in pairs if n} == counts
+    assert all(there >= back for _, _, there, back in pairs)
+    sums = [there + back for _, _, there, back in pairs]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_roles_keep_queries_and_gallery_apart(found, records, table, tmp_path):
+    lines = table.read_text().splitlines()
+    for row, line in enumerate(lines):
+        extra = "query,gallery" if row == 0 else f"{str(row % 4 == 0).lower()},true"
+        lines[row] = f"{line},{extra}"
+    shutil.copytree(table.parent / "images", tmp_path / "images")
+    (tmp_path / "roles.csv").write_text("\n".join(lines))
+    findings = examine(records[0], str(tmp_path / "roles.csv"))
+    assert len(findings.neighbors) == 6
+    catalog = findings.catalog
+    for query in range(6):
+        row = findings.queries[query]
+        others = [findings.gallery[i] for i in findings.neighbors.ids[query]]
+        assert row not in others
+        right = [catalog.labels[other] == catalog.labels[row] for other in others]
+        assert right == findings.neighbors.hits[query].tolist()
+    assert not findings.agrees
+    assert "so the figures differ" in findings.notes[-1]
+
+
+def test_paired_differences(found):
+    one, other = found
+    differences = paired_differences(one, other)
+    assert differences["recall@1"].mean == pytest.approx(
+        other.scores["recall@1"] - one.scores["recall@1"]
+    )
+    apart = other.evaluation.scores["map@r"] - one.evaluation.scores["map@r"]
+    draw = np.random.default_rng(5)
+    means = [apart[draw.integers(0, len(apart), len(apart))].mean() for _ in range(4000)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert differences["map@r"].low == pytest.approx(low, abs=0.02)
+    assert differences["map@r"].high == pytest.approx(high, abs=0.02)
+    same = paired_differences(one, one)
+    assert all(interval == (0, 0, 0) for interval in same.values())
+
+
+def test_proxies_are_those_of_the_selected_epoch(records):
+    record = records[0]
+    found = find_proxies(record)
+    assert found.epoch == record.results["selected"]["epoch"]
+    saved = load_file(record.folder.best)["loss.loss.proxies.weight"]
+    assert torch.equal(found.weight, saved)
+    assert found.names == Embedder.load(record.folder.embedder).class_names
+    if found.epoch == record.results["last"]["epoch"]:
+        assert found.rivals == pytest.approx(record.results["last"]["proxies"])
+
+
+def training_images(findings, table):
+    whole = Catalog.from_csv(table)
+    return whole.filter(labels=findings.embedder.class_names)
+
+
+def test_how_many_proxies_training_images_choose(records, found, table):
+    record, findings = records[0], found[0]
+    proxies, train_set = find_proxies(record), training_images(findings, table)
+    use = find_use(proxies, record, findings.embedder, train_set)
+    assert use.images == len(train_set)
+    files = [train_set.file(row) for row in range(len(train_set))]
+    vectors = findings.embedder.encode(files).double().numpy()
+    chosen, effective = [], []
+    for number, name in enumerate(proxies.names):
+        own = proxies.weight[number].double().numpy()
+        own /= np.linalg.norm(own, axis=1, keepdims=True)
+        counts = Counter(
+            int((own @ vectors[row]).argmax())
+            for row, label in enumerate(train_set.labels)
+            if label == name
+        )
+        shares = [count / sum(counts.values()) for count in counts.values()]
+        chosen.append(len(counts))
+        effective.append(np.prod([share**-share for share in shares]))
+    assert use.chosen.tolist() == chosen
+    np.testing.assert_allclose(use.effective, effective)
+
+
+def test_proxies_meet_the_embedder_as_it_was_trained_not_its_pca(home, table):
+    recipe = make_recipe(table, home / "cache", model={"pca_dim": 4}, training={"epochs": 1})
+    train(recipe, home / "pca")
+    record = RunRecord.read(home / "pca")
+    findings = examine(record)
+    assert findings.agrees
+    proxies = find_proxies(record)
+    assert proxies.weight.shape[2] == 8
+    trained = _as_trained(proxies, record, findings.embedder)
+    files = [findings.catalog.file(row) for row in range(len(findings.catalog))]
+    whole, reduced = trained.encode(files), findings.vectors
+    assert (whole.shape[1], reduced.shape[1]) == (8, 4)
+    # The reduced vectors are a linear function of the others, up to their lengths.
+    axes = torch.linalg.lstsq(
+        trained.head.weight.detach().T, findings.embedder.head.weight.detach().T
+    )
+    guess = torch.nn.functional.normalize(whole @ axes.solution)
+    torch.testing.assert_close(guess, reduced, atol=1e-4, rtol=0)
+    assert find_use(proxies, record, findings.embedder, training_images(findings, table)).images
+
+
+def test_without_the_best_checkpoint_the_last_will_do(run):
+    (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
+    record = RunRecord.read(run)
+    assert find_proxies(record).epoch == record.results["last"]["epoch"]
+
+
+def many_classes(count):
+    """Findings on two images each of so many classes, which need not exist."""
+    labels = tuple(f"class {row // 2}" for row in range(2 * count))
+    catalog = Catalog(tuple(f"{row}.png" for row in range(2 * count)), labels, ("all",) * 2 * count)
+    draw = np.random.default_rng(0)
+    codes = np.repeat(np.arange(count), 2)
+    ids = draw.integers(0, 2 * count, (2 * count, 8))
+    neighbors = RetrievalResult(
+        ids,
+        draw.random(ids.shape),
+        2 * count,
+        "cosine",
+        True,
+        codes,
+        codes,
+        np.array(labels[::2]),
+        np.ones_like(codes),
+    )
+    scores = {name: draw.random(2 * count).round() for name in ("recall@1", "map@r")}
+    evaluation = Evaluation(scores, codes, np.array(labels[::2]), np.ones_like(codes))
+    return catalog, neighbors, evaluation
+
+
+def test_eleven_thousand_classes_are_all_there_and_the_page_stays_small(found):
+    catalog, neighbors, evaluation = many_classes(11_000)
+    rows = np.arange(len(catalog))
+    findings = replace(
+        found[0],
+        catalog=catalog,
+        neighbors=neighbors,
+        evaluation=evaluation,
+        queries=rows,
+        gallery=rows,
+    )
+    pictures = Pictures()
+    content = classes_section(findings, pictures).content
+    assert len(content) < 1_500_000
+    assert all(f">class {number}<" in content for number in range(11_000))
+    assert pictures.unreadable > 0
+    assert "not readable" in content
+    sample = findings.sample()
+    assert len(sample) == len(set(sample.tolist())) == MAPPED
+    assert np.array_equal(sample, findings.sample())
+    assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
+
+
+def test_a_map_of_few_large_classes_shows_them_all(found):
+    labels = tuple(f"class {row % 5}" for row in range(3000))
+    catalog = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
+    sample = replace(found[0], catalog=catalog).sample()
+    assert np.bincount(catalog.codes[sample]).tolist() == [400] * 5

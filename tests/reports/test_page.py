@@ -1,0 +1,354 @@
+"""The page itself: complete without other files, safe with names of strangers, honest."""
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from proximetry import cli
+from proximetry.cli.demo import make_gallery, make_report
+from proximetry.data import open_dataset
+from proximetry.reports import RunRecord, examine, report, report_page, write_report
+from proximetry.reports.markup import el
+from proximetry.search import Gallery
+from proximetry.training import RunFolder, train
+from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table
+from tests.training.runs import killed_at
+
+
+@pytest.fixture(scope="session")
+def page(records, found):
+    content = report_page(records[0], found[0])
+    assert records[0].missing == []
+    return Page(content)
+
+
+@pytest.fixture(scope="session")
+def comparison(runs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared") / "page.html"
+    assert write_report(runs, out) == []
+    return Page(out.read_bytes())
+
+
+def call(capsys, *words):
+    code = cli.main(["report", *map(str, words)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def assert_alone(page):
+    """No address leads out of the page, and no script but ours runs."""
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        for name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
+            value = attributes.get(name, "#")
+            assert value.startswith(("#", "data:image/webp;base64,")), (tag, name, value[:80])
+    assert page.all("link") == page.all("iframe") == page.all("object") == []
+    assert page.all("script") == [{}]
+    (policy,) = [m["content"] for m in page.all("meta") if "http-equiv" in m]
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_both_pages_need_nothing_else(page, comparison):
+    assert_alone(page)
+    assert_alone(comparison)
+    assert "http" not in re.sub(r"http-equiv", "", " ".join(page.text.split()))
+
+
+def test_names_are_text_whatever_they_hold(page, comparison):
+    assert HOSTILE in page.text
+    assert any(HOSTILE in row[0] for row in page.table("Every class"))
+    assert any(attributes.get("title", "").endswith(FILE) for _, attributes in page.elements)
+    for one in (page, comparison):
+        assert not [a for a in one.all("img") if not a["src"].startswith("data:")]
+
+
+@pytest.mark.parametrize("value", ['"><script>', "a & b <i>", "caf\udce9", "bell\x07", "&lt;"])
+def test_elements_escape_what_is_not_markup(value):
+    made = Page(f"<p>{el('b', value, title=value)}</p>".encode())
+    assert [tag for tag, _ in made.elements] == ["p", "b"]
+    said = value.replace("\udce9", "?").replace("\x07", "�")
+    assert made.text == said
+    assert made.all("b") == [{"title": said}]
+
+
+def test_tables_hold_the_figures_of_the_run(page, records, found):
+    results = records[0].results
+    rows = {row[0]: row[1:] for row in page.table("Metrics of the test set")}
+    for name in ("recall@1", "MAP@R", "ndcg@4"):
+        untrained, *_, selected, interval = rows[name]
+        key = name.lower()
+        assert untrained == f"{100 * results['untrained']['test'][key]:.1f}"
+        assert selected == f"{100 * results['selected']['test'][key]:.1f}"
+        one = found[0].intervals[key]
+        assert interval == f"{100 * one.low:.1f} to {100 * one.high:.1f}"
+    assert "24 queries" in page.text
+    assert "selected by MAP@R on classes held out of training" in page.text
+
+
+def test_every_class_with_its_recall(page, found):
+    findings = found[0]
+    hits, labels = {}, findings.catalog.labels
+    for query, label in enumerate(labels):
+        hits.setdefault(label, []).append(bool(findings.neighbors.hits[query, 0]))
+    table = {row[0]: row[1:3] for row in page.table("Every class")}
+    assert table == {
+        label: [str(len(own)), f"{100 * sum(own) / len(own):.1f}"] for label, own in hits.items()
+    }
+    order = [float(row[2]) for row in page.table("Every class")]
+    assert order == sorted(order)
+
+
+def test_every_epoch_is_in_the_curves(page, records):
+    history = records[0].history
+    rows = page.table("Every epoch")
+    assert [row[0] for row in rows] == [str(line["epoch"]) for line in history]
+    assert rows[1][1] == f"{history[1]['loss']:.4g}"
+    charts = [svg["aria-label"] for svg in page.all("svg") if svg.get("class") == "chart"]
+    for title in ("Loss", "Learning rate", "Metrics, test set", "Distinct proxies"):
+        assert any(label.startswith(title) for label in charts), title
+
+
+def test_pictures_have_words_and_marks(page, found):
+    shown = [a for a in page.all("img") if a.get("class") != "sprite"]
+    assert all(a["alt"] for a in shown)
+    asked = page.text.count("MAP@R 1") + page.text.count("MAP@R 0")
+    assert asked > 0
+    assert "✓ right" in page.text
+    assert "✗ wrong" in page.text
+    assert len([a for a in shown if a["alt"].startswith("query")]) >= 12
+
+
+def test_origin_has_recipe_versions_command_and_seed(page, records):
+    environment = records[0].environment
+    assert environment["command"] in page.text
+    assert f"torch {environment['packages']['torch']}" in page.text
+    assert records[0].recipe.to_yaml() in page.text
+    assert environment["git"]["commit"] in page.text
+
+
+def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, records, found):
+    rows = {row[0]: row[1:] for row in comparison.table("Metrics in percent, 24 queries")}
+    one, other = (f.scores["map@r"] for f in found)
+    first, second, difference = rows["MAP@R"]
+    assert first.startswith(f"{100 * one:.1f}")
+    assert second.startswith(f"{100 * other:.1f}")
+    sign = f"{100 * (other - one):+.1f}".replace("-", "−")
+    assert re.match(re.escape(sign) + " (better|worse|not told apart)", difference)
+    keys = {row[0]: row[1:] for row in comparison.table("Keys in which the recipes differ")}
+    assert keys == {"training.seed": ["0", "1"]}
+    right = [f.neighbors.hits[:, 0] for f in found]
+    alone = int((right[0] & ~right[1]).sum())
+    assert f"in seed0 alone for {alone}, in seed1 alone for" in comparison.text
+
+
+def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, capsys):
+    other = make_table(tmp_path / "other", seed=3)
+    place = RunFolder(run).recipe
+    place.write_text(place.read_text().replace(str(runs[0].parent / "images.csv"), str(other)))
+    other.write_text(other.read_text().replace(",class1", ",room1"))
+    code, told, _ = call(capsys, runs[0], run, "--out", tmp_path / "page.html")
+    assert code == 0
+    assert told == f"report: {tmp_path / 'page.html'}\n"
+    page = Page((tmp_path / "page.html").read_bytes())
+    assert "These runs were not evaluated on the same images" in page.text
+    assert "difference" not in [cell for rows in page.tables.values() for cell in rows[0]]
+    assert "so the figures differ" in page.text
+    # With one set of images for both they are.
+    code, _, _ = call(capsys, runs[0], run, "--data", other, "--out", tmp_path / "page.html")
+    assert code == 0
+    assert "query by query" in Page((tmp_path / "page.html").read_bytes()).text
+
+
+@pytest.fixture
+def moved(run, table, tmp_path):
+    """A run whose images are elsewhere by now."""
+    shutil.copytree(table.parent / "images", tmp_path / "new" / "images")
+    shutil.copy(table, tmp_path / "new")
+    place = RunFolder(run).recipe
+    place.write_text(place.read_text().replace(str(table), "/gone/images.csv"))
+    return run
+
+
+def test_images_that_have_moved(moved, tmp_path, capsys):
+    code, told, _ = call(capsys, moved)
+    assert code == 0
+    assert "missing: Queries, classes, intervals and the map" in told
+    assert "/gone/images.csv" in told
+    page = Page((moved / "report.html").read_bytes())
+    assert_alone(page)
+    assert "What is missing here" in page.text
+    assert page.table("Metrics of the test set")
+    assert "Distinct are proxies" in page.text
+    assert "missing: Proxies that images choose: the training images are not there" in told
+    for words in (["--data", tmp_path / "new/images.csv"], ["--root", tmp_path / "new/images.csv"]):
+        code, told, _ = call(capsys, moved, *words)
+        page = Page((moved / "report.html").read_bytes())
+        assert code == 0
+        assert page.table("Every class")
+        assert "figures differ" not in page.text
+        assert told == f"report: {moved / 'report.html'}\n"
+        assert re.search(r"of \d+ training images of \d+ of \d+ classes", page.text)
+
+
+def test_a_comparison_without_the_images_of_one_run(runs, moved, capsys, tmp_path):
+    code, told, _ = call(capsys, runs[1], moved, "--out", tmp_path / "page.html")
+    assert code == 0
+    assert "the embedder cannot be evaluated" in told
+    page = Page((tmp_path / "page.html").read_bytes())
+    assert_alone(page)
+    caption = "Metrics of the selected epochs as each run reported them"
+    rows = {row[0]: row[1:] for row in page.table(f"{caption}, test set")}
+    results = [RunFolder(path).read_results()["selected"]["test"] for path in (runs[1], moved)]
+    assert rows["recall@1"] == [f"{100 * one['recall@1']:.1f}" for one in results]
+    assert "differences cannot be tested query by query" in page.text
+
+
+def test_of_two_stages_the_second_is_reported(run, tmp_path, capsys):
+    run.rename((tmp_path / "two").mkdir() or tmp_path / "two" / "second-stage")
+    code, told, _ = call(capsys, tmp_path / "two")
+    assert (code, told) == (0, f"report: {tmp_path / 'two' / 'report.html'}\n")
+    assert Page((tmp_path / "two" / "report.html").read_bytes()).table("Every class")
+
+
+def test_a_run_that_held_nothing_out(home, table, tmp_path, capsys):
+    lines = [line for line in table.read_text().splitlines() if not line.endswith(",test")]
+    shutil.copytree(table.parent / "images", tmp_path / "images")
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    recipe = make_recipe(tmp_path / "train.csv", home / "cache", evaluation={"protocol": "last"})
+    train(recipe, tmp_path / "all")
+    code, told, _ = call(capsys, tmp_path / "all")
+    assert code == 0
+    assert "there is nothing to evaluate; name other images with --data\n" in told
+    assert "There are no figures" in Page((tmp_path / "all" / "report.html").read_bytes()).text
+    code, told, _ = call(capsys, tmp_path / "all", "--data", table)
+    assert code == 0
+    text = Page((tmp_path / "all" / "report.html").read_bytes()).text
+    assert "Metrics of the images of this report" in text
+
+
+def test_images_that_were_named_must_be_there(moved, tmp_path, capsys):
+    code, _, told = call(capsys, moved, "--data", tmp_path / "nowhere")
+    assert code == 2
+    assert "nowhere" in told
+    assert not (moved / "report.html").exists()
+
+
+def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, capsys):
+    (tmp_path / "new/images/class11/0.png").write_bytes(b"no image")
+    code, _, _ = call(capsys, moved, "--data", tmp_path / "new/images.csv")
+    assert code == 0
+    text = Page((moved / "report.html").read_bytes()).text
+    assert "1 images cannot be read and are left out" in text
+    assert "figures differ" in text
+
+
+def test_a_run_that_was_cut_off(home, table, tmp_path, capsys):
+    recipe = make_recipe(table, home / "cache", evaluation={"untrained": False})
+    killed_at(6, recipe, tmp_path / "cut")
+    code, told, _ = call(capsys, tmp_path / "cut")
+    assert code == 0
+    assert "Results: the run has not ended; 1 of 2 epochs are logged" in told
+    page = Page((tmp_path / "cut" / "report.html").read_bytes())
+    assert "the embedder is the one that was saved last, of epoch 1" in page.text
+    assert page.table("Every class")
+    # And one that has hardly begun.
+    shutil.rmtree(tmp_path / "cut" / "embedder")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints")
+    (tmp_path / "cut" / "metrics.jsonl").unlink()
+    code, told, _ = call(capsys, tmp_path / "cut")
+    assert code == 0
+    page = Page((tmp_path / "cut" / "report.html").read_bytes())
+    assert "There are no figures" in page.text
+    assert "No epoch is logged yet" in page.text
+
+
+@pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
+def test_what_is_damaged_is_named_and_the_rest_is_there(run, capsys, name):
+    content = (run / name).read_bytes()
+    (run / name).write_bytes(content[: len(content) // 2] + b"\n")
+    code, told, _ = call(capsys, run)
+    assert code == 0
+    assert "missing: " in told
+    assert name in told
+    assert Page((run / "report.html").read_bytes()).table("Every class")
+
+
+def test_mistakes_are_one_sentence(run, tmp_path, capsys):
+    for words, said in (
+        ([], "which run?"),
+        ([tmp_path / "none"], f"there is no folder {tmp_path / 'none'}"),
+        ([tmp_path], "holds no run: there is no recipe.yaml"),
+        ([run, run], "a run is named twice"),
+        ([run, "--out", tmp_path / "x.txt"], "must end in .html"),
+        ([run, "--out", tmp_path / "no/x.html"], "there is no folder"),
+    ):
+        code, out, told = call(capsys, *words)
+        assert (code, out) == (2, "")
+        assert said in told
+        assert len(told.splitlines()) == 1
+    assert not (run / "report.html").exists()
+
+
+def test_the_old_report_stays_until_the_new_one_is_whole(run, monkeypatch, capsys):
+    (run / "report.html").write_text("old")
+    monkeypatch.setattr(report, "report_page", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call(capsys, run)
+    assert (run / "report.html").read_text() == "old"
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    monkeypatch.undo()
+    assert call(capsys, run)[0] == 0
+    assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
+
+
+def test_starting_over_removes_the_report_of_the_run_that_is_gone(run):
+    (run / "report.html").write_text("of the old run")
+    RunFolder(run).remove()
+    assert not (run / "report.html").exists()
+
+
+def test_without_the_map_extra_all_but_the_map_is_there(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "openTSNE", None)
+    code, told, _ = call(capsys, run)
+    assert code == 0
+    assert "missing: Map: A map of embeddings needs openTSNE: pip install" in told
+    page = Page((run / "report.html").read_bytes())
+    assert page.table("Every class")
+    assert "map" not in [attributes.get("class") for attributes in page.all("div")]
+
+
+def test_a_run_without_proxies(records, found):
+    recipe = records[0].recipe.override({"loss.name": "pairs/contrastive"})
+    record = RunRecord(
+        records[0].path,
+        records[0].folder,
+        recipe,
+        records[0].environment,
+        records[0].history,
+        {key: value for key, value in records[0].results.items() if key != "last"},
+    )
+    content = report_page(record, found[0])
+    assert record.missing == []
+    assert b'id="proxies"' not in content
+
+
+def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
+    record = RunRecord.read(run)
+    findings = examine(record)
+    test = open_dataset("csv", table).filter(split="test")
+    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    assert f"proximetry serve {run / 'gallery'}" in line
+    assert len(Gallery.open(run / "gallery")) == len(test)
+    assert make_gallery(run, findings.embedder, test, findings.vectors) == [line]
+    assert make_report(run, findings.vectors) == [f"Report:  {run / 'report.html'}"]
+    assert Page((run / "report.html").read_bytes()).table("Every class")
+    shutil.rmtree(run / "gallery")
+    for name in [*sys.modules]:
+        if name.startswith("proximetry.search."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    assert line.startswith("Gallery: left out; ")
+    assert "pip install 'proximetry[" in line
