@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.measure import Run, alternate, versions
+from proximetry.metrics import binary_codes
 from proximetry.models import Embedder
 from proximetry.search import Gallery, indexes
 from proximetry.search.exact import Part, Store
@@ -60,7 +61,7 @@ def data(count: int, classes: int, queries: int) -> tuple[Vectors, Vectors]:
 def build_plain(kind: str, vectors: Vectors) -> Any:
     made = indexes._make(kind, DIM, "cosine")
     if kind == "BFlat":
-        made.add(indexes.signs(vectors))
+        made.add(binary_codes(vectors))
         return made
     if not made.is_trained:
         indexes._limit_training(made)
@@ -111,7 +112,7 @@ def compare(
     gallery = Gallery.open(folder)
     opened = time.perf_counter() - start
     plain, built_plain = plain_index(kind, size, vectors, folder)
-    asked = indexes.signs(queries) if kind == "BFlat" else queries
+    asked = binary_codes(queries) if kind == "BFlat" else queries
     found = gallery.search(queries, K)
     if truth is None:
         truth = found.ids if kind == "Flat" else exact(vectors, queries)

@@ -529,6 +529,21 @@ def unit(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return rescaled * inverse.unsqueeze(-1), length / factor
 
 
+def binary_codes(vectors: Tensor) -> Tensor:
+    """Return packed codes [N, ⌈D / 8⌉], uint8, of vectors [N, D]: one bit per dimension.
+
+    A bit is 1 where the entry is positive, so 0 where it is zero. The first dimension is the
+    highest bit of the first byte, as in `numpy.packbits`; bits that fill up the last byte are 0.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    bits = F.pad((vectors > 0).to(torch.uint8), (0, -vectors.shape[1] % 8))
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
+    bits = bits.reshape(len(bits), bits.shape[1] // 8, 8) << places
+    return bits.sum(2, dtype=torch.uint8)
+
+
 def nearest_rivals(
     directions: Tensor, per_class: int, block: int | None = None
 ) -> tuple[Tensor, Tensor]:

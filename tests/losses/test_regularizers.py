@@ -16,6 +16,7 @@ from proximetry.losses.regularizers import (
     CenterLoss,
     ExclusiveRegularizer,
     IntraClassRegularizer,
+    QuantizationLoss,
     intra_class_distance,
 )
 from tests.losses import reference
@@ -246,3 +247,42 @@ def test_autocast_changes_nothing(term, entries, monkeypatch):
     (other,) = torch.autograd.grad(inside, w)
     assert inside.item() == value.item()
     assert torch.equal(other, gradient)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1000))
+def test_quantization_is_the_distance_to_the_code(batch, dim, seed):
+    x = draw(batch, dim, seed=seed)
+    total = 0.0
+    for vector in x.numpy():
+        code = np.where(vector > 0, 1.0, -1.0)
+        length, root = np.sqrt((vector**2).sum()), np.sqrt(dim)
+        distance = sum((v / length - b / root) ** 2 for v, b in zip(vector, code, strict=True))
+        cosine = (vector @ code) / (length * root)
+        assert distance == pytest.approx(2 * (1 - cosine), abs=1e-12)
+        total += distance / batch
+    assert QuantizationLoss(0.7)(x).item() == pytest.approx(0.7 * total, abs=1e-12)
+    # Neither the length of a vector nor the precision of the network matters.
+    assert QuantizationLoss(0.7)(x * 1e3).item() == pytest.approx(0.7 * total, abs=1e-12)
+    half = QuantizationLoss(0.7)(x.bfloat16())
+    assert half.dtype == torch.float32
+    assert half.item() == pytest.approx(0.7 * total, abs=0.05)
+
+
+def test_quantization_gradcheck_and_rest():
+    x = draw(4, 6).requires_grad_()
+    assert torch.autograd.gradcheck(QuantizationLoss(1.3), (x,))
+    codes = draw(3, 8).sign().mul(5).requires_grad_()  # codes already
+    value = QuantizationLoss()(codes)
+    value.backward()
+    assert value.item() == pytest.approx(0, abs=1e-12)
+    torch.testing.assert_close(codes.grad, torch.zeros_like(codes))
+    zero = torch.zeros(2, 8, requires_grad=True)
+    QuantizationLoss()(zero).backward()
+    torch.testing.assert_close(zero.grad, torch.zeros_like(zero))
+
+
+def test_quantization_refuses_what_is_no_batch():
+    with pytest.raises(ValueError, match=r"embeddings must be \[batch, dim\], got shape \[3\]"):
+        QuantizationLoss()(torch.ones(3))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        QuantizationLoss()(torch.ones(0, 3))

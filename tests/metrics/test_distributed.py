@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from proximetry.metrics import Metrics, evaluate, evaluate_queries, identify
+from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries, identify
 
 CUTS = (0, 23, 60)  # uneven shares
 EMPTY = (0, 60, 60)  # one process has nothing
@@ -46,6 +46,8 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
         "text": (vectors, given["names"], {"similarity": "euclidean"}),
         "half": (half, torch.from_numpy(numbers), {"similarity": "dot"}),
         "cosine": (given["smooth"], numbers, {}),
+        "expand": (given["smooth"], numbers, {"expand": 3}),
+        "rerank": (given["smooth"], numbers, {"rerank": True}),
         "offset": (
             given["smooth"].astype(np.float32) + np.float32(3000),
             numbers,
@@ -122,6 +124,9 @@ def work(rank: int, file: str, out: str) -> None:
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
     found["clustering"] = evaluate(vectors, labels, metrics=Metrics(clustering=True), group=group)
+    for kept in (0, 7):
+        coded = evaluate_codes(vectors, labels, candidates=kept, group=group)
+        found[f"codes {kept}"] = coded.scores["map@r"].tolist()
     evaluation = evaluate_queries(vectors, labels, group=group)
     found["per query"] = evaluation.scores["map@r"].tolist()
     for name, spoiled, spoiled_labels in (
@@ -160,7 +165,19 @@ def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
 @pytest.mark.parametrize(
-    "name", ["plain", "text", "half", "cosine", "offset", "groups", "roles", "queries"]
+    "name",
+    [
+        "plain",
+        "text",
+        "half",
+        "cosine",
+        "expand",
+        "rerank",
+        "offset",
+        "groups",
+        "roles",
+        "queries",
+    ],
 )
 def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name: str) -> None:
     vectors, labels, options = cases(slice(None))[name]
@@ -188,6 +205,13 @@ def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str,
     assert reports[0]["clustering"] == evaluate(vectors, labels, metrics=Metrics(clustering=True))
     expected = evaluate_queries(vectors, labels).scores["map@r"]
     np.testing.assert_array_equal(reports[0]["per query"], expected)
+
+
+@pytest.mark.parametrize("kept", [0, 7])
+def test_codes_equal_one_process(reports: list[dict[str, Any]], kept: int) -> None:
+    vectors, labels, _ = cases(slice(None))["cosine"]
+    expected = evaluate_codes(vectors, labels, candidates=kept).scores["map@r"]
+    np.testing.assert_array_equal(reports[0][f"codes {kept}"], expected)
 
 
 def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
 import copy
+import hashlib
+import json
 import math
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from torch import nn
 import proximetry.models
 from proximetry.models import Embedder, GeM, freeze_batchnorm, set_batchnorm_momentum
 from proximetry.models.names import POOLINGS
+from proximetry.models.pca import with_pca
 from proximetry.models.pooling import make_pooling
 
 
@@ -229,3 +232,64 @@ def test_momentum_moves_the_statistics_as_said():
     torch.testing.assert_close(model[0].running_mean, 0.9 * batch.mean((0, 2, 3)))
     with pytest.raises(ValueError, match=r"momentum .* 1\.5"):
         set_batchnorm_momentum(model, 1.5)
+
+
+def test_an_embedder_with_bits_gives_codes_and_knows_them(tmp_path):
+    torch.manual_seed(0)
+    embedder = small(bits=24)
+    assert (embedder.bits, embedder.dim) == (24, 24)
+    images = [np.random.default_rng(i).integers(0, 256, (70, 80, 3), np.uint8) for i in range(5)]
+    vectors = embedder.encode(images)
+    codes = embedder.encode(images, batch_size=2, binary=True)
+    assert codes.dtype == torch.uint8
+    assert codes.shape == (5, 3)
+    np.testing.assert_array_equal(np.unpackbits(codes.numpy(), axis=1), vectors.numpy() > 0)
+    assert embedder.encode([], binary=True).shape == (0, 3)
+    again = Embedder.load(embedder.save(tmp_path / "embedder"))
+    assert again.bits == 24
+    assert again.fingerprint() == embedder.fingerprint()
+    plain = small(24)
+    plain.load_state_dict(embedder.state_dict())
+    assert plain.bits is None
+    assert plain.fingerprint() != embedder.fingerprint()  # they are not searched alike
+
+
+def test_embedders_without_bits_are_saved_and_counted_as_ever(tmp_path):
+    embedder = small(24)
+    embedder.save(tmp_path / "embedder")
+    saved = json.loads((tmp_path / "embedder" / "embedder.json").read_text())
+    assert saved["architecture"] == {
+        "backbone": "test_resnet",
+        "dim": 24,
+        "pooling": "avg",
+        "layer_norm": False,
+        "normalize": True,
+        "flip_tta": False,
+        "similarity": "cosine",
+    }
+    made_of = [saved["architecture"], saved["preprocessing"]]
+    whole = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    for name, value in sorted(embedder.state_dict().items()):
+        plain = value.float() if value.is_floating_point() else value
+        whole.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
+        whole.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
+    assert embedder.fingerprint() == whole.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"bits": 63}, "bits must be a multiple of 8 from 8 to 4096, got 63"),
+        ({"bits": 8192}, "bits must be a multiple of 8 from 8 to 4096, got 8192"),
+        ({"bits": 0}, "bits must be a multiple of 8 from 8 to 4096, got 0"),
+        ({"bits": 64, "similarity": "euclidean"}, "bits are for the similarity 'cosine'"),
+        ({"bits": 64, "normalize": False}, "bits are for the similarity 'cosine'"),
+    ],
+)
+def test_bits_that_cannot_be_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        small(**settings)
+
+
+def test_pca_leaves_the_codes_behind():
+    assert with_pca(small(bits=16), torch.eye(16)[:8]).bits is None

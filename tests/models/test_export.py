@@ -1,6 +1,5 @@
 import json
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ def run(path, pixels):
         ("test_vit", {"normalize": False}),
         ("bn_inception", {"pooling": "gem"}),
         ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, "flip_tta": True}),
+        ("small_convnet", {"bits": 16}),
     ],
 )
 def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
@@ -47,7 +47,7 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
     assert before.keys() == {"resize", "crop", "interpolation"}
     assert Preprocessing.from_json({**before, **inside}) == embedder.preprocessing
     assert "must not be applied again" in props["input"]
-    assert json.loads(props["architecture"]) == asdict(embedder.architecture)
+    assert json.loads(props["architecture"]) == embedder.architecture.to_json()
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
     again = open_embedder(tmp_path / "e.onnx")  # which reads the metadata

@@ -61,7 +61,8 @@ def recipe_for(images, cache, **training):
     return make_recipe(
         images,
         cache,
-        model={"freeze_batchnorm": True},
+        model={"freeze_batchnorm": True, "bits": 8},
+        loss={"quantization": 1.0},
         optimizer={"name": "sgd", "lr": 1e-3},
         data={"sampler": "balanced", "images_per_class": 2},
         training={"epochs": 2, **training},
@@ -87,9 +88,10 @@ def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)
     double = json.loads((tmp_path / "two" / "results.json").read_text())
-    assert double["selected"]["held_out"]["map@r"] == pytest.approx(
-        single["selected"]["held_out"]["map@r"], abs=0.02
-    )
+    one, two = (found["selected"]["held_out"] for found in (single, double))
+    assert two["map@r"] == pytest.approx(one["map@r"], abs=0.02)
+    # The last digits of the weights may differ, and with them a bit now and then.
+    assert two["codes"]["map@r"] == pytest.approx(one["codes"]["map@r"], abs=0.05)
     # A run begun on two ranks is extended on one.
     longer = recipe_for(images, cache, epochs=3)
     train(longer, tmp_path / "whole", device="cpu")

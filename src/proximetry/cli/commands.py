@@ -106,6 +106,9 @@ def evaluate(
     eval_dims: Annotated[tuple[int, ...], Parameter(validator=Number(gte=1, lte=LARGEST_DIM))] = (),
     per_class: Annotated[bool, Parameter(negative=())] = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    binary: Annotated[bool, Parameter(negative=())] = False,
+    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=search.LARGEST_K))] = 0,
+    rerank: Annotated[bool, Parameter(negative=())] = False,
     batch_size: BatchSize | None = None,
     device: str | None = None,
     out: Path | None = None,
@@ -122,11 +125,15 @@ def evaluate(
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
         per_class: also show the classes with the worst metrics; with --json and --out, all.
         confusions: also show so many pairs of classes that are taken for each other most often.
+        binary: also search by binary codes, alone and with the vectors deciding among the nearest;
+            tells bytes per image and time per query.
+        expand: also show query expansion: each query moved towards so many of its neighbours.
+        rerank: also show k-reciprocal re-ranking of the nearest images.
         batch_size: images per forward pass; default: as in the evaluation of the run.
         device: cpu or cuda; default: cuda where there is a GPU.
         out: also write the JSON document to this file.
     """
-    from proximetry.cli import evaluation
+    from proximetry.cli import evaluation, ways
     from proximetry.cli.vectors import load_embedder
     from proximetry.data import open_dataset, resolve_source
     from proximetry.training.comparison import check_comparison, choose_split
@@ -141,10 +148,14 @@ def evaluate(
             f"--eval-dims must be below the embedding's {model.dim} dimensions, "
             f"got {max(eval_dims)}"
         )
+    asked = ways.Ways(binary, expand, rerank)
+    asked.check(model)
     catalog, chosen = choose_split(open_dataset(name, place), split, source)
     notes = [*check_comparison(catalog, metrics), *doubts(model, catalog)]
     with progress_bar("evaluating") as report:
-        scored = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
+        scored, compared = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
+        plain = next(iter(scored.values()))
+        rows = ways.make_rows(asked, plain, compared, metrics, report)
     document: dict[str, Any] = {
         "embedder": str(embedder),
         "dataset": name,
@@ -152,7 +163,8 @@ def evaluate(
         "split": chosen,
         "images": len(catalog),
         "classes": len(catalog.class_names),
-        **evaluation.describe(*scored, per_class=per_class, confusions=confusions),
+        **evaluation.describe(scored, compared, per_class=per_class, confusions=confusions),
+        **({"rows": rows} if rows else {}),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
     }

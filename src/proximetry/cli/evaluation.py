@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from proximetry.cli import ways
 from proximetry.metrics import Evaluation, retrieve
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
@@ -12,7 +13,7 @@ WORST = 10
 
 
 def describe(
-    queries: Mapping[int, Evaluation],
+    queries: Mapping[int | str, Evaluation],
     compared: Mapping[str, Any],
     *,
     per_class: bool,
@@ -51,6 +52,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         metrics_table({f"{name} ({split})": scores}),
         f"95 % intervals over the queries: {_intervals(document['intervals'])}",
     ]
+    if "rows" in document:
+        parts += ways.as_text(document["rows"])
     if "per_class" in document:
         worst = document["per_class"][:WORST]
         rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}

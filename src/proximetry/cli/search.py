@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GALLERY = "gallery"
 """Where `index` makes a gallery and the others look for it, unless told otherwise."""
-_LARGEST_K = 10_000
+LARGEST_K = 10_000
 
 
 def index(
@@ -171,7 +171,8 @@ def _add(
     if model is None and device is not None and (Path(gallery) / "embedder").exists():
         model = Path(gallery) / "embedder"
     found = Gallery.open(gallery, None if model is None else _load(model, device))
-    if index not in (None, found.index):
+    same = index in (None, found.index) or (index == "auto" and found.index == "BFlat")
+    if not same:
         raise UsageError(
             f"the gallery {gallery} was made with --index {found.index}; for another one remove it "
             "or choose another with --gallery"
@@ -198,11 +199,11 @@ def _advised(error: ValueError) -> ValueError:
 
 def search(
     *queries: Path,
-    k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=_LARGEST_K))] = 10,
+    k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=LARGEST_K))] = 10,
     gallery: str = GALLERY,
     model: Path | None = None,
     where: tuple[str, ...] = (),
-    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=_LARGEST_K))] = 0,
+    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
     rerank: Annotated[bool, Parameter(negative=())] = False,
     sheet: Path | None = None,
     as_json: AsJson = False,

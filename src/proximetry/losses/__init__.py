@@ -22,6 +22,7 @@ from proximetry.losses.regularizers import (
     CenterLoss,
     ExclusiveRegularizer,
     IntraClassRegularizer,
+    QuantizationLoss,
 )
 from proximetry.losses.softmax import (
     ArcFace,
@@ -75,6 +76,7 @@ __all__ = [
     "ProxyLoss",
     "ProxyNCA",
     "ProxyNCAPlusPlus",
+    "QuantizationLoss",
     "Setting",
     "SoftTriple",
     "SphereFace",

@@ -98,8 +98,8 @@ def optional(inner: Check[T]) -> Check[T | None]:
     )
 
 
-def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
-    """Return the labels as int64; refuse a batch whose shapes or types do not fit together."""
+def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
+    """Refuse what is no batch of embeddings."""
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     if embeddings.ndim != 2:
@@ -112,6 +112,11 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
         )
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
+
+
+def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
+    """Return the labels as int64; refuse a batch whose shapes or types do not fit together."""
+    check_embeddings(embeddings, dim)
     if not isinstance(labels, Tensor):
         labels = torch.from_numpy(_integers(labels)).to(embeddings.device)
     if labels.dtype not in _INTEGERS:

@@ -1,5 +1,6 @@
-"""Terms over the proxies that can be added to any loss: ``loss(x, y) + term(loss.proxies)``."""
+"""Terms that can be added to any loss, most of them over its proxies: ``loss(x, y) + term(…)``."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,6 +202,29 @@ class AngularCenterLoss(FullPrecision):
             direction, _ = unit(embeddings.to(centers.dtype))
             cosine = (unit(own)[0] @ direction.unsqueeze(2)).amax((1, 2))
             return self.weight * (1.0 - cosine).mean()
+
+
+class QuantizationLoss(nn.Module):
+    """Draws embeddings to their binary codes (Li et al. 2016, on the unit sphere).
+
+    ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.
+    That is the mean of (√D |x̂_ij| − 1)² over all entries, and 2 (1 − cos(x_i, b_i)): what the
+    angles lose when vectors are replaced by their codes. It is 0 where all entries of a vector have
+    one size.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = checks.non_negative("weight", weight)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Return the term of a batch [B, D]."""
+        checks.check_embeddings(embeddings)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            dtype = torch.promote_types(embeddings.dtype, torch.float32)
+            direction, _ = unit(embeddings.to(dtype))
+            away = direction.abs() * math.sqrt(embeddings.shape[1]) - 1.0
+            return self.weight * away.square().mean()
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:

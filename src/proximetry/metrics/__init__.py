@@ -18,10 +18,12 @@ if TYPE_CHECKING:
         nmi,
         pairwise_f1,
     )
+    from proximetry.metrics.codes import binary_codes
     from proximetry.metrics.evaluation import (
         Evaluation,
         Interval,
         evaluate,
+        evaluate_codes,
         evaluate_queries,
         score_result,
     )
@@ -67,11 +69,13 @@ __all__ = [
     "Verification",
     "ami",
     "auc",
+    "binary_codes",
     "cluster",
     "distinct_proxies",
     "draw_pairs",
     "eer",
     "evaluate",
+    "evaluate_codes",
     "evaluate_queries",
     "expand_queries",
     "identify",
@@ -97,7 +101,15 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "clustering": ("KMeans", "PairwiseF1", "ami", "cluster", "kmeans", "nmi", "pairwise_f1"),
-        "evaluation": ("Evaluation", "Interval", "evaluate", "evaluate_queries", "score_result"),
+        "codes": ("binary_codes",),
+        "evaluation": (
+            "Evaluation",
+            "Interval",
+            "evaluate",
+            "evaluate_codes",
+            "evaluate_queries",
+            "score_result",
+        ),
         "identification": ("Identification", "identify"),
         "pair_lists": (
             "DrawnPairs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import Progress, by_device, chunks
+from proximetry._common import Progress, binary_codes, by_device, chunks, gather_rows
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_arrays, gather_task
 from proximetry.metrics.inputs import (
@@ -28,9 +28,10 @@ from proximetry.metrics.inputs import (
 )
 from proximetry.metrics.neighbors import search
 from proximetry.metrics.pair_lists import verify_classes
+from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by_vectors, expanded
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
-from proximetry.metrics.task import Task, build, check
+from proximetry.metrics.task import Items, Task, build, check
 
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
@@ -148,6 +149,8 @@ def evaluate_queries(
     similarity: Similarity = "cosine",
     ignore_groups: Labels | None = None,
     query_ignore_groups: Labels | None = None,
+    expand: int = 0,
+    rerank: bool = False,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -158,6 +161,7 @@ def evaluate_queries(
         raise ValueError(
             f'{metrics.one_set()} takes embeddings, not the packed codes of similarity="hamming"'
         )
+    _check_second_stage(expand, rerank, metrics, similarity)
 
     checked = partial(
         check,
@@ -171,7 +175,10 @@ def evaluate_queries(
     else:
         task = gather_task(checked, similarity, group)
     with full_precision(task.gallery.device):
-        arrays = _score_task(task, metrics, progress)
+        if expand:
+            task = expanded(task, int(expand), progress)
+        reorder = by_k_reciprocity(task, progress) if rerank else None
+        arrays = _score_task(task, metrics, progress, reorder, RERANKED)
         if group is not None:
             arrays = gather_arrays(arrays, group)
         codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
@@ -184,6 +191,72 @@ def evaluate_queries(
                 task.gallery, task.gallery_codes, similarity=similarity
             ).accuracy
     return Evaluation(arrays, codes, task.classes, positives, whole)
+
+
+def _check_second_stage(
+    expand: int, rerank: bool, metrics: Metrics, similarity: Similarity
+) -> None:
+    if isinstance(expand, bool) or int(expand) != expand or expand < 0:
+        raise ValueError(f"expand must be a whole number from 0 up, got {expand!r}")
+    if expand and similarity != "cosine":
+        raise ValueError(f"expand is for vectors that are compared by the cosine, not {similarity}")
+    if rerank and similarity not in ("cosine", "euclidean"):
+        raise ValueError(
+            f"rerank is for vectors that are compared by cosine or euclidean, not {similarity}"
+        )
+    if (expand or rerank) and metrics.one_set():
+        raise ValueError(f"expand and rerank change lists, of which {metrics.one_set()} has none")
+
+
+def evaluate_codes(
+    embeddings: Embeddings,
+    labels: Labels,
+    *,
+    queries: Embeddings | None = None,
+    query_labels: Labels | None = None,
+    candidates: int = 0,
+    metrics: Metrics = DEFAULT,
+    similarity: Similarity = "cosine",
+    ignore_groups: Labels | None = None,
+    query_ignore_groups: Labels | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Like :func:`evaluate_queries`, searching by the Hamming distance of :func:`binary_codes`.
+
+    Args:
+        embeddings: the vectors, as for ``labels``, ``queries`` and what is not named here.
+        candidates: so many of the nearest by their codes are then ordered by ``similarity``, of
+            the vectors; the rest follows as the codes have it. 0 leaves the order to the codes.
+        similarity: of the vectors, "cosine" or "euclidean".
+    """
+    if isinstance(candidates, bool) or int(candidates) != candidates or candidates < 0:
+        raise ValueError(f"candidates must be a whole number from 0 up, got {candidates!r}")
+    if metrics.one_set():
+        raise ValueError(f"{metrics.one_set()} takes embeddings, not codes")
+    given = (embeddings, labels, ignore_groups)
+    asked = (queries, query_labels, query_ignore_groups)
+    vectors: list[Tensor] = []  # of the gallery, and of queries apart
+
+    def coded() -> tuple[Items, Items | None]:
+        gallery, found = check(similarity, given, asked, allow_empty=group is not None)
+        vectors[:] = [items.vectors for items in (gallery, found) if items is not None]
+        codes = replace(gallery, vectors=binary_codes(gallery.vectors))
+        if found is None:
+            return codes, None
+        return codes, replace(found, vectors=binary_codes(found.vectors))
+
+    task = build(*coded(), "hamming") if group is None else gather_task(coded, "hamming", group)
+    reorder = None
+    with full_precision(task.gallery.device):
+        if candidates:
+            held = vectors[0] if group is None else gather_rows(vectors[0], group)[0]
+            reorder = by_vectors(vectors[-1], held, similarity)
+        arrays = _score_task(task, metrics, progress, reorder, candidates)
+    if group is not None:
+        arrays = gather_arrays(arrays, group)
+    codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
+    return Evaluation(arrays, codes, task.classes, positives)
 
 
 def _parameters_of(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -205,6 +278,10 @@ def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
         embeddings: see :func:`retrieve`, as for ``labels``, ``queries``, ``query_labels``,
             ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
         metrics: what to compute; see :class:`Metrics`.
+        expand: search for each query moved towards so many of its nearest items
+            (:func:`expand_queries`).
+        rerank: order the 100 nearest items of each query by :func:`k_reciprocal_distances` among
+            these and the query; the rest follows as it was.
         group: the process group over which embeddings (and queries) are spread, such as
             ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.
         progress: called with (done, total) now and then.
@@ -255,8 +332,17 @@ def _check_depth(result: RetrievalResult, positives: IntArray, metrics: Metrics)
             )
 
 
-def _score_task(task: Task, metrics: Metrics, progress: Progress | None) -> dict[str, Any]:
-    """Per-query scores of a task, as arrays by name, with the queries' codes and positives."""
+def _score_task(
+    task: Task,
+    metrics: Metrics,
+    progress: Progress | None,
+    reorder: Reorder | None = None,
+    candidates: int = 0,
+) -> dict[str, Any]:
+    """Per-query scores of a task, as arrays by name, with the queries' codes and positives.
+
+    The first ``candidates`` of each list may be reordered; what is behind them stays there.
+    """
     count = len(task.queries)
     device = task.gallery.device
     positives = task.positives()
@@ -266,12 +352,19 @@ def _score_task(task: Task, metrics: Metrics, progress: Progress | None) -> dict
     }
     if count:
         depths, with_ranks = metrics.depths(positives), metrics.needs_ranks()
+        if reorder is not None:
+            depths, progress = depths.clamp_min(candidates), None  # reordering takes longer
         for block in search(task, depths, with_ranks=with_ranks, progress=progress):
             for part in chunks(len(block.rows), by_device(device, **SCORED_ROWS)):
                 rows, ids = block.rows[part], block.ids[part]
+                if reorder is not None:
+                    first = reorder(rows, ids[:, :candidates])
+                    ids = torch.cat([first, ids[:, candidates:]], dim=1)
                 codes = task.query_codes[rows, None]
                 hits = (task.gallery_codes[ids.clamp_min(0)] == codes) & (ids >= 0)
-                ranks = _ranks_in_lists(hits) if block.ranks is None else block.ranks[part]
+                ranks = _ranks_in_lists(hits)
+                if block.ranks is not None:
+                    ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
     arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in values.items()}

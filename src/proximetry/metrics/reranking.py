@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from proximetry._common import Progress, chunks
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatArray,
@@ -12,10 +16,25 @@ from proximetry.metrics.inputs import (
     full_precision,
     normalize,
 )
-from proximetry.metrics.neighbors import nearest
+from proximetry.metrics.neighbors import nearest, search
+from proximetry.metrics.task import Task
+
+ALPHA = 3.0
+"""Of query expansion."""
+K1, K2, WEIGHT = 20, 6, 0.3
+"""Of k-reciprocal re-ranking."""
+RERANKED = 100
+"""So many of the nearest items are ordered anew by k-reciprocal re-ranking."""
+# Values of vectors that are gathered at once: 32 MB of float64.
+_GATHERED = 1 << 22
+
+Reorder = Callable[[Tensor, Tensor], Tensor]
+"""From queries, by row, and their candidates [rows, n] to these in a better order; −1 for none."""
 
 
-def expand_queries(queries: Embeddings, neighbors: Embeddings, *, alpha: float = 3.0) -> FloatArray:
+def expand_queries(
+    queries: Embeddings, neighbors: Embeddings, *, alpha: float = ALPHA
+) -> FloatArray:
     """Move each query towards its nearest neighbours, to search again with the result.
 
     α-weighted query expansion (Radenović et al. 2019): q + Σ max(0, cos(q, g))^α g over the n
@@ -50,9 +69,9 @@ def k_reciprocal_distances(
     queries: Embeddings,
     gallery: Embeddings,
     *,
-    k1: int = 20,
-    k2: int = 6,
-    weight: float = 0.3,
+    k1: int = K1,
+    k2: int = K2,
+    weight: float = WEIGHT,
 ) -> FloatArray:
     """Distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
 
@@ -114,3 +133,75 @@ def _reciprocal(ranks: Tensor, k: int) -> Tensor:
     near = torch.zeros((len(ranks), len(ranks)), dtype=torch.bool, device=ranks.device)
     near.scatter_(1, ranks[:, : k + 1], True)
     return near & near.T
+
+
+def expanded(task: Task, count: int, progress: Progress | None) -> Task:
+    """The same search for queries moved towards so many of the items that it finds for them.
+
+    What a query must not find it is not moved to either: itself, and items of its group.
+    """
+    moved = torch.empty_like(task.queries)
+    depths = torch.full((len(moved),), count, device=moved.device)
+    for block in search(task, depths, with_ranks=False, progress=progress) if len(moved) else ():
+        for part in chunks(len(block.rows), _rows(block.ids, moved)):
+            rows, ids = block.rows[part], block.ids[part]
+            # A vector of zeros moves nothing.
+            near = task.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
+            found = expand_queries(task.queries[rows], near)
+            moved[rows] = torch.from_numpy(found).to(moved)
+    return replace(task, queries=moved)
+
+
+def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
+    """Order candidates by the similarity of their vectors, computed in float64."""
+    if similarity == "cosine":
+        queries, gallery = normalize(queries), normalize(gallery)
+
+    def reorder(rows: Tensor, ids: Tensor) -> Tensor:
+        scores = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        for part in chunks(len(rows), _rows(ids, gallery)):
+            asked = queries[rows[part]].double().unsqueeze(1)
+            near = gallery[ids[part].clamp_min(0)].double()
+            if similarity == "euclidean":
+                scores[part] = -(near - asked).square().sum(2).float()
+            else:
+                scores[part] = (near * asked).sum(2).float()
+        return _in_order(ids, scores)
+
+    return reorder
+
+
+def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
+    """Order candidates by `k_reciprocal_distances` among the query and its candidates."""
+    queries, gallery = task.queries, task.gallery
+    if task.similarity == "cosine":
+        queries, gallery = normalize(queries), normalize(gallery)
+    done = 0
+
+    def reorder(rows: Tensor, ids: Tensor) -> Tensor:
+        nonlocal done
+        scores = torch.zeros(ids.shape, dtype=torch.float32)
+        for place, (row, near) in enumerate(zip(rows, ids, strict=True)):
+            there = near[near >= 0]  # what is missing stands at the end
+            if len(there):
+                found = k_reciprocal_distances(queries[row, None], gallery[there])
+                scores[place, : len(there)] = -torch.from_numpy(found[0]).float()
+            done += 1
+            if progress is not None:
+                progress(done, len(queries))
+        return _in_order(ids, scores.to(ids.device))
+
+    return reorder
+
+
+def _rows(ids: Tensor, vectors: Tensor) -> int:
+    """Of how many lists the vectors may be gathered at once."""
+    return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
+
+
+def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
+    """Candidates by falling score, equal ones by index, and what is missing at the end."""
+    scores = scores.masked_fill(ids < 0, -torch.inf)
+    ids, by_id = ids.sort(dim=1)
+    order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)

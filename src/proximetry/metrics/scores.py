@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -176,6 +176,10 @@ class Metrics:
         """What is asked for that is measured on one set, and not of queries against a gallery."""
         names = ("clustering", "verification")
         return " and ".join(name for name in names if getattr(self, name))
+
+    def of_lists(self) -> Metrics:
+        """The same without what is measured on a set as a whole."""
+        return replace(self, clustering=False, verification=False)
 
     def fixed_depth(self) -> int:
         """How long every list must be, R apart; what reads the first positive needs no list."""

@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import random_numbers_kept, shorten, shown, some, unit
+from proximetry._common import binary_codes, random_numbers_kept, shorten, shown, some, unit
 from proximetry.models.backbones import Features, build, check_name, prepare
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
-from proximetry.models.names import LARGEST_DIM, POOLINGS, SIMILARITIES, Similarity
+from proximetry.models.names import (
+    LARGEST_BITS,
+    LARGEST_DIM,
+    POOLINGS,
+    SIMILARITIES,
+    Similarity,
+)
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import ImageSource, Preprocessing
 from proximetry.models.storage import (
@@ -40,7 +46,8 @@ _LARGEST_HEAD = 2**30  # weights: 4 GB
 class Architecture:
     """What an embedder is made of, in the words of `Embedder.create`.
 
-    A `dim` of 0 means no linear head; the `pooling` of an embedder is never "auto".
+    A `dim` of 0 means no linear head; the `pooling` of an embedder is never "auto". With `binary`
+    the signs of the `dim` dimensions are trained to be codes of so many bits.
     """
 
     backbone: str
@@ -50,6 +57,7 @@ class Architecture:
     normalize: bool
     flip_tta: bool = False
     similarity: Similarity = "cosine"
+    binary: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
@@ -58,9 +66,25 @@ class Architecture:
                 raise ValueError(f"{name} must be one of {names}, got {shown(getattr(self, name))}")
         if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
             raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {shown(self.dim)}")
-        for name in ("layer_norm", "normalize", "flip_tta"):
+        for name in ("layer_norm", "normalize", "flip_tta", "binary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {shown(getattr(self, name))}")
+        if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):
+            raise ValueError(
+                f"bits must be a multiple of 8 from 8 to {LARGEST_BITS}, got {self.dim}"
+            )
+        if self.binary and self.similarity != "cosine":
+            raise ValueError(
+                f"bits are for the similarity 'cosine', which signs keep, not {self.similarity!r}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as they are saved and counted in fingerprints.
+
+        What was added later is left out where it is not used: an embedder stays what it was.
+        """
+        found = asdict(self)
+        return found if self.binary else {key: found[key] for key in found if key != "binary"}
 
 
 class NoFeatureMapError(ValueError):
@@ -85,6 +109,7 @@ class Embedder(nn.Module):
         weights: what the backbone started from.
         width: dimension of the pooled features.
         dim: dimension of the vectors.
+        bits: length of the binary codes that were trained, or None.
         class_names, metrics, recipe: what was saved with it, for people and for other packages.
     """
 
@@ -106,6 +131,7 @@ class Embedder(nn.Module):
         self.weights = weights
         self.width = width
         self.dim = architecture.dim or width
+        self.bits = architecture.dim if architecture.binary else None
         self.class_names: list[str] | None = None
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
@@ -130,6 +156,7 @@ class Embedder(nn.Module):
         backbone: str,
         dim: int | None = 512,
         *,
+        bits: int | None = None,
         pooling: str = "auto",
         layer_norm: bool = False,
         normalize: bool = True,
@@ -144,6 +171,8 @@ class Embedder(nn.Module):
         Args:
             backbone: any name of `list_backbones()`.
             dim: dimension of the vectors; None or 0 leaves the pooled features as they are.
+            bits: for binary codes, 64, 128, 256 or another multiple of 8: the vectors have so many
+                dimensions instead of `dim`, and `encode(…, binary=True)` gives their signs.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
                 at 3) or "flatten" for backbones with a feature map; "token" for transformers,
                 which pool their tokens themselves; "auto" takes "avg" or "token", and "flatten"
@@ -160,12 +189,20 @@ class Embedder(nn.Module):
             resize: short side before the crop when evaluating; None keeps the usual proportion.
         """
         check_name(backbone)
+        dim = dim if bits is None else bits
         for name, value in (("dim", dim or 1), ("image_size", image_size), ("resize", resize)):
             if value is not None and (isinstance(value, bool) or value < 1 or value != int(value)):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(
-            backbone, dim or 0, pooling, layer_norm, normalize, flip_tta, similarity
+            backbone,
+            dim or 0,
+            pooling,
+            layer_norm,
+            normalize,
+            flip_tta,
+            similarity,
+            bits is not None,
         )
         crop = (image_size, image_size) if image_size else None
         model, preprocessing, record = load_backbone(backbone, weights, crop, resize)
@@ -192,12 +229,16 @@ class Embedder(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Return the vectors [B, dim] of pooled features [B, width]."""
+        vectors = self.project_freely(features)
+        return unit(vectors)[0] if self.architecture.normalize else vectors
+
+    def project_freely(self, features: Tensor) -> Tensor:
+        """Return the vectors of pooled features as long as the head makes them."""
         if self.architecture.layer_norm:
             features = F.layer_norm(features, features.shape[-1:])
         vectors: Tensor = self.head(features)
         # Half precision may do the network; lengths and losses need float32.
-        vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        return unit(vectors)[0] if self.architecture.normalize else vectors
+        return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
 
     @torch.no_grad()
     def pixel_features(self, pixels: Tensor) -> Tensor:
@@ -226,6 +267,7 @@ class Embedder(nn.Module):
         batch_size: int = 64,
         *,
         concat_flip: bool = False,
+        binary: bool = False,
         progress: Callable[[int], None] | None = None,
         on_error: Callable[[int, Exception], None] | None = None,
     ) -> Tensor:
@@ -238,12 +280,15 @@ class Embedder(nn.Module):
             batch_size: images per pass.
             concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (the custom in
                 face verification, e.g. Zhao et al. 2019).
+            binary: return binary codes instead of vectors, as `metrics.binary_codes` makes them;
+                meant for embedders with `bits`.
             progress: called with the number of images done, after every batch.
             on_error: called with the number of an image that cannot be read, and why; it is
                 then left out. None raises a ValueError.
 
         Returns:
-            Tensor [N, dim], float32, finite, on the CPU.
+            Tensor [N, dim], float32, finite, on the CPU; packed codes [N, ⌈dim / 8⌉], uint8, if
+            `binary`.
 
         Raises:
             ValueError: for an image that cannot be read, unless there is an `on_error`, and for
@@ -254,7 +299,8 @@ class Embedder(nn.Module):
             raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
-        vectors = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
+        made = binary_codes if binary else lambda vectors: vectors
+        vectors = [made(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
         done = 0
         batches = embed_images(
             self.embed,
@@ -267,7 +313,7 @@ class Embedder(nn.Module):
             blame=lambda: why_not_finite(self),
         )
         for places, found in batches:
-            vectors.append(found)
+            vectors.append(made(found))
             done += len(places)
             if progress is not None:
                 progress(done)
@@ -278,7 +324,7 @@ class Embedder(nn.Module):
 
         Two embedders that have the same one give vectors that can be compared.
         """
-        made_of = [asdict(self.architecture), asdict(self.preprocessing)]
+        made_of = [self.architecture.to_json(), asdict(self.preprocessing)]
         whole = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
         for name, value in sorted(self.state_dict().items()):
             # Half precision counts as the float32 that it becomes when it is saved and loaded.
@@ -315,7 +361,7 @@ class Embedder(nn.Module):
             "recipe": self.recipe if recipe is None else recipe,
         }
         description = {
-            "architecture": asdict(self.architecture),
+            "architecture": self.architecture.to_json(),
             "preprocessing": asdict(self.preprocessing),
             "weights": asdict(self.weights),
             **extras,

@@ -74,7 +74,7 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
         "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
         "normalization": json.dumps(inside),
         "similarity": embedder.architecture.similarity,
-        "architecture": json.dumps(asdict(embedder.architecture)),
+        "architecture": json.dumps(embedder.architecture.to_json()),
     }
 
 

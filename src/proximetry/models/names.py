@@ -7,6 +7,8 @@ SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
 LARGEST_DIM = 65_536
 """Dimensions of an embedding. More, here and below, is a mistake that would eat the memory."""
+LARGEST_BITS = 4096
+"""Of a binary code."""
 LARGEST_SIDE = 4096
 """Of the images that a network takes, in pixels."""
 LARGEST_BATCH = 65_536

@@ -1,4 +1,4 @@
-"""PCA of the embedding, folded into the linear head.
+"""PCA of the embedding, or its mean, folded into the linear head.
 
 A wide head trains better than a narrow one. PCA, fitted on the training images, then reduces the
 embedding to fewer dimensions with the least loss of variance. Leading dimensions carry most
@@ -43,6 +43,19 @@ def principal_axes(moments: Tensor, dim: int, centered: bool = False) -> Tensor:
 
 
 @torch.no_grad()
+def centered(embedder: Embedder, mean: Tensor) -> Embedder:
+    """Return a copy of an embedder whose head gives vectors less this mean [dim].
+
+    About the mean of the training images, each sign is that of about half of them: a bit that is
+    the same for nearly all images would tell nothing.
+    """
+    moved = copy.deepcopy(embedder)
+    assert isinstance(moved.head, nn.Linear)
+    moved.head.bias.sub_(mean)
+    return moved
+
+
+@torch.no_grad()
 def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
     """Return a copy of an embedder whose vectors are reduced to their components along the axes.
 
@@ -50,8 +63,8 @@ def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
     copy turns those of `embedder.pixel_features` into the reduced vectors.
     """
     reduced, head = copy.deepcopy(embedder), embedder.head
-    reduced.dim = len(axes)
-    reduced.architecture = replace(embedder.architecture, dim=reduced.dim)
+    reduced.dim, reduced.bits = len(axes), None  # other dimensions have other signs
+    reduced.architecture = replace(embedder.architecture, dim=reduced.dim, binary=False)
     # Without the usual start, which would draw random numbers.
     linear = nn.Linear(embedder.width, reduced.dim, device="meta").to_empty(device=axes.device)
     reduced.head = linear

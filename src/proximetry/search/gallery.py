@@ -21,7 +21,7 @@ from torch import Tensor
 from proximetry._common import UsageError, chunks, resolve_device, some, spaced, writing
 from proximetry.data import Catalog
 from proximetry.metrics.inputs import IntArray, as_embeddings
-from proximetry.metrics.reranking import expand_queries, k_reciprocal_distances
+from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search import exact, indexes, rows
@@ -65,8 +65,8 @@ _FLOATING |= {torch.float16, torch.bfloat16}
 # Segments of up to so many rows are merged as they pile up: writing them takes a second.
 MERGED = 65_536
 _BLOCK = 65_536
-# Images that are ordered anew by k-reciprocal re-ranking, or twice as many as are wanted.
-_RERANKED, _MOST_RERANKED = 100, 1000
+# Lists up to this length may be ordered anew: twice as many images are then compared.
+_MOST_RERANKED = 1000
 
 
 def is_milvus(path: str | os.PathLike[str]) -> bool:
@@ -119,7 +119,8 @@ class Gallery:
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
-                images, and IVF with product quantisation beyond.
+                images, and IVF with product quantisation beyond; for an embedder with `bits` it
+                is "BFlat".
             vectors: what the embedder makes of the images, where that is known.
             bad_images: "error" stops at images that cannot be read, "skip" leaves them out.
             batch_size: images per forward pass.
@@ -141,6 +142,8 @@ class Gallery:
                 report=report,
             )
         folder = Path(path)
+        if index == "auto" and embedder.bits is not None:
+            index = indexes.BINARY
         table = checked_rows(images)
         check_place(folder)
         indexes.check(index, embedder.dim, len(table))
@@ -484,7 +487,7 @@ class Gallery:
             return now.search(queries, min(count, size), allowed)
 
         moved = _expanded(now, asked, nearest(asked, int(expand))) if expand else asked
-        found = nearest(moved, max(_RERANKED, 2 * int(k)) if rerank else int(k))
+        found = nearest(moved, max(RERANKED, 2 * int(k)) if rerank else int(k))
         if rerank:
             found = _reranked(now, moved, found, int(k))
         if not expand and not rerank:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._common import UsageError, chunks, need, shown
+from proximetry.metrics.codes import binary_codes, candidates
 from proximetry.metrics.inputs import IntArray
 from proximetry.models.names import Similarity
 
-EXACT = "Flat"
+EXACT, BINARY = "Flat", "BFlat"
 # Up to here the scan takes some tens of milliseconds on two cores.
 MOST_EXACT = 100_000
 # Fewer rows are scanned in less time than an index needs to be set up.
@@ -30,7 +31,7 @@ _BLOCK = 16_384
 # Training points per centroid; faiss takes up to 256, which finds nothing more.
 _POINTS = 64
 
-_BINARY = re.compile("BFlat")
+_BINARY = re.compile(BINARY)
 _KNOWN = re.compile(
     r"((O?PQ|OPQ)\d+(_\d+)?,|PCA[RW]*\d+,)?"
     r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+|PQ\w+)"
@@ -108,11 +109,6 @@ def _make(index: str, dim: int, similarity: Similarity) -> Any:
     return faiss.index_factory(dim, index, metric)
 
 
-def signs(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Binary codes: one bit per dimension, whether it is positive."""
-    return np.packbits(vectors > 0, axis=1)
-
-
 def build(
     index: str,
     vectors: npt.NDArray[np.float32],
@@ -135,7 +131,7 @@ def build(
         made.train(sample)
         steps(f"training {index}", 1, 1)
     for rows in chunks(len(vectors), _BLOCK):
-        made.add(signs(vectors[rows]) if binary else vectors[rows])
+        made.add(binary_codes(vectors[rows]) if binary else vectors[rows])
         steps(f"building {index}", rows.stop, len(vectors))
     write = faiss.write_index_binary if binary else faiss.write_index
     write(made, os.fspath(file))
@@ -189,12 +185,11 @@ class Index:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
 
-    @cached_property
-    def _oversampling(self) -> int:
-        """Rows to ask for each that is wanted: the coarser the codes, the more."""
+    def _count(self, k: int) -> int:
+        """Rows to ask for where k are wanted: the coarser the codes, the more."""
         if self._binary:
-            return 20
-        return 4 if "PQ" in self.kind or "SQ" in self.kind else 1
+            return candidates(k)
+        return 4 * max(k, 10) if "PQ" in self.kind or "SQ" in self.kind else k
 
     def candidates(
         self,
@@ -203,9 +198,8 @@ class Index:
         allowed: npt.NDArray[np.bool_] | None,
     ) -> IntArray:
         """Return rows that are probably near, [queries, n], −1 where there are fewer."""
-        count = k if self._oversampling == 1 else max(k, 10) * self._oversampling
-        count = min(count, self._index.ntotal)
-        asked = signs(queries) if self._binary else queries
+        count = min(self._count(k), self._index.ntotal)
+        asked = binary_codes(queries) if self._binary else queries
         with _threads(1 if "HNSW" in self.kind and len(queries) == 1 else None):
             _, found = self._index.search(asked, count, params=self._parameters(count, allowed))
         return np.asarray(found)

@@ -295,7 +295,7 @@ def second_cache(recipe: Recipe, rows: dict[str, Rows], images: int, resize: int
     """The rows whose pixels evaluation needs at another size than training, if it is another."""
     if (recipe.data.short_side or resize) == resize:
         return np.arange(0)
-    if recipe.model.pca_dim or len(rows["held_out"]):
+    if recipe.model.pca_dim or recipe.model.bits or len(rows["held_out"]):
         return np.arange(images)  # so that runs with other held-out classes share their cache
     return rows["test"]
 

@@ -119,7 +119,8 @@ def _images_evaluated(
     recipe: Recipe, division: Division, counts: dict[str, int], epochs: int
 ) -> int:
     """How many images are embedded to evaluate so many epochs, the first and the last time too."""
-    e, pca = recipe.evaluation, counts["train"] if division.pca_dim else 0
+    fitted = division.pca_dim is not None or recipe.model.bits is not None
+    e, pca = recipe.evaluation, counts["train"] if fitted else 0
     watched = counts["test"] if division.protocol == "paper" or e.watch_test else 0
     watched += counts["held_out"] if division.protocol == "held_out" else 0
     # With PCA an embedder cannot be saved without the training images either.
@@ -202,7 +203,8 @@ def describe(found: dict[str, Any]) -> str:
     lines = {
         "data": counted,
         "recipe": [
-            f"{recipe.name}: {m.backbone}, {found['image_size']} px, {found['dim']}-d, "
+            f"{recipe.name}: {m.backbone}, {found['image_size']} px, "
+            f"{found['dim']}{'-d' if m.bits is None else ' bits'}, "
             f"{recipe.loss.name}",
             f"{t.epochs} epochs, batches of {recipe.data.batch_size}",
         ],

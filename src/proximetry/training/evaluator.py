@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.names import LARGEST_BATCH, Similarity
-from proximetry.models.pca import principal_axes, second_moments, with_pca
+from proximetry.models.pca import centered, principal_axes, second_moments, with_pca
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, any_rank, share_buffers
@@ -34,9 +33,12 @@ from proximetry.training.run_folder import RunError
 from proximetry.training.update import autocast
 
 Scores = dict[str, Any]
-"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text; of held-out
-classes, under ``among_train``, the metric that selects the epoch, with training images in the
-gallery too."""
+"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text; under ``codes``
+those of trained binary codes, searched by Hamming distance; of held-out classes, under
+``among_train``, the metric that selects the epoch, with training images in the gallery too."""
+CODES = "codes"
+Scored = dict[int | str, Evaluation]
+"""Scores of every query: with all dimensions first, with the first d, by d, and of `CODES`."""
 
 MOST_DISTRACTORS = 10_000
 """So many training images at most are put into the gallery of the held-out classes."""
@@ -49,29 +51,38 @@ def score_queries(
     wanted: Metrics,
     eval_dims: Sequence[int] = (),
     *,
+    binary: bool = False,
     rows: Rows | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> dict[int, Evaluation]:
-    """Score every query with all dimensions of the embeddings, and with the first d, by d.
+) -> Scored:
+    """Score every query with all dimensions of the embeddings, with the first d, and by codes.
 
     Of several processes each gives its share of the catalogue, and the number of each ``rows``.
     """
     options: Any = {"metrics": wanted, "group": group, "progress": progress}
-    return {
+    found: Scored = {
         dim: metrics.evaluate_queries(
             **compared(vectors[:, :dim], catalog, similarity, rows), **options
         )
         for dim in (vectors.shape[1], *eval_dims)
     }
+    if binary:
+        options["metrics"] = wanted.of_lists()
+        arguments = compared(vectors, catalog, similarity, rows)
+        found[CODES] = metrics.evaluate_codes(**arguments, **options)
+    return found
 
 
-def means(scored: Mapping[int, Evaluation]) -> Scores:
+def means(scored: Mapping[int | str, Evaluation]) -> Scores:
     """Return the metrics of what `score_queries` found."""
-    whole, *fewer = ((str(dim), one.mean()) for dim, one in scored.items())
-    scores: Scores = dict(whole[1])
+    found = {key: one.mean() for key, one in scored.items()}
+    whole, *fewer = (key for key in found if key != CODES)
+    scores: Scores = dict(found[whole])
     if fewer:
-        scores["dims"] = dict(fewer)
+        scores["dims"] = {str(dim): found[dim] for dim in fewer}
+    if CODES in found:
+        scores[CODES] = found[CODES]
     return scores
 
 
@@ -106,12 +117,15 @@ def score_embedder(
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
-) -> tuple[dict[int, Evaluation], dict[str, Any]]:
+) -> tuple[Scored, dict[str, Any]]:
     """Score every query as `evaluate_embedder` does; also return what was compared."""
     check_comparison(catalog, wanted)
     vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
-    scored = score_queries(vectors, catalog, similarity, wanted, eval_dims, progress=progress)
+    binary = embedder.architecture.binary
+    scored = score_queries(
+        vectors, catalog, similarity, wanted, eval_dims, binary=binary, progress=progress
+    )
     return scored, compared(vectors, catalog, similarity)
 
 
@@ -213,6 +227,7 @@ class Evaluator:
             e.similarity,
             e.metrics,
             dims,
+            binary=self.recipe.model.bits is not None,
             rows=rows[own],
             group=self._group,
         )
@@ -243,7 +258,7 @@ class Evaluator:
             query_labels=labels[held],
             ignore_groups=gallery,  # no image is to find itself
             query_ignore_groups=held,
-            metrics=replace(e.metrics, clustering=False, verification=False),
+            metrics=e.metrics.of_lists(),
             similarity=e.similarity,
             group=self._group,
         )
@@ -266,35 +281,47 @@ class Evaluator:
         return chosen[self._share(train)]
 
     def _look_at_train(self, among: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
-        """Return the embedder with PCA where the recipe has it, and the distractors' features.
+        """Return the embedder with what the recipe fits on the training images, and distractors.
 
-        PCA is fitted on the training images.
+        That is PCA, or the mean of embeddings whose signs are codes; of distractors, the features.
         """
-        dim, rows = self.data.pca_dim, self._own("train")
+        dim, rows, binary = (
+            self.data.pca_dim,
+            self._own("train"),
+            self.recipe.model.bits is not None,
+        )
         wanted = self._distractors if among else np.zeros(len(rows), bool)
-        if dim is None:
+        if dim is None and not binary:
             rows, wanted = rows[wanted], wanted[wanted]
         moments, kept, finite, start = None, [], [], 0
+        total = torch.zeros(self.embedder.dim, dtype=torch.float64, device=self.world.device)
         for features in self._features_of(rows, full_precision):
             kept.append(features[wanted[start : start + len(features)]])
             start += len(features)
             with self._autocast(full_precision):
                 vectors = self.embedder.project(features)
+                if binary:
+                    total += self.embedder.project_freely(features).sum(0, dtype=torch.float64)
             finite.append(vectors.isfinite().all(1))
             if dim is not None:
                 added = second_moments(vectors)
                 moments = added if moments is None else moments + added
         self._refuse_not_finite(self.embedder, rows, torch.cat(finite))
         distractors = torch.cat(kept)
+        if binary:
+            if self.world.size > 1:
+                dist.all_reduce(total)
+            mean = self.world.first(lambda: (total / len(self.data.rows["train"])).float().cpu())
+            return centered(self.embedder, mean.to(self.world.device)), distractors
         if dim is None or moments is None:
             return self.embedder, distractors
         # About the mean only for plain distances: those between unit vectors are angles too.
-        centered = (
+        about_mean = (
             self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
         )
         if self.world.size > 1:
             dist.all_reduce(moments)
-        axes = self.world.first(lambda: principal_axes(moments, dim, centered).cpu())
+        axes = self.world.first(lambda: principal_axes(moments, dim, about_mean).cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:

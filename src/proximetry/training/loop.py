@@ -320,6 +320,11 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         "seconds": round(run.clock.seconds["training"], 3),
         "startup_seconds": round(run.clock.seconds["startup"], 3),
     }
+    if recipe.model.bits is not None:
+        results["codes"] = (
+            f"{recipe.model.bits} bits, the signs of the dimensions; Hamming distance, exact, "
+            "equal distances by index"
+        )
     for line in state.lines[:1]:
         if line["epoch"] == 0:
             parts = ("epoch", "held_out", "test")

@@ -42,6 +42,9 @@ class Objective(nn.Module):
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
         )
+        self.quantization = (
+            losses.QuantizationLoss(config.quantization) if config.quantization else None
+        )
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the terms."""
@@ -53,6 +56,10 @@ class Objective(nn.Module):
             total = total + self.angular_center(embeddings, labels, self.proxies)
         if self.center is not None:
             total = total + self.center(embeddings, labels)
+        if self.quantization is not None:
+            # About their mean, as the codes are taken in the end (`models.pca.centered`): towards
+            # signs that all have in common nothing would be gained.
+            total = total + self.quantization(embeddings - embeddings.mean(0))
         return total
 
     def after_step(self) -> None:

@@ -36,6 +36,7 @@ from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.names import (
     LARGEST_BATCH,
+    LARGEST_BITS,
     LARGEST_DIM,
     LARGEST_SIDE,
     POOLINGS,
@@ -98,6 +99,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[Whole, Field(ge=1)]
 Side = Annotated[Count, Field(le=LARGEST_SIDE)]
 Dim = Annotated[Count, Field(le=LARGEST_DIM)]
+Bits = Annotated[Count, Field(multiple_of=8, le=LARGEST_BITS)]
 Setting = Annotated[
     bool | int | float | str, BeforeValidator(_number_if_it_is_one), AfterValidator(_of_use)
 ]
@@ -212,7 +214,13 @@ class ModelConfig(Section):
     """The embedder."""
 
     backbone: Text = _key("tf_efficientnet_lite0", "a model that `proximetry backbones` lists")
-    dim: Dim = _key(512, "dimension of the embedding")
+    dim: Dim = _key(512, "dimension of the embedding; with bits, their number")
+    bits: Bits | None = _key(
+        None,
+        "binary codes of 64, 128, 256 or another multiple of 8 bits, to be searched by Hamming "
+        "distance: the sign of each dimension about the mean of the training images (folded into "
+        "the head)",
+    )
     pca_dim: Dim | None = _key(
         None,
         "reduce the trained embedding to this dimension with PCA fitted on the training images "
@@ -243,10 +251,29 @@ class ModelConfig(Section):
         "(2x cost)",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_bit_per_dimension(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "dim" in values:
+            return values
+        bits = values.get("bits")
+        known = type(bits) is int and 1 <= bits <= LARGEST_BITS  # else it is refused by its name
+        return {**values, "dim": bits} if known else values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.pca_dim or self.dim) > self.dim:
             raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
+        if self.bits is not None and self.dim != self.bits:
+            raise ValueError(
+                f"dim {self.dim} and bits {self.bits} disagree: a code has one bit for each "
+                "dimension; leave dim out"
+            )
+        if self.bits is not None and self.pca_dim is not None:
+            raise ValueError(
+                f"pca_dim {self.pca_dim} and bits {self.bits} exclude each other: PCA makes other "
+                "dimensions than those whose signs are trained; leave one of them out"
+            )
         return self
 
 
@@ -263,6 +290,12 @@ class LossConfig(Section):
     center: Number = _key(0.0, "weight of the center loss (Wen et al. 2016)", ge=0)
     angular_center: Number = _key(
         0.0, "weight of RegularFace's center loss, one minus the cosine to the own proxy", ge=0
+    )
+    quantization: Number = _key(
+        0.0,
+        "with model.bits: weight of the term that draws embeddings to their binary codes (Li et "
+        "al. 2016)",
+        ge=0,
     )
     optimization: Literal["normalized", "projected"] = _key(
         "normalized",
@@ -471,6 +504,21 @@ class Recipe(Section):
                 f"evaluation.eval_dims must differ and be below the embedding's {width} "
                 f"dimensions, got {shown(list(dims))}"
             )
+        if self.model.bits is not None and dims:
+            raise ValueError(
+                f"evaluation.eval_dims {shown(list(dims))} and model.bits exclude each other: "
+                "codes are compared as a whole; leave one of them out"
+            )
+        if self.model.bits is not None and self.evaluation.similarity != "cosine":
+            raise ValueError(
+                f"evaluation.similarity {self.evaluation.similarity} and model.bits exclude each "
+                "other: signs keep angles, not distances; use cosine"
+            )
+        if self.model.bits is None and self.loss.quantization:
+            raise ValueError(
+                f"loss.quantization {self.loss.quantization:g} is for binary codes: give their "
+                "length as model.bits"
+            )
         if self.evaluation.protocol == "last" and self.schedule.name == "plateau":
             raise ValueError(
                 "schedule.name plateau goes by a selection metric, which evaluation.protocol last "
@@ -565,6 +613,8 @@ def _roles() -> Iterator[tuple[str, Role | None]]:
 
 # What goes with model.image_size.
 _SIZES = (("model", "resize"), ("data", "crop_size"), ("data", "short_side"))
+# What goes with model.dim.
+_DIMENSIONS = (("model", "dim"), ("model", "pca_dim"), ("evaluation", "eval_dims"))
 # Keys that hold a value each, though the value is a dictionary.
 _WHOLE = ("loss.settings", "evaluation.metrics")
 
@@ -592,8 +642,17 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay changes over plain values; another loss leaves the settings of the old one behind."""
+    """Lay changes over plain values; another loss leaves the settings of the old one behind.
+
+    So do new bits the dimensions of what was before.
+    """
     merged, wanted = _lay_over({}, values), _lay_over({}, changes)
+    model = wanted.get("model")
+    if isinstance(model, dict) and model.get("bits") is not None:
+        for section, key in _DIMENSIONS:
+            old = merged.get(section)
+            if isinstance(old, dict):
+                old.pop(key, None)
     loss, new = merged.get("loss"), wanted.get("loss")
     if isinstance(loss, dict) and isinstance(new, dict) and "name" in new:
         default = LossConfig.model_fields["name"].default

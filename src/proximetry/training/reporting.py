@@ -226,6 +226,8 @@ def _scores(scores: Mapping[str, Any]) -> str:
     names = [*recall, *(key for key in scores if key == "map@r")] or [next(iter(scores))]
     short = {name: metric_title(name).replace("recall@", "R@") for name in names}
     texts = [f"{short[name]} {100 * scores[name]:5.1f}" for name in names]
+    if "codes" in scores:
+        texts.append(f"codes {_scores(scores['codes'])}")
     selecting = scores.get("among_train", {}).values()
     return "  ".join([*texts, *(f"among train {100 * value:5.1f}" for value in selecting)])
 
@@ -262,6 +264,8 @@ def metrics_table(
     for name, scores in rows.items():
         fewer = scores.get("dims", {}).items()
         shown += [(name, scores), *((f"  first {dim} dimensions", part) for dim, part in fewer)]
+        if "codes" in scores:
+            shown.append(("  binary codes, Hamming distance", scores["codes"]))
         if "among_train" in scores:
             shown.append(("  among training images", scores["among_train"]))
     keys = columns or list(dict.fromkeys(key for _, scores in shown for key in _metrics(scores)))

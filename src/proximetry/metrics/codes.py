@@ -1,0 +1,34 @@
+"""Binary codes: one bit per dimension, compared by the number of bits that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from proximetry import _common
+from proximetry.metrics.inputs import Embeddings, as_embeddings
+
+OVERSAMPLING = 20
+"""Images that codes propose for each that is wanted, before their vectors decide."""
+FEWEST = 10
+"""For so many at the least they propose, however few are wanted."""
+
+
+def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
+    """Return the packed binary codes of embeddings: the signs of their dimensions.
+
+    A bit is 1 where the entry is positive and 0 where it is negative or zero. There is no other
+    threshold and nothing is fitted: the code of a vector depends on that vector alone.
+
+    Args:
+        embeddings: [items, dimensions].
+
+    Returns:
+        uint8 [items, ⌈dimensions / 8⌉] as `numpy.packbits` packs them, for `similarity="hamming"`.
+    """
+    return _common.binary_codes(as_embeddings(embeddings)).cpu().numpy()
+
+
+def candidates(k: int) -> int:
+    """How many images codes propose where k are wanted."""
+    return max(k, FEWEST) * OVERSAMPLING

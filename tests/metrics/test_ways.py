@@ -1,0 +1,186 @@
+"""Binary codes, query expansion and re-ranking of whole sets, against loops over the queries."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from proximetry.metrics import (
+    Metrics,
+    binary_codes,
+    evaluate_codes,
+    evaluate_queries,
+    retrieve,
+)
+from proximetry.metrics.reranking import RERANKED
+from tests.metrics.brute import rankings, scores
+from tests.metrics.test_reranking import k_reciprocal_by_loops, unit
+
+CUTOFFS = (1, 2, 3, 7)
+CHOSEN = Metrics(recall_at=CUTOFFS, precision_at=CUTOFFS, map_at=CUTOFFS, ndcg_at=CUTOFFS)
+
+
+@given(
+    arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 5), st.integers(1, 40)),
+        elements=st.sampled_from([-1e30, -1.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, 1e30]),
+    )
+)
+def test_codes_are_packed_signs_and_hamming_counts_those_that_differ(vectors):
+    codes = binary_codes(vectors)
+    assert codes.dtype == np.uint8
+    assert codes.shape == (len(vectors), -(-vectors.shape[1] // 8))
+    np.testing.assert_array_equal(codes, np.packbits(vectors > 0, axis=1))
+    np.testing.assert_array_equal(codes, binary_codes(torch.from_numpy(vectors)))
+    unpacked = np.unpackbits(codes, axis=1, count=vectors.shape[1])
+    np.testing.assert_array_equal(unpacked == 1, vectors > 0)
+    found = retrieve(codes, queries=codes, similarity="hamming", k=len(codes))
+    for query, ids, near in zip(vectors, found.ids, found.similarities, strict=True):
+        differing = [int(((query > 0) != (vectors[i] > 0)).sum()) for i in ids]
+        assert near.tolist() == [-count for count in differing]
+        assert [*zip(differing, ids, strict=True)] == sorted(zip(differing, ids, strict=True))
+
+
+def problem(seed, apart):
+    """A set of its own, or queries and a gallery of which some images are both."""
+    draw = np.random.default_rng(seed)
+    vectors = draw.standard_normal((40, 5)).astype(np.float32)
+    vectors[:, 1] *= draw.integers(0, 2, 40)  # zeros
+    vectors[draw.integers(0, 40, 6)] = vectors[:6]  # copies
+    labels = draw.integers(0, 6, 40)
+    if not apart:
+        return {"embeddings": vectors, "labels": labels}, np.arange(40), np.arange(40)
+    held, asked = np.arange(0, 33), np.arange(20, 40)
+    given = {
+        "embeddings": vectors[held],
+        "labels": labels[held],
+        "ignore_groups": held,
+        "queries": vectors[asked],
+        "query_labels": labels[asked],
+        "query_ignore_groups": asked,
+    }
+    return given, asked, held
+
+
+def check(found, lists, given):
+    """Compare the score of each query with that of a list written out in full."""
+    labels = given["labels"]
+    asked = given.get("query_labels", labels)
+    for place, near in enumerate(lists):
+        relevant = [bool(labels[i] == asked[place]) for i in near]
+        wanted = scores(relevant, CUTOFFS) if any(relevant) else {}
+        for name in found.scores:
+            value = found.scores[name][place]
+            assert np.isnan(value) if not wanted else value == pytest.approx(wanted[name]), name
+
+
+def plain_lists(given, asked, held, similarity):
+    queries = given.get("queries", given["embeddings"])
+    return rankings(
+        queries,
+        given["embeddings"],
+        similarity,
+        same_set=False,
+        query_groups=asked,
+        groups=held,
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**6), kept=st.sampled_from([0, 1, 5, 12, 100]))
+def test_codes_then_vectors(apart, seed, kept):
+    given, asked, held = problem(seed, apart)
+    for similarity in ("cosine", "euclidean"):
+        coded = {
+            key: np.packbits(value > 0, axis=1) if key in ("embeddings", "queries") else value
+            for key, value in given.items()
+        }
+        lists = plain_lists(coded, asked, held, "hamming")
+        queries = given.get("queries", given["embeddings"])
+
+        def near(place, i, similarity=similarity, queries=queries):
+            a, b = queries[place].astype(np.float64), given["embeddings"][i].astype(np.float64)
+            value = unit(a) @ unit(b) if similarity == "cosine" else -((a - b) ** 2).sum()
+            return np.float32(value)
+
+        wanted = [
+            sorted(order[:kept], key=lambda i, p=place: (-near(p, i), i)) + order[kept:]
+            for place, order in enumerate(lists)
+        ]
+        found = evaluate_codes(**given, candidates=kept, similarity=similarity, metrics=CHOSEN)
+        check(found, wanted, given)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**6), n=st.sampled_from([1, 3, 100]))
+def test_expansion_leaves_the_query_itself_out(apart, seed, n):
+    given, asked, held = problem(seed, apart)
+    queries = given.get("queries", given["embeddings"]).astype(np.float64)
+    gallery, moved = given["embeddings"].astype(np.float64), []
+    for query, order in zip(queries, plain_lists(given, asked, held, "cosine"), strict=True):
+        total = unit(query)
+        for other in map(unit, gallery[order[:n]]):
+            total = total + max(0.0, float(unit(query) @ other)) ** 3 * other
+        moved.append(unit(total))
+    again = {**given, "queries": np.stack(moved)}
+    wanted = plain_lists(again, asked, held, "cosine")
+    check(evaluate_queries(**given, expand=n, metrics=CHOSEN), wanted, given)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_re_ranking_orders_the_nearest_as_loops_do(apart):
+    draw = np.random.default_rng(3)
+    vectors, labels = draw.standard_normal((40, 5)).astype(np.float32), draw.integers(0, 6, 40)
+    given, asked, held = problem(0, apart)
+    given["embeddings"], given["labels"] = vectors[held], labels[held]
+    if apart:
+        given["queries"], given["query_labels"] = vectors[asked], labels[asked]
+    queries, wanted = given.get("queries", given["embeddings"]), []
+    for query, order in zip(queries, plain_lists(given, asked, held, "cosine"), strict=True):
+        near = np.stack([unit(vectors[held[i]].astype(np.float64)) for i in order])
+        one = unit(query.astype(np.float64))[None]
+        distance = k_reciprocal_by_loops(one, near, 20, 6, 0.3)[0]
+        wanted.append([order[i] for i in sorted(range(len(order)), key=lambda i: distance[i])])
+    check(evaluate_queries(**given, rerank=True, metrics=CHOSEN), wanted, given)
+
+
+def test_what_is_behind_the_candidates_stays_behind_them():
+    """A positive that is not among the candidates keeps its place, however far behind."""
+    draw = np.random.default_rng(0)
+    vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))
+    labels = np.arange(len(vectors)) // 2
+    plain = evaluate_queries(vectors, labels).scores
+    found = evaluate_queries(vectors, labels, rerank=True).scores
+    far = plain["mrr"] < 1 / RERANKED
+    assert far.any()
+    assert not far.all()
+    np.testing.assert_array_equal(found["mrr"][far], plain["mrr"][far])
+    assert (found["mrr"][~far] >= 1 / RERANKED).all()
+    assert (found["mrr"][~far] != plain["mrr"][~far]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"expand": -1}, "expand must be a whole number from 0 up"),
+        ({"expand": True}, "expand must be a whole number from 0 up"),
+        ({"expand": 2, "similarity": "euclidean"}, "compared by the cosine, not euclidean"),
+        ({"rerank": True, "similarity": "dot"}, "cosine or euclidean, not dot"),
+        ({"rerank": True, "metrics": Metrics(clustering=True)}, "of which clustering has none"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        evaluate_queries(np.eye(4), [0, 0, 1, 1], **options)
+
+
+def test_codes_refuse_what_they_have_not():
+    with pytest.raises(ValueError, match="candidates must be a whole number from 0 up"):
+        evaluate_codes(np.eye(4), [0, 0, 1, 1], candidates=-1)
+    with pytest.raises(ValueError, match="clustering takes embeddings, not codes"):
+        evaluate_codes(np.eye(4), [0, 0, 1, 1], metrics=Metrics(clustering=True))

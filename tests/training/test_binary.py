@@ -1,0 +1,261 @@
+"""Binary codes from the recipe to the search: trained, continued, evaluated, indexed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry import cli
+from proximetry.data import open_dataset
+from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries
+from proximetry.models import Embedder
+from proximetry.search import Gallery, indexes
+from proximetry.training import Recipe, RecipeError, train
+from proximetry.training.evaluator import evaluate_embedder
+from proximetry.training.objective import Objective
+from proximetry.training.recipe import LossConfig
+from tests.training.runs import assert_same_run, killed_at
+from tests.training.tiny import make_recipe, tiny_values
+
+BITS = {"bits": 16, "dim": 16}
+
+
+@pytest.fixture(scope="module")
+def recipe(images, cache):
+    changes = {"model": BITS, "loss": {"quantization": 1.0}, "training": {"checkpoint_steps": 2}}
+    return make_recipe(images, cache, **changes)
+
+
+@pytest.fixture(scope="module")
+def run(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("binary") / "run"
+    train(recipe, out)
+    return out
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        return printed.err if code else printed.out
+
+    return run
+
+
+def plain(scores):
+    return {key: value for key, value in scores.items() if not isinstance(value, dict)}
+
+
+def test_a_run_says_what_its_codes_are_worth(run, recipe, images):
+    results = json.loads((run / "results.json").read_text())
+    found = results["selected"]["held_out"]
+    assert set(found["codes"]) == set(plain(found))
+    assert results["codes"].startswith("16 bits, the signs of the dimensions; Hamming distance")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all("codes" in line["held_out"] for line in lines)
+    embedder = Embedder.load(run)
+    assert embedder.bits == 16
+    # `evaluate` finds what the run found, and both what one finds by hand.
+    catalog = open_dataset("folder", images)
+    held = sorted({*catalog.class_names} - {*embedder.class_names})
+    part = catalog.subset(np.flatnonzero(np.isin(catalog.labels, held)))
+    again = evaluate_embedder(embedder, part)
+    assert again["codes"] == found["codes"]
+    files = [part.file(row) for row in range(len(part))]
+    packed = np.packbits(embedder.encode(files).numpy() > 0, axis=1)
+    labels = np.asarray(part.labels)
+    assert evaluate(packed, labels, similarity="hamming") == found["codes"]
+
+
+def test_the_term_is_part_of_what_is_minimised():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 16), torch.arange(6) % 3
+    names = ["a", "b", "c"]
+    values = {}
+    for weight in (0.0, 2.0):
+        torch.manual_seed(1)
+        values[weight] = Objective(LossConfig(quantization=weight), names, 16)(x, y).item()
+    away = x - x.mean(0)
+    unit = away / away.norm(dim=1, keepdim=True)
+    term = (unit - away.sign() / 4).square().sum(1).mean().item()
+    assert values[2.0] == pytest.approx(values[0.0] + 2 * term, rel=1e-5)
+
+
+def test_codes_are_about_the_mean_of_the_training_images(run, images):
+    embedder, catalog = Embedder.load(run), open_dataset("folder", images)
+    rows = [r for r in range(len(catalog)) if catalog.labels[r] in embedder.class_names]
+    pixels = torch.stack([embedder.preprocessing.pixels(catalog.file(row)) for row in rows])
+    with torch.no_grad():
+        free = embedder.project_freely(embedder.pixel_features(pixels))
+    torch.testing.assert_close(free.mean(0), torch.zeros(16), atol=1e-5, rtol=0)
+    share = (free > 0).float().mean(0)
+    assert (share > 0).all()
+    assert (share < 1).all()
+
+
+def test_a_run_that_was_killed_continues_bit_for_bit(run, recipe, tmp_path):
+    killed_at(5, recipe, tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    assert_same_run(run, tmp_path / "run")
+
+
+def test_from_the_command_to_the_search(call, images, cache, tmp_path, monkeypatch):
+    values = tiny_values(cache, training={"epochs": 1}, evaluation={"untrained": False})
+    values["model"]["pca_dim"] = 4  # which new bits leave behind, as the dimension
+    values["evaluation"]["eval_dims"] = [2]
+    (tmp_path / "mine.yaml").write_text(json.dumps(values))
+    monkeypatch.chdir(tmp_path)
+    told = call("train", images, "run", "--recipe", "mine.yaml", "--model.bits", "64")
+    assert "binary codes, Hamming distance" in told
+    assert Recipe.load("run/recipe.yaml").model.dim == 64
+
+    document = json.loads(call("evaluate", "run", images, "--binary", "--json"))
+    vectors, codes, both = document["rows"]
+    assert vectors["metrics"] == plain(document["metrics"])
+    assert codes["metrics"] == document["metrics"]["codes"]
+    assert [row["bytes_per_image"] for row in document["rows"]] == [256, 8, 264]
+    assert all(row["milliseconds_per_query"] > 0 for row in document["rows"])
+    assert both["name"] == "binary codes, 200 re-ranked"
+    # All 48 images are candidates, so the vectors decide alone.
+    assert both["metrics"] == vectors["metrics"]
+
+    monkeypatch.setattr(indexes, "LEAST_INDEXED", 10)
+    assert "index: BFlat for 48 images" in call("index", images, "--model", "run")
+    assert Gallery.open("gallery").index == "BFlat"
+    query = next(images.rglob("*.png"))
+    assert f"1.0000  {query.parent.name}" in call("search", query, "-k", "2")
+    call("index", images, "--index", "auto")  # what it was made with
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model.bits", "63"], "model.bits must be a multiple of 8, got 63"),
+        (["--model.bits", "0"], "model.bits must be greater than or equal to 1, got 0"),
+        (["--model.bits", "8000"], "model.bits must be less than or equal to 4096, got 8000"),
+        (["--model.bits", "true"], "model.bits must be a valid integer, got True"),
+        (["--model.bits", "64", "--model.dim", "32"], "model.dim 32 and bits 64 disagree"),
+        (["--model.bits", "64", "--model.pca-dim", "8"], "model.pca_dim 8 and bits 64 exclude"),
+        (
+            ["--model.bits", "64", "--evaluation.eval-dims", "8"],
+            "evaluation.eval_dims [8] and model.bits exclude each other",
+        ),
+        (
+            ["--model.bits", "64", "--evaluation.similarity", "euclidean"],
+            "evaluation.similarity euclidean and model.bits exclude each other",
+        ),
+        (["--loss.quantization", "1"], "loss.quantization 1 is for binary codes"),
+        (["--model.bits", "64", "--loss.quantization", "-1"], "loss.quantization must be greater"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence_and_writes_nothing(
+    call, images, cache, tmp_path, words, told
+):
+    (tmp_path / "mine.yaml").write_text(json.dumps(tiny_values(cache)))
+    before = sorted(tmp_path.rglob("*"))
+    out = tmp_path / "run"
+    said = call("train", images, out, "--recipe", tmp_path / "mine.yaml", *words, code=2)
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bits_take_the_place_of_the_dimension():
+    base = {"model": {"dim": 512, "pca_dim": 128}, "evaluation": {"eval_dims": [64]}}
+    recipe = Recipe.load(base, {"model.bits": 128})
+    assert (recipe.model.dim, recipe.model.pca_dim, recipe.evaluation.eval_dims) == (128, None, ())
+    assert recipe.override({"model.bits": 256}).model.dim == 256
+    assert Recipe.load(recipe.to_dict()) == recipe
+    with pytest.raises(RecipeError, match="disagree"):
+        recipe.override({"model.dim": 64})
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_evaluate_shows_every_way_beside_the_plain_one(call, run, images, tmp_path, apart):
+    catalog = open_dataset("folder", images)
+    paths = [catalog.file(row) for row in range(len(catalog))]
+    lines = ["path,label,split,query,gallery"] if apart else ["path,label,split"]
+    for row, path in enumerate(paths):
+        roles = f",{row % 2 == 0},{row % 3 != 0}".lower() if apart else ""
+        lines.append(f"{path},{catalog.labels[row]},test{roles}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    plain_one = json.loads(call("evaluate", run, tmp_path / "table.csv", "--json"))
+    assert "rows" not in plain_one
+    words = ("evaluate", run, tmp_path / "table.csv", "--binary", "--expand", "3", "--rerank")
+    document = json.loads(call(*words, "--json"))
+    assert {key: document[key] for key in plain_one} == plain_one  # never mixed with it
+    rows = {row["name"]: row for row in document["rows"]}
+    assert [*rows] == [
+        "vectors, cosine",
+        "binary codes, Hamming distance",
+        "binary codes, 200 re-ranked",
+        "query expansion (α-QE, n = 3)",
+        "k-reciprocal re-ranking (20, 6, 0.3)",
+        "expansion, then re-ranking",
+    ]
+    who = "24 queries against a gallery of 32 images" if apart else "each of 48 images against all"
+    assert all(row["protocol"].startswith(who) for row in document["rows"])
+    # The same by hand.
+    vectors, labels = Embedder.load(run).encode(paths), np.asarray(catalog.labels)
+    given = {"embeddings": vectors, "labels": labels}
+    if apart:
+        number = np.arange(48)
+        asked, held = number[number % 2 == 0], number[number % 3 != 0]
+        given = {
+            "embeddings": vectors[held],
+            "labels": labels[held],
+            "ignore_groups": held,
+            "queries": vectors[asked],
+            "query_labels": labels[asked],
+            "query_ignore_groups": asked,
+        }
+    wanted = [
+        evaluate_queries(**given),
+        evaluate_codes(**given),
+        evaluate_codes(**given, candidates=200),
+        evaluate_queries(**given, expand=3),
+        evaluate_queries(**given, rerank=True),
+        evaluate_queries(**given, expand=3, rerank=True),
+    ]
+    for row, one in zip(document["rows"], wanted, strict=True):
+        assert row["metrics"] == pytest.approx(one.mean(), abs=1e-9), row["name"]
+    told = call(*words)
+    assert all(name in told for name in rows)
+    assert "bytes per image" in told
+    assert max(map(len, told.split("note: ")[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("ways", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
+def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, ways):
+    """Queries that are not in the gallery: its lists have the metrics that are evaluated."""
+    embedder, catalog = Embedder.load(run), open_dataset("folder", images)
+    held = np.arange(len(catalog)) % 4 > 0
+    gallery = Gallery.build(embedder, catalog.subset(np.flatnonzero(held)), tmp_path / "gallery")
+    asked = [catalog.file(row) for row in np.flatnonzero(~held)]
+    labels = np.asarray(catalog.labels)
+    found = gallery.search(asked, k=7, **ways)
+    hits = found.labels == labels[~held][:, None]
+    vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
+    metrics = Metrics(recall_at=(1, 3), precision_at=(1, 3, 7), at_r=False, mrr=False, ndcg_at=())
+    scored = evaluate_queries(
+        vectors[torch.from_numpy(held)],
+        labels[held],
+        queries=vectors[torch.from_numpy(~held)],
+        query_labels=labels[~held],
+        metrics=metrics,
+        **ways,
+    )
+    for k in (1, 3, 7):
+        np.testing.assert_allclose(scored.scores[f"precision@{k}"], hits[:, :k].mean(1))
+
+
+def test_expansion_needs_the_cosine(call, images, tmp_path):
+    Embedder.create("small_convnet", 8, normalize=False, weights="none", image_size=24).save(
+        tmp_path / "model"
+    )
+    told = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
+    assert "--expand is for embedders that are compared by the cosine, not euclidean" in told
+    assert "3 images" not in told
