@@ -21,6 +21,8 @@ demo: $(READY)
 	$(BIN)/proximetry demo
 
 test: $(READY)
+	@command -v chromium > /dev/null \
+	  || echo "There is no chromium: tests of the search page will be skipped; apt-get install chromium"
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY)

@@ -23,9 +23,10 @@ ALLOWED = {
     "search": {"metrics", "models", "data"},
     "reports": {"losses", "metrics", "models", "data", "training"},
     "reproduce": {"losses", "metrics", "models", "data", "training"},
+    "web": {"metrics", "models", "data", "search"},
     "cli": {
         *("losses", "metrics", "models", "data", "training", "search"),
-        *("faces", "reports", "reproduce"),
+        *("faces", "reports", "reproduce", "web"),
     },
 }
 
@@ -136,7 +137,7 @@ assert not hasattr(proximetry, "lossses")
 
 
 MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
-MODULES |= {"openTSNE": "opentsne", "multipart": "python-multipart"}
+MODULES |= {"openTSNE": "opentsne", "python_multipart": "python-multipart"}
 MODULES |= {"faiss": "faiss-cpu", "fontTools": "fonttools"}
 MODULES |= {"pytorch_metric_learning": "pytorch-metric-learning"}
 # Asked for by name where they are wanted, and not ours to install.
@@ -167,6 +168,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     declared = {re.split(r"[\[<>=]", line)[0] for line in listed} - {"proximetry"}
     weights = {name for name in declared if name.endswith("-pytorch-model")}  # found by file
     asked_for_by_name = {"onnx", "onnxruntime", "onnxscript"}  # models/export.py
+    asked_for_by_name |= {"httptools", "uvloop"}  # uvicorn takes them where they are
     imported = set(third_party_imports()) - NOT_OURS
     assert imported <= declared, imported - declared
     assert declared - weights - asked_for_by_name <= imported

@@ -16,6 +16,7 @@ _PACKAGES = (
     "reproduce",
     "search",
     "training",
+    "web",
 )
 
 

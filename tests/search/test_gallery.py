@@ -345,6 +345,18 @@ def test_readers_go_on_with_the_version_they_opened(gallery):
     assert np.array_equal(reader.search(queries, 9).ids, gallery.search(queries, 9).ids)
 
 
+def test_a_gallery_that_is_built_anew_is_searched_with_its_new_embedder(gallery):
+    reader = Gallery.open(gallery.path)
+    old = reader.embedder.fingerprint()
+    shutil.rmtree(gallery.path)
+    other = make_embedder(seed=1)
+    Gallery.build(other, make_table(0, 5), gallery.path, vectors=make_vectors(5))
+    assert reader.embedder.fingerprint() == old
+    reader.refresh()
+    assert len(reader) == 5
+    assert reader.embedder.fingerprint() == other.fingerprint() != old
+
+
 def test_a_reader_that_was_overtaken_while_opening_reads_again(gallery, monkeypatch):
     old = manifest.read_manifest(gallery.path)
     gallery.compact()

@@ -14,6 +14,7 @@ from proximetry._common import UsageError, atomic_write
 from proximetry.cli import lists, report, search
 from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
 from proximetry.cli.recipe_options import RecipeOptions
+from proximetry.cli.serve import serve
 from proximetry.metrics.scores import Metrics
 from proximetry.models.names import LARGEST_DIM
 from proximetry.reproduce.options import ReproduceOptions
@@ -297,6 +298,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         search.index,
         search.search,
         search.duplicates,
+        serve,
         reproduce,
         lists.recipes,
         lists.losses,

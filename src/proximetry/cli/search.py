@@ -222,6 +222,7 @@ def search(
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
     from proximetry.search import contact_sheet
+    from proximetry.search.rows import conditions
 
     if not queries:
         raise UsageError("which images? Name some to search for")
@@ -230,7 +231,7 @@ def search(
             raise UsageError(f"--sheet {sheet} must end in .html or .png")
         check_writable(sheet)
     opened = _open(gallery, model)
-    result = opened.search(list(queries), k, where=_conditions(where), expand=expand, rerank=rerank)
+    result = opened.search(list(queries), k, where=conditions(where), expand=expand, rerank=rerank)
     names = [str(query) for query in queries]
     if sheet is not None:
         contact_sheet(sheet, names, result)
@@ -238,16 +239,6 @@ def search(
     if sheet is not None:
         text += f"\n\ncontact sheet: {sheet}"
     tell(as_json, _document(gallery, opened, names, result), text)
-
-
-def _conditions(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for word in words:
-        column, sign, value = word.partition("=")
-        if not sign or not column:
-            raise UsageError(f"--where {word} must be COLUMN=VALUE, such as label=jay")
-        found.setdefault(column, []).append(value)
-    return found
 
 
 def _document(

@@ -193,14 +193,23 @@ class Gallery:
             self._embedder = embedder
 
     def refresh(self) -> None:
-        """Go on to the version that is there now."""
-        self._now = self._newest()
+        """Go on to the version that is there now, whichever embedder it was built by."""
+        newest = self._newest()
+        with self._loading:
+            if newest.manifest.embedder != self._now.manifest.embedder:
+                self._embedder = None
+            self._now = newest
 
     def _newest(self) -> Version:
         return Snapshot.open(self.path)
 
     def __len__(self) -> int:
         return len(self._now)
+
+    @property
+    def version(self) -> str:
+        """A name for the state it is in: another one after every change."""
+        return self._now.manifest.version
 
     @property
     def dim(self) -> int:

@@ -114,6 +114,12 @@ class Manifest:
     deleted: Deleted | None = None
     generation: int = 0
 
+    @property
+    def version(self) -> str:
+        """A name for what is there: another one after every change, as names of files are."""
+        files = [info.name for info in self.segments], self.deleted and self.deleted.name
+        return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
+
 
 def new_name() -> str:
     """Return a name that no file ever had."""

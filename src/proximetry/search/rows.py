@@ -161,6 +161,17 @@ def wanted_values(name: str, value: Any) -> list[Any]:
     return wanted
 
 
+def conditions(words: Iterable[str]) -> dict[str, list[str]]:
+    """Read conditions that are written COLUMN=VALUE; of several for one column any will do."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        column, sign, value = word.partition("=")
+        if not sign or not column:
+            raise UsageError(f"where {shown(word)} must be COLUMN=VALUE, such as label=jay")
+        found.setdefault(column, []).append(value)
+    return found
+
+
 def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:
     pa = arrow()
     if name not in rows.column_names:

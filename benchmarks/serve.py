@@ -1,0 +1,185 @@
+"""The search page under load: many clients at once, and what the server adds to the model's time.
+
+python -m benchmarks.serve [--clients 50] [--seconds 30]
+
+A real server in a process of its own, 60 502 vectors of 512 dimensions, real files of tiny images,
+an exact index. Each client sends its next query as soon as the last one is answered, on a
+connection that stays open; they are all in this process, on the same cores as the server.
+
+The server says in `Server-Timing` how long the model took for the images that a query was embedded
+with. "beyond the model" is the latency without that.
+"""
+
+import argparse
+import asyncio
+import io
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.measure import versions
+from benchmarks.search import DIM, SIZES, data
+from proximetry._common import cores
+from proximetry.models import Embedder
+from proximetry.search import Gallery
+from proximetry.search.rows import table
+from proximetry.web.plane import MOST
+
+SIDE, K = 32, 10
+DIFFERENT = 200  # queries
+
+
+class Answered(NamedTuple):
+    """One request, in seconds: all of it, and what the server says of its parts."""
+
+    seconds: float
+    model: float
+    wait: float
+    search: float
+
+
+def picture(draw: np.random.Generator) -> bytes:
+    buffer = io.BytesIO()
+    pixels = draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def build(home: Path) -> Gallery:
+    """A gallery whose images are files, and whose map need not be computed."""
+    count, classes = SIZES["small"]
+    draw = np.random.default_rng(0)
+    paths = [home / "images" / f"{row // 1000:03d}" / f"{row:06d}.png" for row in range(count)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(draw))
+    vectors, _ = data(count, classes, 1)
+    labels = [f"class {row % classes}" for row in range(count)]
+    rows = table({"path": [str(path) for path in paths], "label": labels})
+    embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=SIDE)
+    gallery = Gallery.build(embedder, rows, home / "gallery", "Flat", vectors=vectors)
+    maps = home / "cache" / "maps"
+    maps.mkdir(parents=True)
+    ids = gallery.ids()[:MOST]
+    points = draw.random((len(ids), 2), np.float32)
+    np.savez(maps / f"{gallery.version[:32]}.npz", ids=ids, points=points)
+    return gallery
+
+
+def request(fields: dict[str, str], image: bytes | None) -> bytes:
+    parts = [
+        f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+        for name, value in fields.items()
+    ]
+    if image is not None:
+        start = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x.png"\r\n'
+        parts.append(start + b"Content-Type: image/png\r\n\r\n" + image + b"\r\n")
+    body = b"".join(parts) + b"--b--\r\n"
+    head = (
+        "POST /search HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def queries(kind: str, total: int) -> list[bytes]:
+    draw = np.random.default_rng(1)
+    if kind == "images":
+        return [request({"k": str(K)}, picture(draw)) for _ in range(DIFFERENT)]
+    ids = draw.integers(total, size=DIFFERENT)
+    return [request({"k": str(K), "id": str(one)}, None) for one in ids]
+
+
+async def client(
+    port: int, requests: list[bytes], first: int, until: float, done: list[Answered | str]
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    number = first
+    while time.perf_counter() < until:
+        begun = time.perf_counter()
+        writer.write(requests[number % len(requests)])
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        seconds = time.perf_counter() - begun
+        if head.startswith(b"HTTP/1.1 200"):
+            spent = [float(one) / 1000 for one in re.findall(rb"dur=([\d.]+)", head)]
+            wait, model, search = spent
+            done.append(Answered(seconds, model, wait, search))
+        else:
+            done.append(head.split(b"\r\n")[0].decode())
+        number += 1
+    writer.close()
+
+
+async def load(port: int, requests: list[bytes], clients: int, seconds: float) -> list[Answered]:
+    done: list[Answered | str] = []
+    until = time.perf_counter() + seconds
+    await asyncio.gather(
+        *(client(port, requests, 7 * number, until, done) for number in range(clients))
+    )
+    errors = [one for one in done if isinstance(one, str)]
+    print(f"  {len(done)} requests in {seconds:g} s: {len(done) / seconds:.0f} per second, "
+          f"{len(errors)} errors {set(errors) or ''}")  # fmt: skip
+    return [one for one in done if not isinstance(one, str)]
+
+
+def report(answered: list[Answered]) -> None:
+    def quantiles(values: list[float]) -> str:
+        cuts = statistics.quantiles(values, n=100)
+        return " / ".join(f"{1000 * cuts[place - 1]:.1f}" for place in (50, 95, 99))
+
+    print("  milliseconds, median / 95 % / 99 %:")
+    print(f"    latency           {quantiles([one.seconds for one in answered])}")
+    print(f"    model             {quantiles([one.model for one in answered])}")
+    print(f"    beyond the model  {quantiles([one.seconds - one.model for one in answered])}")
+    print(f"      waiting         {quantiles([one.wait for one in answered])}")
+    print(f"      searching       {quantiles([one.search for one in answered])}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    options = parser.parse_args()
+    print(f"{versions()}, {cores()} cores, load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory(prefix="proximetry-serve-") as folder:
+        home = Path(folder)
+        gallery = build(home)
+        print(gallery)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "proximetry", "serve", str(gallery.path), "--port", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PROXIMETRY_CACHE": str(home / "cache")},
+        )
+        try:
+            assert process.stdout is not None
+            while (found := re.search(r":(\d+)/", process.stdout.readline())) is None:
+                assert process.poll() is None
+            port = int(found[1])
+            for kind in ("images", "ids"):
+                for clients in (1, options.clients):
+                    print(f"\n{kind}, clients: {clients}")
+                    requests = queries(kind, len(gallery))
+                    asyncio.run(load(port, requests, clients, 2))  # to warm up
+                    seconds = options.seconds if clients > 1 else min(5, options.seconds)
+                    report(asyncio.run(load(port, requests, clients, seconds)))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The command that serves the search page of a gallery."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from proximetry._common import UsageError
+from proximetry.cli.search import GALLERY
+
+
+def serve(
+    gallery: str = GALLERY,
+    *,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
+    token: str | None = None,
+) -> None:
+    """Open a page to search a gallery by image and to look at its map.
+
+    Args:
+        gallery: folder of the gallery.
+        host: name or address to listen on; by default nobody but this machine can reach the page.
+        port: port to listen on; 0 takes one that is free.
+        token: what the page and scripts have to bring, needed wherever others can reach it;
+            default: the environment variable PROXIMETRY_TOKEN.
+    """
+    from proximetry.search.gallery import is_milvus
+    from proximetry.web import serve as run
+
+    if is_milvus(gallery):
+        raise UsageError(
+            f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
+            f"proximetry search IMAGE --gallery {gallery} --model RUN"
+        )
+    run(Path(gallery), host, port, token, report=lambda line: print(line, flush=True))

@@ -1,0 +1,20 @@
+"""The search page of a gallery, and its HTTP interface.
+
+Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from proximetry._common import lazy_exports
+
+if TYPE_CHECKING:
+    from proximetry.web.app import make_app
+    from proximetry.web.server import serve
+
+__all__ = ["make_app", "serve"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {"app": ("make_app",), "server": ("serve",)},
+    extra="web",
+)

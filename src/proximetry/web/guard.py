@@ -1,0 +1,225 @@
+"""What stands before the interface: who may ask, how much, and what every answer carries."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from proximetry._common import UsageError, readable_size, shown
+
+MOST_BYTES = 20_000_000
+"""Of a request, which is an image and little else."""
+MOST_REQUESTS, MOST_SEARCHES = 256, 128
+"""How many are worked on or wait at once; more are told to come again."""
+_ALL_BYTES = 400_000_000
+_SECONDS = 30.0  # in which a request has to arrive
+_TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+_CSP = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob:",  # the picture that is searched for is shown from memory
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": _CSP,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+_FIXED = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+
+
+def check_token(token: str) -> str:
+    """Refuse a token that is guessed easily, or that does not fit into an address."""
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(
+            "the token must have 16 to 200 characters, letters, digits and . _ ~ - alone"
+        )
+    return token
+
+
+class Guard:
+    """Lets requests through to an application that are allowed and not too many.
+
+    Without a token it answers to the names of this machine's loopback alone: else any web site
+    could give its own name our address and read the gallery through its visitors' browsers. With
+    a token it answers to any name, since such a site does not know it.
+
+    Args:
+        app: the application.
+        token: what every request has to bring, as a bearer or as the cookie that the page gets.
+        hosts: names to answer to beside those of the loopback.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] = ()) -> None:
+        self._app = app
+        self._token = None if token is None else check_token(token).encode()
+        self._hosts = {*_LOOPBACK, *hosts}
+        # Cookies do not know ports: two servers on one machine have to call theirs differently.
+        self._cookie = b"proximetry-" + hashlib.sha256(self._token or b"").hexdigest()[:8].encode()
+        self._requests = self._searches = self._bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [*message.get("headers", []), *_FIXED]
+                if not any(name == b"cache-control" for name, _ in own):
+                    own.append((b"cache-control", b"no-store"))
+                message["headers"] = own
+            await send(message)
+
+        try:
+            more = self._check(scope, headers)
+        except HTTPException as error:
+            await _answer(guarded, error)
+            return
+        if more:
+            inner = guarded
+
+            async def guarded(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", []), more]
+                await inner(message)
+
+        await self._admit(scope, headers, receive, guarded)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
+        """Refuse who may not ask; return a header for who has just brought the token."""
+        if self._token is None:
+            given = headers.get(b"host", b"").decode("latin-1")
+            name = re.sub(r":\d*$", "", given).lower()
+            if name not in self._hosts:
+                raise HTTPException(
+                    421,
+                    f"this server answers to {', '.join(sorted(self._hosts))} and not to "
+                    f"{shown(given)}; start it with a token to reach it by another name",
+                )
+        # Browsers say so when another site's page makes them send something.
+        if scope["method"] not in ("GET", "HEAD"):
+            site = headers.get(b"sec-fetch-site", b"same-origin")
+            if site not in (b"same-origin", b"none"):
+                raise HTTPException(403, "this server takes no requests from other sites' pages")
+        return None if self._token is None else self._check_token(scope, headers)
+
+    def _check_token(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
+        if scope["path"] == "/healthz":  # which tells nothing
+            return None
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"bearer" and self._is_token(bearer.strip()):
+            return None
+        for pair in headers.get(b"cookie", b"").split(b";"):
+            name, _, value = pair.strip().partition(b"=")
+            if name == self._cookie and self._is_token(value):
+                return None
+        if scope["path"] == "/" and scope["method"] == "GET":
+            asked = parse_qs(scope["query_string"].decode("latin-1"))
+            if any(self._is_token(one.encode()) for one in asked.get("token", [])):
+                secure = b"; Secure" if scope["scheme"] == "https" else b""
+                assert self._token is not None
+                cookie = self._cookie + b"=" + self._token
+                return (
+                    b"set-cookie",
+                    cookie + b"; Path=/; HttpOnly; SameSite=Strict" + secure,
+                )
+        raise HTTPException(
+            401,
+            "this server wants its token: open the address that `proximetry serve` has printed, "
+            "or send the header Authorization: Bearer TOKEN",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def _is_token(self, given: bytes) -> bool:
+        return self._token is not None and hmac.compare_digest(given, self._token)
+
+    async def _admit(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        """Pass a request on, unless it is too large or there are too many."""
+        searches = scope["path"] == "/search"
+        size = 0
+        if scope["method"] not in ("GET", "HEAD"):
+            declared = headers.get(b"content-length", b"")
+            size = int(declared) if declared.isdigit() else MOST_BYTES
+        if size > MOST_BYTES:
+            await _answer(send, _too_large())
+            return
+        full = self._requests >= MOST_REQUESTS or self._bytes + size > _ALL_BYTES
+        if (full or (searches and self._searches >= MOST_SEARCHES)) and scope["path"] != "/healthz":
+            busy = HTTPException(503, "the server is busy; try again soon", {"Retry-After": "1"})
+            await _answer(send, busy)
+            return
+        self._requests += 1
+        self._searches += searches
+        self._bytes += size
+        try:
+            await self._app(scope, _bounded(receive), send)
+        finally:
+            self._requests -= 1
+            self._searches -= searches
+            self._bytes -= size
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Receive no more than a request may have, and not for ever, whatever it says it is."""
+    loop = asyncio.get_running_loop()
+    until, count, whole = loop.time() + _SECONDS, 0, False
+
+    async def limited() -> Message:
+        nonlocal count, whole
+        if whole:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(until):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the request did not arrive within {_SECONDS:g} s", {"Connection": "close"}
+            ) from None
+        count += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if count > MOST_BYTES:
+            raise _too_large(close=True)
+        return message
+
+    return limited
+
+
+def _too_large(*, close: bool = False) -> HTTPException:
+    limit = readable_size(MOST_BYTES)
+    closed = {"Connection": "close"} if close else None  # there may be no end of it
+    return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
+
+
+async def _answer(send: Send, error: HTTPException) -> None:
+    body = json.dumps({"detail": error.detail}).encode()
+    headers: dict[str, Any] = {"Content-Type": "application/json", **(error.headers or {})}
+    headers["Content-Length"] = str(len(body))
+    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": lines})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,172 @@
+"""The map of a gallery: computed in a process of its own, and kept for the next time.
+
+The process is nice to others, so that searching stays quick meanwhile, and it ends with the server,
+however that ends.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock, Thread
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from proximetry._common import atomic_path, cache_folder, writing
+from proximetry.metrics import map_embeddings
+from proximetry.metrics.inputs import IntArray
+from proximetry.search.segments import Snapshot
+
+MOST = 20_000
+"""Images on a map; of more a sample is drawn."""
+_KEPT = 50  # maps in the cache
+# With the same sys.path it finds the same packages.
+_MAKE = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from proximetry.web.plane import make
+make(*sys.argv[2:])"""
+
+
+class Plane(NamedTuple):
+    """A map: ids of images, and their points within the unit square."""
+
+    version: str
+    ids: IntArray
+    points: npt.NDArray[np.float32]
+
+
+class MapMaker:
+    """Makes the map of a gallery's newest version; for several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._failed: dict[str, str] = {}
+        self._plane: Plane | None = None
+        self._version = ""
+        self.begun = 0.0
+
+    def want(self, version: str) -> Plane | None:
+        """Return the map of a version; until there is one that of an earlier version, or None.
+
+        Raises:
+            RuntimeError: it cannot be made, and why.
+        """
+        with self._lock:
+            self._look()
+            if self._plane is None or self._plane.version != version:
+                self._plane = _read(version) or self._plane
+            made = self._plane is not None and self._plane.version == version
+            if not made and self._process is None:
+                if version in self._failed:
+                    raise RuntimeError(f"the map could not be made: {self._failed[version]}")
+                self._start(version)
+            return self._plane
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._look(wait=True)
+
+    def _start(self, version: str) -> None:
+        settings = [json.dumps([*map(str, sys.path)]), str(self._path.absolute())]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._version, self.begun = version, time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAKE, *settings],
+            stdin=subprocess.PIPE,  # whose end it notices
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            process_group=0,  # Ctrl-C is for the server
+        )
+
+    def _look(self, *, wait: bool = False) -> None:
+        """See whether the process has ended, and how."""
+        if self._process is None or self._errors is None:
+            return
+        if wait:
+            self._process.wait()
+        if self._process.poll() is None:
+            return
+        if self._process.returncode:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").split("\n")
+            told = [line for line in lines if line.strip()]
+            self._failed[self._version] = told[-1] if told else "its process was ended"
+        self._errors.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = self._errors = None
+
+
+def make(path: str) -> None:
+    """Compute the map of a gallery and keep it; what the process runs.
+
+    It opens what it needs of the gallery and no more: the network would take seconds to import.
+    """
+    with suppress(OSError, AttributeError):
+        os.nice(10)
+    Thread(target=_end_with_the_server, daemon=True).start()
+    snapshot = Snapshot.open(Path(path))
+    file = _file(snapshot.manifest.version)
+    with writing(file):  # before the work
+        file.parent.mkdir(parents=True, exist_ok=True)
+    parts = zip(snapshot.segments, snapshot.alive, strict=True)
+    ids = np.concatenate(
+        [np.empty(0, np.int64), *(s.ids if mask is None else s.ids[mask] for s, mask in parts)]
+    )
+    if len(ids) > MOST:
+        ids = np.sort(np.random.default_rng(0).choice(ids, MOST, replace=False))
+    points = np.empty((0, 2), np.float32)
+    if len(ids):
+        vectors = snapshot.store.take(snapshot.places(ids))
+        points = map_embeddings(vectors, similarity=snapshot.manifest.similarity)
+    with atomic_path(file, durable=False) as part, part.open("wb") as stream:
+        np.savez(stream, ids=ids, points=points)
+    _tidy(file.parent)
+
+
+def _end_with_the_server() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _file(version: str) -> Path:
+    return cache_folder() / "maps" / f"{version[:32]}.npz"
+
+
+def _read(version: str) -> Plane | None:
+    """Return the map that is kept for a version; None if there is none, or it is damaged."""
+    try:
+        with np.load(_file(version), allow_pickle=False) as kept:
+            ids, points = kept["ids"], kept["points"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    fits = ids.dtype == np.int64 and points.dtype == np.float32 and points.shape == (len(ids), 2)
+    return Plane(version, ids, points) if fits and np.isfinite(points).all() else None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove the oldest maps."""
+
+    def age(file: Path) -> float:
+        with suppress(OSError):
+            return file.stat().st_mtime
+        return 0.0
+
+    files: list[Any] = sorted(folder.glob("*.npz"), key=age)
+    for file in files[:-_KEPT]:
+        with suppress(OSError):
+            file.unlink()

@@ -1,0 +1,244 @@
+"""Searches of many clients, made together: one pass of the network and of the vectors for all.
+
+A search reads every vector once, however many queries there are, so fifty together take hardly
+longer than one. Nobody waits for others to come: while one batch is computed, the next gathers.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from proximetry._common import UsageError, cores
+from proximetry.data.images import open_image
+from proximetry.search import Gallery, SearchResult
+from proximetry.web.view import View
+
+log = logging.getLogger("proximetry.web")
+
+MOST_PIXELS = 50_000_000
+"""Of an image that is uploaded: 150 MB when it is decoded."""
+# Queries that are answered together.
+_TOGETHER = 64
+
+Conditions = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class GoneError(LookupError):
+    """No image of the gallery has this id."""
+
+
+class ChangedError(RuntimeError):
+    """The gallery was built anew while a query was on its way."""
+
+
+class Query(NamedTuple):
+    """What one client searches for: pixels for the network, or an image of the gallery.
+
+    Attributes:
+        gallery: the one whose embedder takes the pixels.
+        pixels: uint8 [3, H, W].
+        item: an id.
+        k: how many images are wanted.
+        where: conditions.
+    """
+
+    gallery: Gallery
+    pixels: Tensor | None
+    item: int | None
+    k: int
+    where: Conditions
+
+
+class Answer(NamedTuple):
+    """Images, nearest first, the one of the gallery that was searched for, and seconds spent."""
+
+    found: list[dict[str, Any]]
+    query: dict[str, Any] | None
+    similarity: str
+    images: int
+    wait: float
+    model: float
+    search: float
+
+
+class _Job(NamedTuple):
+    query: Query
+    future: asyncio.Future[Answer]
+    since: float
+
+
+class Searcher:
+    """Answers queries in a thread of its own, and decodes images in some others."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._decoders = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
+        self._thread = Thread(target=self._work, name="search", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the threads; queries that wait are still answered."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._decoders.shutdown(cancel_futures=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether queries are answered."""
+        return self._thread.is_alive()
+
+    def warm_up(self) -> None:
+        """Read the embedder, and compute once: the first client does not wait for it."""
+        embedder = self._view.current().embedder
+        height, width = embedder.preprocessing.crop
+        embedder.embed(
+            torch.zeros(1, 3, height, width, dtype=torch.uint8, device=_device(embedder))
+        )
+
+    async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
+        """Find the images that are nearest to one; raises ImageError if it is none."""
+        gallery = self._view.current()
+
+        def decode() -> Tensor:
+            # The limit is checked before anything is decoded.
+            image = open_image(read(), max_pixels=MOST_PIXELS)
+            return gallery.embedder.preprocessing.pixels(image)
+
+        loop = asyncio.get_running_loop()
+        pixels = await loop.run_in_executor(self._decoders, decode)
+        return await self._ask(Query(gallery, pixels, None, k, where))
+
+    async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
+        """Find the images that are nearest to one of the gallery, which is not among them."""
+        return await self._ask(Query(self._view.current(), None, item, k, where))
+
+    async def _ask(self, query: Query) -> Answer:
+        job = _Job(query, asyncio.get_running_loop().create_future(), time.perf_counter())
+        self._jobs.put(job)
+        return await job.future
+
+    def _work(self) -> None:
+        ending = False
+        while not ending:
+            waiting = [self._jobs.get()]
+            while len(waiting) < _TOGETHER and not self._jobs.empty():
+                waiting.append(self._jobs.get())
+            ending = None in waiting
+            jobs = [job for job in waiting if job is not None]
+            if not jobs:
+                continue
+            try:
+                answers = self._answer(jobs)
+            except Exception as error:  # ours; the next ones are to be answered all the same
+                log.exception("a search failed")
+                answers = [error] * len(jobs)
+            loop = jobs[0].future.get_loop()
+            loop.call_soon_threadsafe(_deliver, jobs, answers)
+
+    def _answer(self, jobs: list[_Job]) -> list[Answer | Exception]:
+        begun = time.perf_counter()
+        gallery = self._view.current()
+        answers: list[Answer | Exception | None] = [None] * len(jobs)
+        vectors: dict[int, Tensor] = {}
+        known: dict[int, dict[str, Any]] = {}
+        images = []
+        items = [number for number, job in enumerate(jobs) if job.query.item is not None]
+        for number, found in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
+            if found is None:
+                answers[number] = GoneError(jobs[number].query.item)
+            else:
+                vectors[number], known[number] = found
+        for number, (query, _, _) in enumerate(jobs):
+            if query.pixels is not None and query.gallery is not gallery:
+                answers[number] = ChangedError()
+            elif query.pixels is not None:
+                images.append(number)
+        if images:
+            pixels = torch.stack([p for i in images if (p := jobs[i].query.pixels) is not None])
+            made = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
+            vectors |= dict(zip(images, made, strict=True))
+        embedded = time.perf_counter()
+        groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
+        for number in vectors:
+            query = jobs[number].query
+            # One more, as an image of the gallery finds itself.
+            groups[query.k + (query.item is not None), query.where].append(number)
+        for (k, where), members in groups.items():
+            try:
+                result = gallery.search(
+                    torch.stack([vectors[number] for number in members]), k, where=dict(where)
+                )
+            except UsageError as error:
+                for number in members:
+                    answers[number] = error
+                continue
+            lists = self._lists(gallery, result, [jobs[number].query for number in members])
+            done = time.perf_counter()
+            for number, matches in zip(members, lists, strict=True):
+                answers[number] = Answer(
+                    matches,
+                    known.get(number),
+                    gallery.similarity,
+                    len(gallery),
+                    begun - jobs[number].since,
+                    embedded - begun,
+                    done - embedded,
+                )
+        return [answer or RuntimeError("no answer") for answer in answers]
+
+    def _lists(
+        self, gallery: Gallery, result: SearchResult, queries: list[Query]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """What was found for each query; not the image that was searched for itself."""
+        # Lists, as going through arrays one by one takes longer than the search.
+        columns = {name: result.column(name).tolist() for name in result.columns}
+        rows = zip(queries, result.ids.tolist(), result.similarities.tolist(), strict=True)
+        for row, (query, ids, near) in enumerate(rows):
+            ranks = [n for n, one in enumerate(ids) if one >= 0 and one != query.item][: query.k]
+            chosen = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
+            matches = self._view.records(gallery, [ids[n] for n in ranks], chosen)
+            for place, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
+                match |= {"rank": place + 1, "similarity": round(near[rank], 6)}
+            yield matches
+
+    def _look_up(
+        self, gallery: Gallery, items: dict[int, Any]
+    ) -> dict[int, tuple[Tensor, dict[str, Any]] | None]:
+        """The vectors of images and what is known of them; None for those that are not there."""
+        try:
+            ids = list(items.values())
+            vectors = torch.from_numpy(gallery.vectors(ids))
+            found = zip(vectors, self._view.items(gallery, ids), strict=True)
+            return dict(zip(items, found, strict=True))
+        except UsageError:
+            if len(items) == 1:
+                return dict.fromkeys(items)
+            return {
+                number: found
+                for one in items
+                for number, found in self._look_up(gallery, {one: items[one]}).items()
+            }
+
+
+def _deliver(jobs: list[_Job], answers: list[Answer | Exception]) -> None:
+    for job, answer in zip(jobs, answers, strict=True):
+        if job.future.done():  # the client has left
+            continue
+        if isinstance(answer, Exception):
+            job.future.set_exception(answer)
+        else:
+            job.future.set_result(answer)
+
+
+def _device(embedder: Any) -> torch.device:
+    return next(embedder.parameters()).device  # type: ignore[no-any-return]

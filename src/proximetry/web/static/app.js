@@ -1,0 +1,390 @@
+// The page: what is searched for, what was found, and which view is shown.
+// Queries are part of the address (#item/12), so the browser's back button leads back.
+
+import { MapView } from "./map.js";
+
+const $ = (id) => document.getElementById(id);
+const VIEWS = ["search", "map", "about"];
+
+let gallery = null;
+let shown = null; // {query, found, similarity, seconds}: what the grid shows
+let asking = null; // the search that is under way
+const uploads = []; // images of this visit, by their number in the address
+
+/** Make an element; properties are set, children appended. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("aria-") || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children);
+  return element;
+}
+
+const spaced = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
+const counted = (number, one, many) => `${spaced(number)} ${number === 1 ? one : many}`;
+
+/** Ask the server; an error is its sentence. What is busy is asked again. */
+export async function ask(path, options = {}, tries = 4) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server cannot be reached. Is `proximetry serve` still running?");
+  }
+  if (response.status === 503 && response.headers.has("Retry-After") && tries > 1) {
+    const seconds = Number(response.headers.get("Retry-After")) || 1;
+    await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+    return ask(path, options, tries - 1);
+  }
+  const content = await response.json().catch(() => null);
+  if (!response.ok) throw new Error(sentence(content?.detail ?? `The server answered ${response.status}`));
+  return content;
+}
+
+function sentence(text) {
+  return text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
+}
+
+export function announce(text) {
+  $("status").textContent = text;
+}
+
+// Results
+
+const cosine = () => gallery.similarity === "cosine";
+const score = (similarity) => Math.abs(similarity) < 0.0005 ? "0.000" : (cosine() ? similarity : -similarity).toFixed(3);
+
+/** The picture of an image, or a word in its place where the file is gone. */
+export function picture(id, size) {
+  const image = make("img", { alt: "", loading: "lazy", decoding: "async", src: `items/${id}/image?size=${size}` });
+  image.addEventListener("error", () => image.replaceWith(make("span", {}, "not readable")));
+  image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth <= 64));
+  return make("span", { className: "picture" }, image);
+}
+
+function card(match, query) {
+  const label = match.label === null ? "" : String(match.label);
+  const same = query && query.label !== null && query.label === match.label;
+  const measure = cosine() ? "similarity" : "distance";
+  const button = make("button", {
+    type: "button",
+    className: same ? "card same" : "card",
+    title: match.file,
+    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${same ? ", the same class" : ""}, ${measure} ${score(match.similarity)}: search with this image`,
+  });
+  const words = make("span", { className: "words" });
+  words.append(
+    make("span", { className: "line" },
+      make("span", { className: "label" }, label || "\u2014"),
+      make("span", { className: "score" }, score(match.similarity))),
+  );
+  if (cosine()) {
+    const bar = make("i");
+    bar.style.width = `${100 * Math.max(0, Math.min(1, match.similarity))}%`;
+    words.append(make("span", { className: "bar" }, bar));
+  }
+  words.append(make("span", { className: "file" }, match.file));
+  button.append(picture(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
+  button.addEventListener("click", () => { location.hash = `item/${match.id}`; });
+  const entry = make("li", {}, button);
+  entry.dataset.similarity = match.similarity;
+  return entry;
+}
+
+function showFound() {
+  const { found, query } = shown;
+  $("grid").replaceChildren(...found.map((match) => card(match, query)));
+  if (!cosine()) {
+    const farthest = Math.max(0, ...found.map((match) => -match.similarity));
+    Object.assign($("threshold"), { max: farthest.toFixed(3), step: (farthest / 200).toFixed(4), value: farthest.toFixed(3) });
+  }
+  applyThreshold();
+}
+
+/** Hide what is less similar than the slider says. */
+function applyThreshold() {
+  const slider = $("threshold");
+  const all = cosine() ? slider.value === slider.min : Number(slider.value) >= Number(slider.max);
+  $("threshold-value").textContent = all ? "all" : Number(slider.value).toFixed(2);
+  slider.setAttribute("aria-valuetext", all ? "all images" : $("threshold-value").textContent);
+  if (!shown) return;
+  let left = 0;
+  for (const entry of $("grid").querySelectorAll("li[data-similarity]")) {
+    const similarity = Number(entry.dataset.similarity);
+    entry.hidden = !all && (cosine() ? similarity < Number(slider.value) : -similarity > Number(slider.value));
+    left += !entry.hidden;
+  }
+  $("grid").querySelector(".empty")?.remove();
+  const total = shown.found.length;
+  if (!left) {
+    const why = total ? "Nothing is that similar. Move the slider to see more." : "Nothing was found.";
+    $("grid").append(make("li", { className: "empty" }, why));
+  }
+  const told = left === total ? counted(total, "image", "images") : `${spaced(left)} of ${counted(total, "image", "images")}`;
+  $("results-about").textContent = `${told} \u00b7 ${Math.round(shown.milliseconds)} ms`;
+  announce(`${told} found${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.found[0].similarity)}` : ""}.`);
+}
+
+function showWaiting() {
+  const entries = Array.from({ length: 12 }, () => make("li", { className: "skeleton" }));
+  $("grid").replaceChildren(...entries);
+  $("grid").setAttribute("aria-busy", "true");
+  $("results-title").textContent = "Nearest images";
+  $("results-about").textContent = "searching \u2026";
+}
+
+function showProblem(text) {
+  $("problem").textContent = text;
+  $("problem").hidden = !text;
+}
+
+// Queries
+
+function showQuery(source, caption, more) {
+  $("preview").src = source;
+  $("preview").alt = `The image that is searched for: ${caption}`;
+  $("preview").hidden = false;
+  $("invite").hidden = true;
+  $("drop").classList.add("filled");
+  $("query-caption").replaceChildren(caption, ...(more ? [make("span", {}, more)] : []));
+}
+
+function showBeginning() {
+  asking?.abort();
+  shown = null;
+  map.mark([]);
+  showProblem("");
+  $("preview").hidden = true;
+  $("preview").removeAttribute("src");
+  $("invite").hidden = false;
+  $("drop").classList.remove("filled");
+  $("query-caption").replaceChildren();
+  $("grid").removeAttribute("aria-busy");
+  $("results-title").textContent = gallery.images ? "Begin with one of these" : "This gallery is empty";
+  $("results-about").textContent = gallery.images ? "or drop, paste or choose an image of your own" : "`proximetry index` adds images to it";
+  $("grid").replaceChildren(...gallery.suggested.map((id) => {
+    const button = make("button", { type: "button", className: "card", "aria-label": `Search with image ${id} of the gallery` }, picture(id, 320));
+    button.addEventListener("click", () => { location.hash = `item/${id}`; });
+    return make("li", {}, button);
+  }));
+}
+
+async function search(fields) {
+  asking?.abort();
+  asking = new AbortController();
+  const { signal } = asking;
+  const form = new FormData();
+  form.set("k", $("count").value);
+  const wanted = $("class").value.trim();
+  if (wanted) form.set("where", `label=${wanted}`);
+  for (const [name, value] of Object.entries(fields)) form.set(name, value);
+  showProblem("");
+  showWaiting();
+  const begun = performance.now();
+  try {
+    const content = await ask("search", { method: "POST", body: form, signal });
+    shown = { ...content, milliseconds: performance.now() - begun };
+    if (content.query) {
+      const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
+      showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);
+    }
+    map.mark(content.found.map((match) => match.id));
+    showFound();
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    shown = null;
+    $("grid").replaceChildren();
+    $("results-about").textContent = "";
+    showProblem(error.message);
+  } finally {
+    if (!signal.aborted) $("grid").removeAttribute("aria-busy");
+  }
+}
+
+function searchUpload(number) {
+  const { file, source } = uploads[number];
+  showQuery(source, file.name || "Pasted image", "");
+  search({ image: file });
+}
+
+function take(file) {
+  showProblem("");
+  if (!file.type.startsWith("image/")) {
+    showProblem(`${file.name || "What was dropped"} is not an image.`);
+  } else if (file.size > gallery.limits.bytes) {
+    showProblem(`${file.name || "The image"} is too large: the limit is ${Math.round(gallery.limits.bytes / 1e6)} MB.`);
+  } else {
+    uploads.push({ file, source: URL.createObjectURL(file) });
+    location.hash = `upload/${uploads.length - 1}`;
+    return;
+  }
+  if (!VIEWS.some((view) => !$(`view-${view}`).hidden && view === "search")) location.hash = "search";
+}
+
+// Views
+
+function route() {
+  const [name, value] = location.hash.slice(1).split("/");
+  const view = VIEWS.includes(name) ? name : "search";
+  for (const one of VIEWS) {
+    $(`view-${one}`).hidden = one !== view;
+    if (one === view) $(`to-${one}`).setAttribute("aria-current", "page");
+    else $(`to-${one}`).removeAttribute("aria-current");
+  }
+  const told = { search: "Search", map: "Map", about: "Gallery" }[view];
+  document.title = `${told} \u00b7 ${gallery.name} \u00b7 Proximetry`;
+  if (view === "map") map.show();
+  else if (view === "search") {
+    if (name === "item" && /^\d+$/.test(value)) search({ id: value });
+    else if (name === "upload" && uploads[value]) searchUpload(Number(value));
+    else showBeginning();
+    window.scrollTo(0, 0);
+  }
+}
+
+/** Search again with what is asked for now. */
+function again() {
+  if (/^#(item|upload)\//.test(location.hash)) route();
+}
+
+function showGallery() {
+  const classes = gallery.class_count;
+  $("gallery-name").textContent = `${gallery.name} \u00b7 ${counted(gallery.images, "image", "images")}`;
+  const facts = {
+    Images: spaced(gallery.images),
+    Classes: spaced(classes),
+    Embedder: gallery.backbone,
+    "Image size": gallery.image_size.join(" \u00d7 "),
+    Dimensions: spaced(gallery.dim),
+    "Compared by": cosine() ? "cosine" : "Euclidean distance",
+    Index: gallery.index,
+  };
+  $("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  $("metrics").replaceChildren(metricsTable(gallery.metrics));
+  $("classes").replaceChildren(...gallery.classes.map((one) => make("option", { value: one.name })));
+  $("class-field").hidden = $("highlight-field").hidden = !classes;
+  $("threshold-name").textContent = cosine() ? "Least similarity" : "Largest distance";
+}
+
+const isGroup = (value) => value !== null && typeof value === "object";
+const figure = (value) => (value === undefined || value === null ? "\u2014" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : String(value));
+
+/** The values of an object and those inside it, by their names. */
+function flat(values, prefix = "") {
+  return Object.entries(values).flatMap(([name, value]) => (isGroup(value) ? flat(value, `${prefix}${name} \u203a `) : [[prefix + name, value]]));
+}
+
+/** One column for each set of images that was evaluated, one row for each metric. */
+function metricsTable(metrics) {
+  if (!metrics) return make("p", { className: "hint" }, "Nothing is known: the embedder was not saved by a training run.");
+  const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flat(value))]);
+  const plain = Object.entries(metrics).filter(([, value]) => !isGroup(value));
+  if (!sets.length) sets.push(["value", new Map(plain.splice(0))]);
+  const names = [...new Set(sets.flatMap(([, values]) => [...values.keys()]))];
+  const head = make("tr", {}, make("td", {}), ...sets.map(([name]) => make("th", { scope: "col" }, name.replaceAll("_", " "))));
+  const rows = names.map((name) => make("tr", {}, make("th", { scope: "row" }, name.replaceAll("_", " ")), ...sets.map(([, values]) => make("td", {}, figure(values.get(name))))));
+  const told = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${figure(value).replaceAll("_", " ")}`).join(" \u00b7 ");
+  const table = make("table", {}, make("caption", {}, told), make("thead", {}, head), make("tbody", {}, ...rows));
+  const region = make("div", { className: "scroll", tabIndex: 0, "aria-label": "Metrics" }, table);
+  region.setAttribute("role", "region");
+  return region;
+}
+
+// Theme
+
+function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function showTheme() {
+  $("theme").setAttribute("aria-pressed", String(isDark()));
+  map.redraw();
+}
+
+$("theme").addEventListener("click", () => {
+  const next = isDark() ? "light" : "dark";
+  document.documentElement.dataset.theme = next;
+  try {
+    localStorage.setItem("proximetry-theme", next);
+  } catch {
+    // It holds for this visit.
+  }
+  showTheme();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+
+// Dropping, pasting, choosing
+
+let inside = 0;
+const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+addEventListener("dragenter", (event) => {
+  if (!carries(event)) return;
+  inside += 1;
+  $("overlay").hidden = false;
+});
+addEventListener("dragleave", (event) => {
+  if (!carries(event)) return;
+  inside = Math.max(0, inside - 1);
+  $("overlay").hidden = inside > 0 ? $("overlay").hidden : true;
+});
+addEventListener("dragover", (event) => { if (carries(event)) event.preventDefault(); });
+addEventListener("drop", (event) => {
+  inside = 0;
+  $("overlay").hidden = true;
+  const file = event.dataTransfer?.files[0];
+  if (!file) return;
+  event.preventDefault();
+  take(file);
+});
+addEventListener("paste", (event) => {
+  const file = [...(event.clipboardData?.files ?? [])].find((one) => one.type.startsWith("image/"));
+  if (file) {
+    event.preventDefault();
+    take(file);
+  } else if (!["INPUT", "TEXTAREA"].includes(document.activeElement?.tagName)) {
+    showProblem("There is no image in the clipboard.");
+  }
+});
+$("file").addEventListener("change", () => {
+  const file = $("file").files[0];
+  if (file) take(file);
+  $("file").value = "";
+});
+
+// Arrow keys go through the grid.
+$("grid").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 0, ArrowUp: 0 }[event.key];
+  const cards = [...$("grid").querySelectorAll("li:not([hidden]) .card")];
+  const here = cards.indexOf(document.activeElement);
+  if (step === undefined || here < 0) return;
+  event.preventDefault();
+  const columns = cards.filter((one) => one.offsetTop === cards[0].offsetTop).length;
+  const far = event.key === "ArrowDown" ? columns : event.key === "ArrowUp" ? -columns : step;
+  cards[here + far]?.focus();
+});
+
+$("threshold").addEventListener("input", applyThreshold);
+$("count").addEventListener("change", again);
+$("class").addEventListener("change", again);
+$("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  $("main").focus();
+});
+addEventListener("hashchange", route);
+
+// The token has become a cookie; it need not stand in the address any longer.
+if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
+
+const map = new MapView({ isDark, dimOf: () => gallery });
+try {
+  gallery = await ask("gallery");
+  showGallery();
+  showTheme();
+  route();
+} catch (error) {
+  showProblem(error.message);
+}

@@ -1,0 +1,384 @@
+// The map: points on a canvas that is moved, zoomed and selected from.
+
+import { announce, ask, make, picture } from "./app.js";
+
+const $ = (id) => document.getElementById(id);
+const MOST_LISTED = 240;
+const LEGEND = 14;
+const CLOSE = 14; // pixels within which a point counts as pointed at
+
+export class MapView {
+  constructor({ isDark }) {
+    this.isDark = isDark;
+    this.data = null;
+    this.loading = false;
+    this.marked = new Set();
+    this.highlighted = -1;
+    this.canvas = $("canvas");
+    this.selects = false;
+    this.pointers = new Map();
+    this.listen();
+  }
+
+  /** Show the map, which is asked for when it is first seen, and again when it has changed. */
+  async show() {
+    this.resize();
+    if (this.loading) return;
+    this.loading = true;
+    try {
+      for (;;) {
+        const data = await ask("map");
+        if (data.state === "ready") {
+          const first = this.data === null;
+          this.take(data);
+          if (first) this.fit();
+          if (!data.outdated || $("view-map").hidden) break;
+        } else {
+          this.wait(`The map is being computed, for ${Math.round(data.seconds)} s by now. ${data.images > 5000 ? "With so many images this takes minutes; " : ""}You can search meanwhile.`.replace("; You", "; you"));
+          if ($("view-map").hidden) break;
+        }
+        await new Promise((resolve) => setTimeout(resolve, data.outdated ? 5000 : 1000));
+      }
+    } catch (error) {
+      if (!this.data) this.wait(error.message, false);
+    } finally {
+      this.loading = false;
+    }
+  }
+
+  wait(text, busy = true) {
+    $("map-waiting").hidden = false;
+    $("map-waiting").querySelector(".spinner").hidden = !busy;
+    $("map-state").textContent = text;
+  }
+
+  take(data) {
+    $("map-waiting").hidden = true;
+    this.data = data;
+    const { ids, images, labels } = data;
+    const sample = ids.length < images ? `a sample of ${ids.length} of ${images} images` : `${images} images`;
+    this.sample = sample + (data.outdated ? ", being computed anew" : "");
+    this.canvas.setAttribute("aria-label", `Map of the gallery: ${sample}${labels.length ? ` in ${labels.length} classes` : ""}`);
+    if (!ids.length) this.wait("There are no images yet.", false);
+    this.colors = labels.map((_, number) => this.color(number));
+    this.showLegend();
+    this.tell();
+    this.redraw();
+  }
+
+  tell() {
+    $("map-about").textContent = (this.sample ?? "") + (this.marked.size ? " \u00b7 ringed: found last" : "");
+  }
+
+  color(number) {
+    const dark = this.isDark();
+    if (number < 0) return dark ? "#8a93a6" : "#7b8496";
+    // The golden angle keeps neighbours in the list apart; lightness tells more of them apart.
+    const light = (dark ? 66 : 46) + [0, 9, -7][number % 3];
+    return `hsl(${(number * 137.508 + 225) % 360} ${dark ? 62 : 58}% ${light}%)`;
+  }
+
+  showLegend() {
+    const { labels } = this.data;
+    const entries = labels.slice(0, LEGEND).map((name, number) => {
+      const dot = make("i");
+      dot.style.background = this.colors[number];
+      const button = make("button", { type: "button", title: name, "aria-pressed": String(number === this.highlighted) }, dot, make("span", {}, name));
+      button.addEventListener("click", () => this.highlight(number === this.highlighted ? -1 : number));
+      return make("li", {}, button);
+    });
+    if (labels.length > LEGEND) entries.push(make("li", { className: "more" }, `and ${labels.length - LEGEND} more classes`));
+    $("legend").replaceChildren(...entries);
+  }
+
+  highlight(number) {
+    this.highlighted = number;
+    const name = number < 0 ? "" : this.data.labels[number];
+    if (document.activeElement !== $("highlight")) $("highlight").value = name;
+    for (const [place, button] of [...$("legend").querySelectorAll("button")].entries()) button.setAttribute("aria-pressed", String(place === number));
+    this.redraw();
+  }
+
+  /** Ring the images that were found last. */
+  mark(ids) {
+    this.marked = new Set(ids);
+    this.tell();
+    this.redraw();
+  }
+
+  // Drawing
+
+  resize() {
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (!width || (width === this.width && height === this.height)) return;
+    const ratio = devicePixelRatio || 1;
+    const before = this.width;
+    [this.width, this.height] = [width, height];
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    if (!before) this.fit();
+    this.redraw();
+  }
+
+  fit() {
+    if (!this.width) return;
+    this.scale = 0.92 * Math.min(this.width, this.height);
+    this.left = (this.width - this.scale) / 2;
+    this.top = (this.height - this.scale) / 2;
+    this.redraw();
+  }
+
+  place(number) {
+    return [this.left + this.data.x[number] * this.scale, this.top + (1 - this.data.y[number]) * this.scale];
+  }
+
+  redraw() {
+    if (this.drawing) return;
+    this.drawing = requestAnimationFrame(() => {
+      this.drawing = 0;
+      this.draw();
+    });
+  }
+
+  draw() {
+    if (!this.data || !this.width) return;
+    if (this.dark !== this.isDark()) {
+      this.dark = this.isDark();
+      this.colors = this.data.labels.map((_, number) => this.color(number));
+      this.showLegend();
+    }
+    const context = this.canvas.getContext("2d");
+    const ratio = devicePixelRatio || 1;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, this.width, this.height);
+    const { ids, label } = this.data;
+    const zoom = this.scale / Math.min(this.width, this.height);
+    const radius = Math.max(1.6, Math.min(7, (ids.length > 5000 ? 1.7 : ids.length > 800 ? 2.6 : 4) * Math.sqrt(zoom)));
+    const rings = [];
+    const front = [];
+    const point = (number, x, y) => {
+      context.fillStyle = label[number] < 0 ? this.color(-1) : this.colors[label[number]];
+      context.beginPath();
+      context.arc(x, y, radius, 0, 7);
+      context.fill();
+    };
+    context.globalAlpha = this.highlighted < 0 ? 0.85 : 0.12;
+    for (let number = 0; number < ids.length; number += 1) {
+      const [x, y] = this.place(number);
+      if (x < -9 || y < -9 || x > this.width + 9 || y > this.height + 9) continue;
+      if (this.marked.has(ids[number])) rings.push([x, y]);
+      if (label[number] === this.highlighted && this.highlighted >= 0) front.push([number, x, y]);
+      else point(number, x, y);
+    }
+    context.globalAlpha = 1;
+    for (const [number, x, y] of front) point(number, x, y);
+    context.strokeStyle = this.isDark() ? "#ffffffa0" : "#111111a0";
+    context.lineWidth = 1.2;
+    for (const [x, y] of rings) {
+      context.beginPath();
+      context.arc(x, y, radius + 2.5, 0, 7);
+      context.stroke();
+    }
+  }
+
+  // Moving
+
+  zoom(factor, x = this.width / 2, y = this.height / 2) {
+    $("box").hidden = true;
+    const most = 400 * Math.min(this.width, this.height);
+    const least = 0.3 * Math.min(this.width, this.height);
+    const scale = Math.max(least, Math.min(most, this.scale * factor));
+    this.left = x - ((x - this.left) * scale) / this.scale;
+    this.top = y - ((y - this.top) * scale) / this.scale;
+    this.scale = scale;
+    this.hover(-1);
+    this.redraw();
+  }
+
+  move(x, y) {
+    $("box").hidden = true;
+    this.left += x;
+    this.top += y;
+    this.redraw();
+  }
+
+  at(event) {
+    const frame = this.canvas.getBoundingClientRect();
+    return [event.clientX - frame.left, event.clientY - frame.top];
+  }
+
+  nearest(x, y) {
+    let best = -1;
+    let least = CLOSE * CLOSE;
+    for (let number = 0; number < (this.data?.ids.length ?? 0); number += 1) {
+      if (this.highlighted >= 0 && this.data.label[number] !== this.highlighted) continue;
+      const [px, py] = this.place(number);
+      const far = (px - x) ** 2 + (py - y) ** 2;
+      if (far < least) [best, least] = [number, far];
+    }
+    return best;
+  }
+
+  hover(number) {
+    $("plane").classList.toggle("over", number >= 0);
+    if (number === this.hovered) return;
+    this.hovered = number;
+    const tip = $("tip");
+    tip.hidden = number < 0;
+    if (number < 0) return;
+    const { ids, label, labels } = this.data;
+    $("tip-image").src = `items/${ids[number]}/image?size=320`;
+    $("tip-text").textContent = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
+    const [x, y] = this.place(number);
+    tip.style.left = `${x + 18 + 148 > this.width ? x - 18 - 148 : x + 18}px`;
+    tip.style.top = `${Math.max(8, Math.min(this.height - 196, y - 90))}px`;
+  }
+
+  // Selecting
+
+  within(left, top, right, bottom) {
+    const found = [];
+    for (let number = 0; number < (this.data?.ids.length ?? 0); number += 1) {
+      const [x, y] = this.place(number);
+      if (x >= left && x <= right && y >= top && y <= bottom) found.push(number);
+    }
+    return found;
+  }
+
+  list(numbers, jump) {
+    const { ids, label, labels } = this.data;
+    const total = numbers.length;
+    const told = `${total} ${total === 1 ? "image" : "images"} selected`;
+    $("selection-heading").hidden = false;
+    $("selection-title").textContent = total > MOST_LISTED ? `${told}, the first ${MOST_LISTED} are shown` : told;
+    $("selection").replaceChildren(...numbers.slice(0, MOST_LISTED).map((number) => {
+      const name = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
+      const button = make("button", { type: "button", className: "card", "aria-label": `${name}: search with this image` },
+        picture(ids[number], 160),
+        make("span", { className: "words" }, make("span", { className: "label" }, name)));
+      button.addEventListener("click", () => { location.hash = `item/${ids[number]}`; });
+      return make("li", {}, button);
+    }));
+    announce(`${told}.`);
+    if (jump) {
+      $("selection-heading").focus({ preventScroll: true });
+      $("selection-heading").scrollIntoView({ block: "center" });
+    }
+  }
+
+  clear() {
+    $("selection-heading").hidden = true;
+    $("selection").replaceChildren();
+    this.canvas.focus();
+  }
+
+  setMode(selects) {
+    this.selects = selects;
+    $("mode-move").setAttribute("aria-pressed", String(!selects));
+    $("mode-select").setAttribute("aria-pressed", String(selects));
+    $("plane").classList.toggle("selecting", selects);
+  }
+
+  listInView() {
+    if (this.data) this.list(this.within(0, 0, this.width, this.height), true);
+  }
+
+  listen() {
+    const { canvas } = this;
+    $("mode-move").addEventListener("click", () => this.setMode(false));
+    $("mode-select").addEventListener("click", () => this.setMode(true));
+    $("zoom-in").addEventListener("click", () => this.zoom(1.5));
+    $("zoom-out").addEventListener("click", () => this.zoom(1 / 1.5));
+    $("zoom-all").addEventListener("click", () => this.fit());
+    $("list-view").addEventListener("click", () => this.listInView());
+    $("selection-clear").addEventListener("click", () => this.clear());
+    $("highlight").addEventListener("input", () => {
+      if (this.data) this.highlight(this.data.labels.indexOf($("highlight").value.trim()));
+    });
+    new ResizeObserver(() => this.resize()).observe(canvas);
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0016)), ...this.at(event));
+    }, { passive: false });
+    canvas.addEventListener("keydown", (event) => this.key(event));
+    canvas.addEventListener("pointerdown", (event) => this.down(event));
+    canvas.addEventListener("pointermove", (event) => this.drag(event));
+    canvas.addEventListener("pointerup", (event) => this.up(event));
+    canvas.addEventListener("pointercancel", (event) => this.cancel(event));
+    canvas.addEventListener("pointerleave", () => { if (!this.pointers.size) this.hover(-1); });
+  }
+
+  key(event) {
+    const moves = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] };
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (moves[event.key]) this.move(...moves[event.key]);
+    else if (event.key === "+" || event.key === "=") this.zoom(1.4);
+    else if (event.key === "-") this.zoom(1 / 1.4);
+    else if (event.key === "0") this.fit();
+    else if (event.key === "Enter") this.listInView();
+    else return;
+    event.preventDefault();
+  }
+
+  down(event) {
+    if (event.button) return;
+    this.canvas.setPointerCapture(event.pointerId);
+    const [x, y] = this.at(event);
+    this.pointers.set(event.pointerId, [x, y]);
+    this.moved = this.pointers.size > 1;
+    this.from = this.pointers.size === 1 && (this.selects || event.shiftKey) ? [x, y] : null;
+    $("box").hidden = true;
+  }
+
+  drag(event) {
+    const [x, y] = this.at(event);
+    const before = this.pointers.get(event.pointerId);
+    if (!before) {
+      this.hover(this.nearest(x, y));
+      return;
+    }
+    if (Math.hypot(x - before[0], y - before[1]) < (this.moved ? 0 : 4)) return;
+    this.moved = true;
+    this.hover(-1);
+    if (this.pointers.size === 2) {
+      const [other] = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, spot]) => spot);
+      const factor = Math.hypot(x - other[0], y - other[1]) / Math.max(1, Math.hypot(before[0] - other[0], before[1] - other[1]));
+      this.zoom(factor, (x + other[0]) / 2, (y + other[1]) / 2);
+      this.move((x - before[0]) / 2, (y - before[1]) / 2);
+    } else if (this.from) {
+      const box = $("box");
+      box.hidden = false;
+      box.style.left = `${Math.min(x, this.from[0])}px`;
+      box.style.top = `${Math.min(y, this.from[1])}px`;
+      box.style.width = `${Math.abs(x - this.from[0])}px`;
+      box.style.height = `${Math.abs(y - this.from[1])}px`;
+      return; // its other corner stays where it began
+    } else {
+      $("plane").classList.add("dragging");
+      this.move(x - before[0], y - before[1]);
+    }
+    this.pointers.set(event.pointerId, [x, y]);
+  }
+
+  up(event) {
+    if (!this.pointers.has(event.pointerId)) return;
+    const [x, y] = this.at(event);
+    const number = this.nearest(x, y);
+    if (this.from && this.moved) {
+      const [left, right] = [Math.min(x, this.from[0]), Math.max(x, this.from[0])];
+      const [top, bottom] = [Math.min(y, this.from[1]), Math.max(y, this.from[1])];
+      this.list(this.within(left, top, right, bottom), false);
+    } else if (!this.moved && number >= 0) {
+      // A finger cannot hover: its first touch shows the picture, its second one searches.
+      if (event.pointerType === "touch" && this.hovered !== number) this.hover(number);
+      else location.hash = `item/${this.data.ids[number]}`;
+    } else if (!this.moved) this.hover(-1);
+    this.cancel(event);
+  }
+
+  cancel(event) {
+    this.pointers.delete(event.pointerId);
+    $("plane").classList.remove("dragging");
+    if (!this.pointers.size) this.from = null;
+  }
+}

@@ -1,0 +1,192 @@
+"""A gallery as the page sees it: always the newest version, and no names of our folders."""
+
+import io
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from proximetry._common import UsageError
+from proximetry.data import open_image
+from proximetry.data.tar_shards import file_state, split_shard_path
+from proximetry.search import Gallery
+from proximetry.search.manifest import MANIFEST, read_manifest
+
+log = logging.getLogger("proximetry.web")
+
+SIZES = (16, 2048)
+"""The smallest and the largest picture that is made of an image, in pixels of its longer side."""
+# Seconds between two looks whether another process has changed the gallery.
+_LOOK_EVERY = 1.0
+# Images by whose paths the folder is found that all of them lie in.
+_LOOKED_AT = 1000
+_SUGGESTED = 12
+# Pictures up to this size are kept in memory, and as they are: JPEG would smear so few pixels.
+_THUMBNAIL, _LOSSLESS = 320, 96
+_KEPT = 2048
+
+
+class Picture(NamedTuple):
+    """An image as it is sent."""
+
+    content: bytes
+    media_type: str
+
+
+class About(NamedTuple):
+    """What is known of one version of a gallery.
+
+    Attributes:
+        version: which one.
+        home: the folder that its images lie in; nobody outside is told.
+        classes: by name, how many images there are; most frequent first.
+        suggested: ids to begin with.
+    """
+
+    version: str
+    home: str
+    classes: dict[str, int]
+    suggested: list[int]
+
+
+class View:
+    """A gallery that follows what other processes do to it; for several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = Lock()
+        self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
+        self._gallery = Gallery.open(path)
+        self._embedder = read_manifest(path).embedder
+        self._looked = time.monotonic()
+        self._about: About | None = None
+
+    def current(self) -> Gallery:
+        """Return the gallery at its newest version; another object if it was built anew."""
+        with self._lock:
+            if time.monotonic() - self._looked >= _LOOK_EVERY:
+                self._follow()
+                self._looked = time.monotonic()
+            return self._gallery
+
+    def _follow(self) -> None:
+        try:
+            state = file_state(self.path / MANIFEST)
+            if state == self._state:
+                return
+            embedder = read_manifest(self.path).embedder
+            if embedder == self._embedder:
+                self._gallery.refresh()
+            else:
+                self._gallery, self._embedder = Gallery.open(self.path), embedder
+            self._state = state
+        except (OSError, ValueError) as error:
+            if self._state:  # said once, until it can be read again
+                log.warning("the gallery is served as it was, since it cannot be read: %s", error)
+            self._state = ()
+
+    def about(self) -> About:
+        """Return what is known of the newest version; counted once per version."""
+        gallery = self.current()
+        found = self._about
+        if found is None or found.version != gallery.version:
+            self._about = found = _describe(gallery)
+        return found
+
+    def items(self, gallery: Gallery, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what may be told of images; raises UsageError where there is none."""
+        return self.records(gallery, ids, gallery.rows(ids))
+
+    def records(
+        self, gallery: Gallery, ids: Sequence[int], columns: dict[str, list[Any]]
+    ) -> list[dict[str, Any]]:
+        """Return what may be told of images whose columns are known."""
+        home = (self._about or self.about()).home
+        others = [name for name in columns if name not in ("path", "label")]
+        return [
+            {
+                "id": int(one),
+                "label": plain(columns["label"][row]),
+                "file": _below(home, columns["path"][row]),
+                "image": f"items/{int(one)}/image",
+                "details": {name: plain(columns[name][row]) for name in others},
+            }
+            for row, one in enumerate(ids)
+        ]
+
+    def picture(self, item: int, size: int) -> Picture:
+        """Return an image of the gallery, its longer side at most so many pixels.
+
+        Raises:
+            UsageError: there is no such image.
+            ImageError: its file is gone, or is no image any more.
+        """
+        (path,) = self.current().rows([item])["path"]
+        if size > _THUMBNAIL:
+            return _picture(path, size)
+        try:
+            state = file_state(split_shard_path(path)[0])
+        except OSError:
+            return _picture(path, size)  # which says why
+        return _thumbnail(path, state, size)
+
+
+@lru_cache(maxsize=_KEPT)
+def _thumbnail(path: str, state: tuple[int, ...], size: int) -> Picture:
+    return _picture(path, size)
+
+
+def _picture(path: str, size: int) -> Picture:
+    """Decode an image and encode it again: whatever the file is, pixels are what is sent."""
+    image = open_image(path)
+    image.thumbnail((size, size))
+    buffer = io.BytesIO()
+    if max(image.size) <= _LOSSLESS:
+        image.save(buffer, "PNG")
+        return Picture(buffer.getvalue(), "image/png")
+    image.save(buffer, "JPEG", quality=85)
+    return Picture(buffer.getvalue(), "image/jpeg")
+
+
+def _describe(gallery: Gallery) -> About:
+    version, ids = gallery.version, gallery.ids()
+    draw = np.random.default_rng(0)
+    some = np.sort(draw.permutation(ids)[:_LOOKED_AT])
+    try:
+        labels = Counter(gallery.rows(ids)["label"])
+        paths = gallery.rows(some)["path"]
+    except UsageError:  # some were removed a moment ago
+        return _describe(gallery)
+    labels.pop(None, None)
+    folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
+    return About(
+        version,
+        os.path.commonpath(folders) if folders else "",
+        {str(name): count for name, count in labels.most_common()},
+        [int(one) for one in draw.permutation(some)[:_SUGGESTED]],
+    )
+
+
+def _below(home: str, path: str) -> str:
+    """The path from the folder of all images; the name alone for one that lies elsewhere."""
+    inside = path.removeprefix(os.path.join(home, ""))
+    return inside if inside != path else os.path.basename(path)
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON has; no number where there is none."""
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,113 @@
+"""A gallery of real images, its application, and a real server."""
+
+import io
+import os
+import re
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from proximetry.data import Catalog
+from proximetry.search import Gallery
+from proximetry.web import make_app, plane, view
+from proximetry.web.guard import Guard
+from tests.processes import Process
+from tests.search.conftest import make_embedder
+from tests.training.tiny import make_images
+
+CLASSES, EACH = 6, 6
+SERVE = """
+import sys
+from proximetry.cli import main
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+def make_gallery(root, name="gallery"):
+    images = make_images(root / "images", classes=CLASSES, each=EACH)
+    embedder = make_embedder()
+    embedder.metrics = {"protocol": "held_out", "epoch": 3, "test": {"recall@1": 0.875}}
+    return Gallery.build(embedder, Catalog.from_folder(images), root / name)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.delenv("PROXIMETRY_TOKEN", raising=False)
+
+
+def place_anywhere(vectors, similarity):
+    return np.random.default_rng(0).random((len(vectors), 2), np.float32)
+
+
+@pytest.fixture
+def real_maps():
+    """For tests of the process that computes the map, which takes seconds to start."""
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(request, monkeypatch):
+    if "real_maps" not in request.fixturenames:
+        monkeypatch.setattr(plane, "map_embeddings", place_anywhere)
+        monkeypatch.setattr(plane, "_end_with_the_server", lambda: None)
+        monkeypatch.setattr(os, "nice", lambda by: None)
+
+        def start_here(self, version):
+            plane.make(str(self._path))
+
+        monkeypatch.setattr(plane.MapMaker, "_start", start_here)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """A gallery that no test changes."""
+    return make_gallery(tmp_path_factory.mktemp("web"))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A gallery that a test may change, and that is looked at every time."""
+    monkeypatch.setattr(view, "_LOOK_EVERY", 0.0)
+    return make_gallery(tmp_path)
+
+
+def keep_map(gallery, cache):
+    """Make a map of a gallery be in the cache, at once."""
+    ids = gallery.ids()
+    (cache / "maps").mkdir(parents=True, exist_ok=True)
+    points = place_anywhere(ids, gallery.similarity)
+    np.savez(cache / "maps" / plane._file(gallery.version).name, ids=ids, points=points)
+    return cache
+
+
+def client_of(path, token=None, **options):
+    return TestClient(Guard(make_app(path), token), base_url="http://localhost", **options)
+
+
+@pytest.fixture
+def client(shared):
+    with client_of(shared.path) as found:
+        yield found
+
+
+@pytest.fixture
+def own_client(own):
+    with client_of(own.path) as found:
+        yield found
+
+
+def png(color=(200, 30, 60), size=(24, 24)):
+    """The bytes of a picture."""
+    noise = np.random.default_rng(0).integers(0, 30, (*size[::-1], 3))
+    buffer = io.BytesIO()
+    Image.fromarray((noise + np.array(color)).clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def start(server, log, *words, **environment):
+    """Start a server in a process of its own; return it and its address."""
+    process = Process(server, log, SERVE, *words, "--port", 0, **environment)
+    process.until(lambda: log.exists() and "Ctrl-C ends it" in process.said())
+    return process, re.search(r"http://\S+", process.said())[0]

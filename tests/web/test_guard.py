@@ -1,0 +1,384 @@
+"""The server as an attacker sees it."""
+
+import asyncio
+import io
+import os
+import pickle
+import struct
+import zlib
+from threading import Event
+
+import httpx
+import pytest
+from PIL import Image
+
+from proximetry._common import UsageError
+from proximetry.search import Gallery
+from proximetry.web import guard, make_app, searcher
+from proximetry.web.guard import Guard
+from tests.web.conftest import client_of, png
+
+TOKEN = "correct-horse-battery-staple"
+
+
+def upload(client, content, name="x.png", kind="image/png"):
+    return client.post("/search", files={"image": (name, content, kind)})
+
+
+def refused(answer, code, told):
+    assert answer.status_code == code, answer.text
+    detail = answer.json()["detail"]
+    assert told in detail
+    assert "\n" not in detail
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    return True
+
+
+# Whoever asks
+
+
+@pytest.mark.parametrize("path", ["/", "/gallery", "/items/0/image", "/map", "/static/app.js"])
+def test_without_a_token_only_names_of_the_loopback_are_answered(client, path):
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "", "127.0.0.1.x"):
+        refused(client.get(path, headers={"host": host}), 421, "this server answers to")
+    for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
+        assert client.get("/gallery", headers={"host": host}).status_code == 200
+
+
+def test_other_sites_cannot_make_a_browser_search(client):
+    for site in ("cross-site", "same-site"):
+        answer = client.post("/search", data={"id": 0}, headers={"sec-fetch-site": site})
+        refused(answer, 403, "other sites")
+    own = client.post("/search", data={"id": 0}, headers={"sec-fetch-site": "same-origin"})
+    assert own.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/gallery", "/items/0", "/items/0/image", "/map", "/nothing"]
+)
+def test_a_token_is_asked_for_everywhere(shared, path):
+    with client_of(shared.path, TOKEN) as client:
+        wrong = [
+            {},
+            {"authorization": "Bearer wrong-horse-battery-staple"},
+            {"authorization": f"Bearer {TOKEN}x"},
+            {"authorization": f"Basic {TOKEN}"},
+            {"authorization": "Bearer "},
+            {"authorization": "Bearer \xff".encode("latin-1")},
+            {"cookie": f"token={TOKEN}"},
+        ]
+        for headers in wrong:
+            answer = client.get(path, headers=headers)
+            refused(answer, 401, "wants its token")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        refused(client.get(f"{path}?token=wrong"), 401, "wants its token")
+        if path != "/":  # the address of the page alone takes it
+            refused(client.get(f"{path}?token={TOKEN}"), 401, "wants its token")
+        right = client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
+        assert right.status_code == (404 if path == "/nothing" else 200)
+        assert client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_the_address_with_the_token_gives_a_cookie_that_scripts_cannot_read(shared):
+    with client_of(shared.path, TOKEN) as client:
+        page = client.get(f"/?token={TOKEN}", headers={"host": "any.example"})
+        assert page.status_code == 200
+        cookie = page.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        value = cookie.split(";")[0]
+        assert client.get("/gallery", headers={"cookie": f"a=b; {value}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "token", ["short", "x" * 15, "with space in the middle", "ä" * 20, "a;" * 9]
+)
+def test_tokens_that_are_guessed_or_do_not_fit_are_refused(token):
+    with pytest.raises(UsageError, match="16 to 200 characters"):
+        Guard(make_app, token)
+
+
+# What is uploaded
+
+
+def chunk(kind, data):
+    body = kind + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def bomb(width=60_000, height=60_000):
+    """A PNG of few bytes and 3.6 billion pixels."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(1000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("bomb.png", bomb(), "too large"),
+        ("large.png", bomb(10_000, 5_001), "the limit is 50000000"),
+        ("x.svg", b"<svg xmlns='http://www.w3.org/2000/svg'><script/></svg>", "not an image"),
+        ("x.html", b"<script>alert(1)</script>", "not an image"),
+        ("x.png", pickle.dumps({"a": 1}), "not an image"),
+        ("x.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        ("x.png", b"", "not an image"),
+        ("cut.png", png()[:200], "damaged or truncated"),
+        ("../../../etc/cron.d/x", b"* * * * * root true", "not an image"),
+    ],
+)
+def test_what_is_no_image_is_refused_in_a_sentence(client, name, content, told):
+    refused(upload(client, content, name), 415, told)
+    assert upload(client, png()).status_code == 200
+
+
+def test_an_image_that_is_too_large_is_refused_before_it_is_read(client, monkeypatch):
+    monkeypatch.setattr(guard, "MOST_BYTES", 50_000)
+    refused(upload(client, bytes(60_000)), 413, "the image is too large; the limit is 50 kB")
+    assert upload(client, png()).status_code == 200
+
+
+def test_an_upload_without_a_length_is_cut_off(client, monkeypatch):
+    monkeypatch.setattr(guard, "MOST_BYTES", 50_000)
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        yield b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
+        while sent < 10_000_000:
+            sent += 10_000
+            yield bytes(10_000)
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = client.post("/search", content=endless(), headers=headers)
+    refused(answer, 413, "too large")
+    assert answer.headers["connection"] == "close"
+
+
+def test_a_lying_length_does_not_help(client, monkeypatch):
+    monkeypatch.setattr(guard, "MOST_BYTES", 50_000)
+    body = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n' + bytes(
+        60_000
+    )
+    headers = {"content-type": "multipart/form-data; boundary=b", "content-length": "10"}
+    refused(client.post("/search", content=body, headers=headers), 413, "too large")
+
+
+def test_a_request_that_never_arrives_is_given_up(shared, monkeypatch):
+    monkeypatch.setattr(guard, "_SECONDS", 0.05)
+    app = Guard(make_app(shared.path))
+
+    async def never():
+        yield b"--b\r\n"
+        await asyncio.sleep(60)
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            return await client.post("/search", content=never(), headers=headers)
+
+    refused(asyncio.run(ask()), 408, "did not arrive within")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"--b",
+        b"--b\r\n\r\n\r\n--b--\r\n",
+        b'--b\r\nContent-Disposition: form-data; name="image"\r\n\r\nno file\r\n--b--\r\n',
+        b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n\xff\r\n--b--\r\n',
+        b"".join(
+            b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n1\r\n' for _ in range(1500)
+        )
+        + b"--b--\r\n",
+    ],
+)
+def test_broken_forms_are_refused_in_a_sentence(client, body):
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = client.post("/search", content=body, headers=headers)
+    assert answer.status_code in (400, 422)
+    assert isinstance(answer.json()["detail"], str)
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/..%2fapp.py",
+        "/static/%2e%2e/%2e%2e/__init__.py",
+        "/static//etc/passwd",
+        "/static/%2fetc%2fpasswd",
+        "/items/../../etc/passwd",
+        "/items/..%2f..%2fetc%2fpasswd/image",
+        "/items/0/image/../../../etc/passwd",
+        "/items/0%00/image",
+        "/items/-1/image",
+        "/items/1e3/image",
+        "/items/0x1/image",
+        "//etc/passwd",
+        "/gallery.json",
+    ],
+)
+def test_paths_lead_nowhere(client, path):
+    answer = client.get(path)
+    assert answer.status_code in (404, 422), answer.text
+    assert isinstance(answer.json()["detail"], str)
+    assert "root:" not in answer.text
+    assert "import" not in answer.text
+
+
+def test_a_file_that_was_replaced_is_never_sent_as_it_is(own, own_client):
+    paths = [os.fsencode(path) for path in own.rows(range(6))["path"]]
+    os.unlink(paths[0])
+    secret = own.path.parent / "secret.txt"
+    secret.write_text("the secret")
+    for path in paths[1:3]:
+        os.unlink(path)
+    os.symlink(secret, paths[1])
+    os.mkfifo(paths[2])
+    with open(paths[3], "w") as file:
+        file.write("<html><script>alert(1)</script>")
+    with open(paths[4], "wb") as file:
+        file.write(bomb())
+    reasons = ["no such file", "not an image", "a named pipe", "not an image", "too large"]
+    for item, told in enumerate(reasons):
+        answer = own_client.get(f"/items/{item}/image")
+        refused(answer, 410, told)
+        assert "secret" not in answer.text
+        assert str(own.path.parent) not in answer.text
+    # A picture with something behind it arrives as its pixels alone.
+    with open(paths[5], "ab") as file:
+        file.write(b"<script>alert(1)</script>")
+    answer = own_client.get("/items/5/image")
+    assert answer.status_code == 200
+    assert b"<script>" not in answer.content
+    assert Image.open(io.BytesIO(answer.content)).size == (24, 24)
+
+
+def test_every_answer_has_strict_headers(client):
+    for path in ("/", "/static/app.js", "/gallery", "/items/0/image", "/nothing", "/openapi.json"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+        assert "access-control-allow-origin" not in headers
+    answer = client.options(
+        "/search", headers={"origin": "http://evil", "access-control-request-method": "POST"}
+    )
+    assert answer.status_code == 405
+    assert "access-control-allow-origin" not in answer.headers
+
+
+# Too much of it
+
+
+def test_overload_is_told_and_passes(shared, monkeypatch):
+    monkeypatch.setattr(guard, "MOST_SEARCHES", 3)
+    release, plain = Event(), Gallery.search
+
+    def slow(*arguments, **options):
+        release.wait()
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(Gallery, "search", slow)
+    app = Guard(make_app(shared.path))
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def search():
+                return await client.post("/search", data={"id": 0})
+
+            waiting = [asyncio.create_task(search()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            busy = await asyncio.gather(*(search() for _ in range(20)))
+            health = await client.get("/healthz")
+            release.set()
+            done = await asyncio.gather(*waiting)
+            return busy, health, done, await search()
+
+    busy, health, done, after = asyncio.run(ask())
+    for answer in busy:
+        refused(answer, 503, "busy")
+        assert answer.headers["retry-after"] == "1"
+    assert health.status_code == after.status_code == 200
+    assert [answer.status_code for answer in done] == [200] * 3
+
+
+def test_a_search_that_fails_does_not_stop_the_others(shared, monkeypatch):
+    plain, failed = Gallery.search, Event()
+
+    def once(*arguments, **options):
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("a mistake of ours")
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(Gallery, "search", once)
+    with client_of(shared.path, raise_server_exceptions=False) as client:
+        answer = client.post("/search", data={"id": 0})
+        refused(answer, 500, "something went wrong")
+        assert "mistake" not in answer.text
+        assert client.post("/search", data={"id": 0}).status_code == 200
+
+
+def test_many_clients_get_what_one_gets(shared, monkeypatch):
+    sizes, plain = [], Gallery.search
+
+    def counted(gallery, queries, k, **options):
+        sizes.append(len(queries))
+        return plain(gallery, queries, k, **options)
+
+    monkeypatch.setattr(Gallery, "search", counted)
+    app = Guard(make_app(shared.path))
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def search(number):
+                if number % 3:
+                    data = {"id": number, "k": 4 + number % 2}
+                    return await client.post("/search", data=data)
+                content = png((number * 6, 90, 90))
+                files = {"image": ("x.png", content)}
+                return await client.post("/search", files=files, data={"k": 5})
+
+            alone = [await search(number) for number in range(36)]
+            sizes.clear()
+            return alone, await asyncio.gather(*(search(number) for number in range(36)))
+
+    alone, together = asyncio.run(ask())
+    assert max(sizes) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert one.status_code == other.status_code == 200
+        near = [[(m["id"]) for m in answer.json()["found"]] for answer in (one, other)]
+        assert near[0] == near[1]
+
+
+def test_a_client_that_leaves_is_forgotten(shared):
+    app = make_app(shared.path)
+    found = app.state.service.searcher
+
+    async def leave():
+        task = asyncio.create_task(found.search_item(0, 3, ()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await found.search_item(1, 3, ())
+
+    assert len(asyncio.run(leave()).found) == 3
+    app.state.service.close()
+    assert not found.alive
+    assert searcher.MOST_PIXELS <= 50_000_000

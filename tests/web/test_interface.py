@@ -1,0 +1,294 @@
+"""The HTTP interface: what it answers, as scripts see it."""
+
+import os
+import shutil
+import time
+from collections import Counter
+from io import BytesIO
+
+import numpy as np
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from PIL import Image
+
+from proximetry.data import open_image
+from proximetry.search import Gallery, rows
+from proximetry.web import make_app, plane
+from proximetry.web.guard import Guard
+from tests.search.conftest import make_embedder, make_table, make_vectors
+from tests.web.conftest import CLASSES, EACH, client_of, png
+
+TOTAL = CLASSES * EACH
+
+
+def found(response):
+    assert response.status_code == 200, response.text
+    return response.json()["found"]
+
+
+def test_an_uploaded_image_finds_what_the_gallery_finds(client, shared):
+    upload = png()
+    answer = client.post("/search", files={"image": ("x.png", upload)}, data={"k": 7})
+    expected = shared.search([open_image(upload)], 7)
+    assert [one["id"] for one in found(answer)] == expected.ids[0].tolist()
+    assert [one["rank"] for one in found(answer)] == list(range(1, 8))
+    near = [one["similarity"] for one in found(answer)]
+    np.testing.assert_allclose(near, expected.similarities[0], atol=1e-6)
+    assert [one["label"] for one in found(answer)] == expected.labels[0].tolist()
+    assert answer.json()["images"] == TOTAL
+    assert answer.json()["query"] is None
+    assert "model;dur=" in answer.headers["server-timing"]
+
+
+def test_an_image_of_the_gallery_finds_others(client, shared):
+    answer = client.post("/search", data={"id": 7, "k": 5})
+    expected = shared.search(shared.vectors([7]), 6)
+    assert [7, *(one["id"] for one in found(answer))] == expected.ids[0].tolist()
+    assert answer.json()["query"]["id"] == 7
+    assert len(found(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
+
+
+def test_conditions_and_threshold(client):
+    data = {"id": 0, "k": 30, "where": ["label=class01", "label=class02"]}
+    both = found(client.post("/search", data=data))
+    assert {one["label"] for one in both} == {"class01", "class02"}
+    assert len(both) == 2 * EACH
+    least = both[3]["similarity"]
+    fewer = found(client.post("/search", data={**data, "threshold": least}))
+    assert fewer == [one for one in both if one["similarity"] >= least]
+    assert len(fewer) < len(both)
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "told"),
+    [
+        ({}, 422, "give an image to search for, or the id of one"),
+        ({"id": 3, "k": 0}, 422, "k: input should be greater than or equal to 1"),
+        ({"id": 3, "k": 10**9}, 422, "k: input should be less than or equal to 1000"),
+        ({"id": 10**30}, 422, "id: input should be less than"),
+        ({"id": "../../etc/passwd"}, 422, "id: input should be a valid integer"),
+        ({"id": 999}, 404, "no image of the gallery has the id 999"),
+        ({"id": 3, "where": "label"}, 422, "must be COLUMN=VALUE"),
+        ({"id": 3, "where": "label=clas01"}, 422, "did you mean 'class01'?"),
+        ({"id": 3, "where": "size=3"}, 422, "no column 'size'; there is label"),
+        ({"id": 3, "where": "path=/tmp"}, 422, "no column 'path'"),
+        ({"id": 3, "threshold": "nan"}, 422, "threshold: input should be a finite number"),
+    ],
+)
+def test_mistakes_are_one_sentence(client, shared, data, code, told):
+    answer = client.post("/search", data=data)
+    assert answer.status_code == code
+    assert told in answer.json()["detail"]
+    assert str(shared.path.parent) not in answer.text
+    assert "\n" not in answer.json()["detail"]
+
+
+def test_an_image_and_an_id_are_too_much(client):
+    answer = client.post("/search", data={"id": 3}, files={"image": ("x.png", png())})
+    assert answer.status_code == 422
+
+
+def test_items_and_their_pictures(client, shared):
+    item = client.get("/items/8").json()
+    (path,) = shared.rows([8])["path"]
+    assert path.endswith(item["file"])
+    assert not item["file"].startswith("/")
+    assert item["label"] == "class01"
+    for size, expected in ((16, 16), (512, 24)):
+        picture = client.get(f"/{item['image']}", params={"size": size})
+        assert picture.headers["content-type"] == "image/png"
+        with Image.open(BytesIO(picture.content)) as image:
+            assert image.size == (expected, expected)
+    full = np.asarray(Image.open(BytesIO(picture.content)))
+    np.testing.assert_array_equal(full, np.asarray(open_image(path)))
+    assert client.get("/items/8/image?size=100000").status_code == 422
+    assert client.get("/items/99").status_code == 404
+    assert client.get("/items/99/image").status_code == 404
+    assert client.get(f"/items/{2**70}").status_code == 422
+
+
+def test_large_pictures_are_sent_as_jpeg(tmp_path):
+    file = tmp_path / "photo.png"
+    Image.new("RGB", (900, 300), "teal").save(file)
+    gallery = Gallery.build(make_embedder(), [file], tmp_path / "gallery")
+    with client_of(gallery.path) as client:
+        answer = client.get("/items/0/image?size=300")
+        assert answer.headers["content-type"] == "image/jpeg"
+        with Image.open(BytesIO(answer.content)) as image:
+            assert image.size == (300, 100)
+
+
+def wait_for_map(client):
+    for _ in range(1200):
+        answer = client.get("/map")
+        if answer.status_code != 202:
+            return answer
+        assert answer.json()["state"] == "computing"
+        time.sleep(0.05)
+    raise AssertionError("there is no map")
+
+
+def test_the_map_is_computed_once_and_kept(real_maps, shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path))
+    with client_of(shared.path) as client:
+        answer = wait_for_map(client).json()
+    assert answer["ids"] == shared.ids().tolist()
+    assert answer["images"] == TOTAL
+    assert len(answer["x"]) == len(answer["y"]) == len(answer["label"]) == TOTAL
+    assert all(0 <= value <= 1 for value in answer["x"] + answer["y"])
+    labels = [answer["labels"][number] for number in answer["label"]]
+    assert labels == shared.rows(shared.ids())["label"]
+    with client_of(shared.path) as another:  # which finds it in the cache
+        assert another.get("/map").json() == answer
+
+
+def test_a_damaged_map_is_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+    points = np.zeros((3, 2), np.float32)
+    file = plane._file("a" * 64)
+    file.parent.mkdir(parents=True)
+    np.savez(file, ids=np.arange(3), points=points)
+    assert plane._read("a" * 64) is not None
+    content = file.read_bytes()
+    for damaged in (b"", content[:60], content[:-30], b"x" * 500):
+        file.write_bytes(damaged)
+        assert plane._read("a" * 64) is None
+    np.savez(file, ids=np.arange(4), points=points)
+    assert plane._read("a" * 64) is None
+
+
+def test_a_map_of_many_images_is_of_a_sample(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plane, "MOST", 9)
+    table, vectors = make_table(0, 60), make_vectors(60)
+    gallery = Gallery.build(make_embedder(), table, tmp_path / "gallery", vectors=vectors)
+    plane.make(str(gallery.path))
+    made = plane._read(gallery.version)
+    assert len(made.ids) == 9
+    assert set(made.ids) < set(gallery.ids())
+    with client_of(gallery.path) as client:
+        answer = client.get("/map").json()
+        assert answer["ids"] == made.ids.tolist()
+        assert answer["images"] == 60
+
+
+def test_a_map_that_cannot_be_made_says_why(real_maps, own, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+    with client_of(own.path) as client:
+        answer = wait_for_map(client)
+        assert answer.status_code == 503
+        assert "the map could not be made" in answer.json()["detail"]
+        assert found(client.post("/search", data={"id": 0}))
+
+
+def test_the_server_follows_the_gallery(own, own_client, monkeypatch):
+    other = Gallery.open(own.path)
+    old = wait_for_map(own_client).json()
+    other.remove([3, 4])
+    assert own_client.get("/items/3").status_code == 404
+    assert own_client.post("/search", data={"id": 3}).status_code == 404
+    ids = [one["id"] for one in found(own_client.post("/search", data={"id": 0, "k": 100}))]
+    assert not {3, 4} & set(ids)
+    monkeypatch.setattr(plane.MapMaker, "_start", lambda maker, version: None)
+    outdated = own_client.get("/map").json()  # the old one serves until there is a new one
+    assert outdated["outdated"]
+    assert set(outdated["ids"]) == set(old["ids"]) - {3, 4}
+    picture = own.path.parent / "new.png"
+    Image.new("RGB", (24, 24), "red").save(picture)
+    (new,) = other.add([picture])
+    assert own_client.get(f"/items/{new}").json()["file"] == "new.png"
+    assert own_client.get("/gallery").json()["images"] == TOTAL - 1
+
+
+def test_a_gallery_that_is_built_anew_by_another_embedder(own, own_client):
+    images = own.rows(own.ids())["path"]
+    shutil.rmtree(own.path)
+    assert found(own_client.post("/search", data={"id": 5}))  # the last version is still there
+    other = Gallery.build(make_embedder(seed=5), images, own.path)
+    answer = own_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
+    expected = other.search([open_image(png())], 3)
+    assert [one["id"] for one in found(answer)] == expected.ids[0].tolist()
+
+
+def test_what_the_page_is_told(client):
+    about = client.get("/gallery").json()
+    assert about["images"] == TOTAL
+    assert about["class_count"] == CLASSES
+    assert {one["images"] for one in about["classes"]} == {EACH}
+    assert about["metrics"]["test"] == {"recall@1": 0.875}
+    assert about["columns"] == ["label", "split"]
+    assert set(about["suggested"]) <= set(range(TOTAL))
+
+
+def test_an_empty_gallery(own, own_client):
+    Gallery.open(own.path).remove(own.ids())
+    assert found(own_client.post("/search", files={"image": ("x.png", png())})) == []
+    assert own_client.get("/gallery").json()["suggested"] == []
+
+
+def test_names_that_are_not_utf8_and_values_that_json_lacks(tmp_path):
+    names = [os.fsdecode(b"/images/caf\xe9.png"), "/images/b.png"]
+    table = rows.table({"path": names, "label": [os.fsdecode(b"\xff"), "b"], "size": [1.5, np.nan]})
+    gallery = Gallery.build(make_embedder(), table, tmp_path / "gallery", vectors=make_vectors(2))
+    with client_of(gallery.path) as client:
+        item = client.get("/items/0").json()
+        assert item["file"] == "caf\udce9.png"
+        assert item["details"] == {"size": 1.5}
+        (other,) = found(client.post("/search", data={"id": 0}))
+        assert other["details"] == {"size": None}
+        assert client.get("/items/0/image").status_code == 410
+
+
+def test_distances(tmp_path):
+    embedder = make_embedder(normalize=False)
+    gallery = Gallery.build(
+        embedder, make_table(0, 20), tmp_path / "gallery", vectors=make_vectors(20)
+    )
+    with client_of(gallery.path) as client:
+        near = found(client.post("/search", data={"id": 0, "k": 19}))
+        assert all(one["similarity"] <= 0 for one in near)
+        far = -near[4]["similarity"]
+        assert found(client.post("/search", data={"id": 0, "k": 19, "threshold": far})) == near[:5]
+
+
+def test_the_interface_is_described(client):
+    document = client.get("/openapi.json").json()
+    paths = {"/search", "/items/{item}", "/items/{item}/image", "/map", "/gallery", "/healthz"}
+    assert set(document["paths"]) == paths
+    form = document["paths"]["/search"]["post"]["requestBody"]["content"]
+    assert "multipart/form-data" in form
+    assert "HTTPValidationError" not in str(document)
+    assert client.get("/docs").status_code == 404
+
+
+def test_no_input_makes_the_server_fail(shared):
+    app = make_app(shared.path)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", Guard(app, hosts=["testserver"]))
+    statuses = Counter()
+    for operation in schema.get_all_operations():
+        _send_anything(operation.ok(), statuses)
+    app.state.service.close()
+    assert not any(status >= 500 for status in statuses), statuses
+    assert {200, 404, 422} <= set(statuses)
+
+
+def _send_anything(operation, statuses):
+    @given(case=operation.as_strategy())
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
+    def send(case):
+        answer = case.call()
+        statuses[answer.status_code] += 1
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert isinstance(answer.json()["detail"], str)
+
+    send()
+
+
+def test_files_in_other_fields_are_refused(client):
+    for name in ("k", "id", "where", "threshold"):
+        answer = client.post("/search", files={name: ("x.txt", b"1")})
+        assert answer.status_code == 422
+        assert answer.json()["detail"] == f"{name} must not be a file"

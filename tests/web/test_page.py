@@ -1,0 +1,461 @@
+"""The page, in a real browser. Nothing may leave the server, and nothing may be complained of."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from proximetry.data import open_image
+from tests.web.conftest import CLASSES, EACH, keep_map, png, start
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium to drive: apt-get install chromium"
+)
+TOTAL = CLASSES * EACH
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # In a container there may be no sandbox; the page is our own.
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def live(server, shared, tmp_path_factory):
+    """The address of a real server."""
+    cache = keep_map(shared, tmp_path_factory.mktemp("cache"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
+    yield url
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.said()
+
+
+class Visit:
+    """A visit to the page, which at its end must have been quiet and have stayed at home."""
+
+    def __init__(self, browser, url, **options):
+        options = {
+            "viewport": {"width": 1200, "height": 860},
+            "reduced_motion": "reduce",
+            **options,
+        }
+        self.context = browser.new_context(**options)
+        self.context.set_default_timeout(30_000)
+        self.page = self.context.new_page()
+        self.url, self.said, self.elsewhere = url, [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", self._note)
+        self.page.goto(url)
+        self.page.wait_for_selector("#grid .card")
+
+    def _note(self, request):
+        home = self.url.partition("?")[0]
+        if not request.url.startswith((home, "blob:" + home)):
+            self.elsewhere.append(request.url)
+
+    def end(self):
+        self.context.close()
+        assert self.said == []
+        assert self.elsewhere == []
+
+
+@pytest.fixture
+def visit(browser, live):
+    begun = []
+
+    def begin(**options):
+        begun.append(Visit(browser, live, **options))
+        return begun[-1].page
+
+    yield begin
+    for one in begun:
+        one.end()
+
+
+def until(page, script):
+    """Wait for something to be true; Playwright's own way needs what the page forbids."""
+    end = time.monotonic() + 60
+    while not page.evaluate(script):
+        assert time.monotonic() < end, script
+        page.wait_for_timeout(20)
+
+
+def ranks(page):
+    page.wait_for_selector("#grid:not([aria-busy])")
+    page.wait_for_selector("#grid .rank")
+    return page.locator("#grid .rank").all_inner_texts()
+
+
+def test_it_begins_with_images_of_the_gallery_and_goes_on_by_clicks(visit, shared):
+    page = visit()
+    assert "token" not in page.url
+    assert f"{TOTAL} images" in page.locator("#gallery-name").inner_text()
+    page.locator("#grid .card").first.click()
+    assert ranks(page) == [str(rank + 1) for rank in range(TOTAL - 1)]
+    first = page.url
+    query = int(first.rpartition("/")[2])
+    expected = shared.search(shared.vectors([query]), 4)
+    card = page.locator("#grid .card").nth(2)
+    near = f"{expected.similarities[0, 3]:.3f}"
+    assert near in card.inner_text()
+    assert str(expected.labels[0, 3]) in card.inner_text()
+    assert card.get_attribute("aria-label").startswith("Rank 3, class")
+    assert f"{TOTAL - 1} images" in page.locator("#results-about").inner_text()
+    card.click()
+    page.wait_for_url(f"**#item/{expected.ids[0, 3]}")
+    ranks(page)
+    page.go_back()
+    page.wait_for_url(first)
+    ranks(page)
+    label = shared.rows([query])["label"][0]
+    until(page, f"document.querySelector('#query-caption').textContent.startsWith('{label}')")
+
+
+def transfer(page, name, kind, content):
+    return page.evaluate_handle(
+        """([name, kind, bytes]) => {
+            const data = new DataTransfer();
+            data.items.add(new File([new Uint8Array(bytes)], name, {type: kind}));
+            return data;
+        }""",
+        [name, kind, list(content)],
+    )
+
+
+def give(page, way, content, name="mine.png", kind="image/png"):
+    if way == "pick":
+        page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
+    elif way == "drop":
+        data = transfer(page, name, kind, content)
+        page.dispatch_event("body", "dragenter", {"dataTransfer": data})
+        assert page.locator("#overlay").is_visible()
+        page.dispatch_event("#drop", "drop", {"dataTransfer": data})
+        assert not page.locator("#overlay").is_visible()
+    else:
+        page.evaluate(
+            """data => document.body.dispatchEvent(
+                new ClipboardEvent("paste", {clipboardData: data, bubbles: true}))""",
+            transfer(page, name, kind, content),
+        )
+
+
+@pytest.mark.parametrize("way", ["pick", "drop", "paste"])
+def test_an_image_is_searched_for_however_it_is_given(visit, shared, way):
+    page = visit()
+    give(page, way, png())
+    assert len(ranks(page)) == TOTAL
+    assert page.locator("#preview").is_visible()
+    assert page.locator("#query-caption").inner_text() == "mine.png"
+    best = shared.search([open_image(png())], 1)
+    assert f"{best.similarities[0, 0]:.3f}" in page.locator("#grid .card").first.inner_text()
+
+
+def test_what_is_no_image_is_told(visit):
+    page = visit()
+    give(page, "drop", b"hello", "notes.txt", "text/plain")
+    assert page.locator("#problem").inner_text() == "notes.txt is not an image."
+    assert page.locator("#problem").get_attribute("role") == "alert"
+    give(page, "pick", png())
+    ranks(page)
+    assert not page.locator("#problem").is_visible()
+
+
+def test_a_damaged_image_is_told_in_the_words_of_the_server(browser, live):
+    visit = Visit(browser, live)
+    give(visit.page, "drop", png()[:150])
+    visit.page.wait_for_selector("#problem:not([hidden])")
+    assert "damaged or truncated" in visit.page.locator("#problem").inner_text()
+    # Browsers write refused requests to the console themselves.
+    assert all("415" in line for line in visit.said)
+    visit.said.clear()
+    visit.end()
+
+
+def test_the_slider_hides_what_is_less_similar(visit, shared):
+    page = visit()
+    page.evaluate("location.hash = 'item/0'")
+    assert page.locator("#threshold-value").inner_text() == "all"
+    ranks(page)
+    near = sorted(shared.search(shared.vectors([0]), TOTAL).similarities[0])
+    least = round(float(near[TOTAL // 2]), 2)
+    page.locator("#threshold").fill(str(least))
+    left = sum(value >= least for value in near) - 1
+    assert page.locator("#grid li:not([hidden])").count() == left
+    assert f"{left} of {TOTAL - 1} images" in page.locator("#results-about").inner_text()
+    assert f"{left} of {TOTAL - 1} images" in page.locator("#status").inner_text()
+    page.locator("#threshold").fill("1")
+    assert "Nothing is that similar" in page.locator("#grid").inner_text()
+    page.locator("#threshold").fill("0")
+    assert page.locator("#grid li:not([hidden])").count() == TOTAL - 1
+
+
+def test_a_class_and_a_number_can_be_asked_for(visit):
+    page = visit()
+    page.evaluate("location.hash = 'item/0'")
+    ranks(page)
+    page.locator("#class").fill("class03")
+    page.locator("#class").press("Enter")
+    until(page, f"document.querySelectorAll('#grid .rank').length === {EACH}")
+    assert set(page.locator("#grid .label").all_inner_texts()) == {"class03"}
+    page.locator("#class").fill("")
+    page.locator("#count").select_option("12")
+    until(page, "document.querySelectorAll('#grid .rank').length === 12")
+
+
+def open_map(page):
+    page.get_by_role("link", name="Map").click()
+    page.wait_for_selector("#map-waiting", state="hidden", timeout=120_000)
+    until(page, "document.querySelector('#legend button')")
+    return page.locator("#canvas").bounding_box()
+
+
+def point(page, number):
+    """Where an image is on the screen, from what the server says."""
+    return page.evaluate(
+        """async (number) => {
+            const map = await (await fetch("map")).json();
+            const box = document.querySelector("#canvas").getBoundingClientRect();
+            const scale = 0.92 * Math.min(box.width, box.height);
+            return [box.left + (box.width - scale) / 2 + map.x[number] * scale,
+                    box.top + (box.height - scale) / 2 + (1 - map.y[number]) * scale];
+        }""",
+        number,
+    )
+
+
+def test_the_map_shows_pictures_and_lists_what_is_selected(visit, shared):
+    page = visit()
+    box = open_map(page)
+    assert f"{TOTAL} images" in page.locator("#map-about").inner_text()
+    assert page.locator("#legend button").count() == CLASSES
+    x, y = point(page, 5)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#tip:not([hidden])")
+    assert "/image?size=" in page.locator("#tip-image").get_attribute("src")
+    assert page.locator("#tip-text").inner_text() in set(shared.rows(shared.ids())["label"])
+    until(page, "document.querySelector('#tip-image').naturalWidth > 0")
+    # All of it, holding Shift.
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + 20, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 200)
+    assert page.locator("#box").is_visible()
+    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + box["height"] - 20)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert page.locator("#selection-title").inner_text() == f"{TOTAL} images selected"
+    assert page.locator("#selection .card").count() == TOTAL
+    # One point, in the mode for it.
+    page.get_by_role("button", name="Select").click()
+    page.locator("#canvas").scroll_into_view_if_needed()
+    x, y = point(page, 5)
+    page.mouse.move(x - 6, y - 6)
+    page.mouse.down()
+    page.mouse.move(x + 6, y + 6, steps=3)
+    page.mouse.up()
+    few = page.locator("#selection .card").count()
+    assert 1 <= few < TOTAL
+    page.locator("#selection .card").first.click()
+    ranks(page)
+    assert "#item/" in page.url
+
+
+def test_the_map_is_moved_and_zoomed(visit):
+    page = visit()
+    box = open_map(page)
+    x, y = point(page, 0)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#tip:not([hidden])")
+    page.mouse.down()
+    page.mouse.move(x + 90, y + 40, steps=4)
+    page.mouse.up()
+    page.mouse.move(box["x"] + 4, box["y"] + 4)
+    page.mouse.move(x + 90, y + 40)  # the point has moved along
+    page.wait_for_selector("#tip:not([hidden])")
+    page.mouse.wheel(0, -700)
+    page.mouse.move(box["x"] + 4, box["y"] + 4)
+    page.mouse.move(x + 90, y + 40)  # and stays below the pointer
+    page.wait_for_selector("#tip:not([hidden])")
+    page.get_by_role("button", name="List what is in view").click()
+    few = page.locator("#selection .card").count()
+    assert 1 <= few < TOTAL
+    page.get_by_role("button", name="Show all").click()
+    page.get_by_role("button", name="List what is in view").click()
+    assert page.locator("#selection .card").count() == TOTAL
+
+
+def test_everything_is_done_by_keyboard(visit):
+    page = visit()
+    seen = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(
+            """() => {
+                const one = document.activeElement;
+                const drawn = one.id === "file" ? document.querySelector(".button") : one;
+                const style = getComputedStyle(drawn);
+                return [one.id || one.className || one.textContent.trim(),
+                        style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
+            }"""
+        )
+        assert focused[1], f"the focus on {focused[0]} cannot be seen"
+        seen.append(focused[0])
+        if focused[0] == "card":
+            break
+    assert seen[0] == "skip"
+    assert [one for one in seen if one in ("file", "threshold", "class", "count", "card")] == [
+        "file",
+        "threshold",
+        "class",
+        "count",
+        "card",
+    ]
+    page.keyboard.press("Enter")
+    assert len(ranks(page)) == TOTAL - 1
+    page.locator("#grid .card").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
+    assert page.evaluate("document.activeElement.innerText.startsWith('2')")
+    page.locator("#threshold").focus()
+    page.keyboard.press("End")
+    assert page.locator("#threshold-value").inner_text() == "1.00"
+    page.locator("#to-map").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#map-waiting", state="hidden", timeout=120_000)
+    until(page, "document.querySelector('#legend button')")
+    page.locator("#canvas").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#selection .card").count() == TOTAL
+    page.locator("#canvas").focus()
+    for key in ["+"] * 9 + ["ArrowLeft", "ArrowUp"]:
+        page.keyboard.press(key)
+    page.keyboard.press("Enter")
+    assert page.locator("#selection .card").count() < TOTAL
+    page.locator("#canvas").focus()
+    page.keyboard.press("0")
+    page.keyboard.press("Enter")
+    assert page.locator("#selection .card").count() == TOTAL
+
+
+def brightness(page):
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in color.strip("rgb()").split(",")) / 3
+
+
+def test_light_and_dark(visit):
+    page = visit(color_scheme="dark")
+    assert brightness(page) < 60
+    switch = page.get_by_role("button", name="Dark theme")
+    assert switch.get_attribute("aria-pressed") == "true"
+    switch.click()
+    assert brightness(page) > 200
+    assert switch.get_attribute("aria-pressed") == "false"
+    page.reload()
+    page.wait_for_selector("#grid .card")
+    assert brightness(page) > 200
+    assert brightness(visit(color_scheme="light")) > 200
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_shows_it_without_scrolling_sideways(visit, width):
+    page = visit(viewport={"width": width, "height": 700}, has_touch=True, is_mobile=True)
+    for view in ("search", "item/0", "map", "about"):
+        page.evaluate("view => { location.hash = view }", view)
+        if view == "item/0":
+            ranks(page)
+        wide = "document.documentElement.scrollWidth"
+        assert page.evaluate(wide) <= width, view
+    for name in ("#to-search", "#to-map", "#theme"):
+        assert page.locator(name).is_visible()
+
+
+CONTRAST = """() => {
+    const parse = (color) => (color.match(/[\\d.]+/g) ?? []).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+        .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (one) => {
+        for (let at = one; at; at = at.parentElement) {
+            const color = parse(getComputedStyle(at).backgroundColor);
+            if (color.length === 3 || color[3] === 1) return color;
+        }
+        return [255, 255, 255];
+    };
+    const poor = [];
+    for (const one of document.querySelectorAll("main *, header *")) {
+        const text = [...one.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+        if (!text || !one.offsetParent || one.className === "rank") continue;
+        const [a, b] = [light(parse(getComputedStyle(one).color)), light(behind(one))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) poor.push([one.textContent.trim().slice(0, 30), ratio]);
+    }
+    return poor;
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_can_be_read_and_heard(visit, theme):
+    page = visit(color_scheme=theme)
+    assert page.evaluate("document.documentElement.lang") == "en"
+    for role in ("banner", "main", "navigation", "search", "status"):
+        assert page.get_by_role(role).count() == 1, role
+    for view in ("search", "item/0", "map", "about"):
+        page.evaluate("view => { location.hash = view }", view)
+        if view == "item/0":
+            ranks(page)
+        until(page, "!document.querySelector('.skeleton')")
+        assert page.get_by_role("heading", level=1).count() == 1, view
+        assert page.locator("nav [aria-current=page]").count() == 1
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll("button, a, input, select, canvas")]
+                .filter((one) => one.offsetParent)
+                .filter((one) => !(one.getAttribute("aria-label") || one.textContent.trim()
+                    || [...(one.labels ?? [])].some((label) => label.textContent.trim())))
+                .map((one) => one.outerHTML)"""
+        )
+        assert nameless == [], view
+        assert page.locator("img:not([alt])").count() == 0
+        doubled = page.evaluate(
+            """() => { const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
+                return ids.filter((id, place) => ids.indexOf(id) !== place); }"""
+        )
+        assert doubled == []
+        assert page.evaluate(CONTRAST) == [], view
+        assert view.split("/")[0].replace("item", "search") in page.url or "item" in page.url
+    assert "recall@1" in page.locator("#metrics").inner_text()
+    assert "0.8750" in page.locator("#metrics").inner_text()
+    page.evaluate("location.hash = 'item/0'")
+    until(page, "document.querySelector('#status').textContent.includes('found, the nearest')")
+
+
+def test_files_and_a_server_that_are_gone_are_told(browser, server, own, tmp_path):
+    cache = keep_map(own, tmp_path / "cache")
+    for path in own.rows(own.ids())["path"]:
+        os.unlink(path)
+    process, url = start(server, tmp_path / "log", own.path, PROXIMETRY_CACHE=str(cache))
+    visit = Visit(browser, url)
+    page = visit.page
+    page.evaluate("location.hash = 'item/0'")
+    ranks(page)
+    page.get_by_text("not readable").first.wait_for()
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.said()
+    page.locator("#grid .card").first.click()
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "The server cannot be reached" in page.locator("#problem").inner_text()
+    # Browsers write what was refused to the console themselves.
+    assert all("410" in line or "ERR_CONNECTION" in line for line in visit.said)
+    visit.said.clear()
+    visit.end()

@@ -1,0 +1,148 @@
+"""The command `serve`, and real servers in processes of their own."""
+
+import signal
+import socket
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from proximetry.cli import main
+from proximetry.web import server as serving
+from tests.web.conftest import keep_map, png, start
+
+TOKEN = "correct-horse-battery-staple"
+
+
+def ask(capsys, *words):
+    code = main(["serve", *map(str, words)])
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    return code, told
+
+
+def test_a_gallery_that_is_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, told = ask(capsys, "--port", 0)
+    assert code == 2
+    assert "there is no gallery gallery; `proximetry index` makes one" in told
+
+
+def test_a_gallery_on_milvus(capsys):
+    code, told = ask(capsys, "milvus://host:19530/birds")
+    assert code == 2
+    assert "is on Milvus" in told
+    assert "proximetry search IMAGE --gallery milvus://host:19530/birds" in told
+
+
+def test_a_port_that_is_in_use(capsys, shared):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, told = ask(capsys, shared.path, "--port", port)
+    assert code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in told
+    assert "choose another one with --port" in told
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
+def test_where_others_can_reach_it_a_token_is_needed(capsys, shared, host):
+    code, told = ask(capsys, shared.path, "--host", host)
+    assert code == 2
+    assert f"others can reach {host}, so a token is needed" in told
+    assert "PROXIMETRY_TOKEN" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--host", "no.such.host.invalid"], "there is no address"),
+        (["--host", "192.0.2.7", "--token", TOKEN], "cannot listen on 192.0.2.7"),
+        (["--token", "short"], "the token must have 16 to 200 characters"),
+        (["--port", "70000"], "65535"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, shared, words, told):
+    code = main(["serve", str(shared.path), *words])
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_token_of_the_environment_counts(shared, monkeypatch):
+    monkeypatch.setenv("PROXIMETRY_TOKEN", "short")
+    with pytest.raises(ValueError, match="the token must have"):
+        serving.serve(shared.path)
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart"])
+def test_what_is_missing_is_named_with_its_extra(missing, tmp_path):
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from proximetry.cli import main
+sys.exit(main(["serve", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"needs {missing}: pip install 'proximetry[web]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def raw(address, request):
+    """Send bytes as they are, which clients would tidy up; return the answer."""
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(request)
+        content = b""
+        while block := connection.recv(65536):
+            content += block
+    return content
+
+
+def test_a_real_server_from_its_start_to_ctrl_c(server, shared, tmp_path):
+    # While its map is still being computed.
+    process, url = start(server, tmp_path / "log", shared.path, PROXIMETRY_CACHE=str(tmp_path))
+    try:
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}healthz").json() == {"status": "ok"}
+        answer = httpx.post(f"{url}search", files={"image": ("x.png", png())}, data={"k": 3})
+        assert len(answer.json()["found"]) == 3
+        assert "server" not in answer.headers
+        address = urlsplit(url)
+        head = f"Host: localhost:{address.port}\r\nConnection: close\r\n\r\n".encode()
+        for path in (b"/../../../../etc/passwd", b"/static/../../app.py", b"//etc/passwd"):
+            told = raw(address, b"GET " + path + b" HTTP/1.1\r\n" + head)
+            assert told.startswith(b"HTTP/1.1 404"), told
+            assert b"root:" not in told
+        rebound = raw(address, b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        assert rebound.startswith(b"HTTP/1.1 421")
+        # An upload that is too large is refused before it is sent.
+        large = b"POST /search HTTP/1.1\r\nContent-Length: 99999999999\r\nContent-Type: "
+        told = raw(address, large + b"multipart/form-data; boundary=b\r\n" + head)
+        assert told.startswith(b"HTTP/1.1 413")
+        assert b"the limit is 20 MB" in told
+        assert httpx.get(f"{url}gallery").status_code == 200
+    finally:
+        process.send(signal.SIGINT)
+        code = process.ended()
+    assert code == 0, process.said()
+    assert process.said().endswith("stopped\n")
+    assert "Traceback" not in process.said()
+
+
+def test_a_real_server_with_a_token(server, shared, tmp_path):
+    around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(keep_map(shared, tmp_path))}
+    process, url = start(server, tmp_path / "log", shared.path, "--host", "0.0.0.0", **around)
+    try:
+        assert url.endswith(f"/?token={TOKEN}")
+        base = f"http://127.0.0.1:{urlsplit(url).port}"
+        assert httpx.get(f"{base}/gallery").status_code == 401
+        bearer = {"authorization": f"Bearer {TOKEN}"}
+        assert httpx.get(f"{base}/gallery", headers=bearer).status_code == 200
+        with httpx.Client(base_url=base) as browser:
+            assert browser.get(f"/?token={TOKEN}").status_code == 200
+            assert browser.get("/gallery").json()["images"] == len(shared)
+    finally:
+        process.send(signal.SIGINT)
+        assert process.ended() == 0
+    assert process.said().count(TOKEN) == 1  # in the address, and in no log
