@@ -1,10 +1,11 @@
 """The search page under load: many clients at once, and what the server adds to the model's time.
 
-python -m benchmarks.serve [--clients 50] [--seconds 30]
+python -m benchmarks.serve [--clients 50] [--seconds 30] [--index Flat]
 
 A real server in a process of its own, 60 502 vectors of 512 dimensions, real files of tiny images,
-an exact index. Each client sends its next query as soon as the last one is answered, on a
-connection that stays open; they are all in this process, on the same cores as the server.
+an exact index. Each client sends its next query as soon as the last one is answered, or after a
+second as people do at the least, on a connection that stays open; they are all in this process, on
+the same cores as the server.
 
 The server says in `Server-Timing` how long the model took for the images that a query was embedded
 with. "beyond the model" is the latency without that.
@@ -55,7 +56,7 @@ def picture(draw: np.random.Generator) -> bytes:
     return buffer.getvalue()
 
 
-def build(home: Path) -> Gallery:
+def build(home: Path, index: str) -> Gallery:
     """A gallery whose images are files, and whose map need not be computed."""
     count, classes = SIZES["small"]
     draw = np.random.default_rng(0)
@@ -67,7 +68,7 @@ def build(home: Path) -> Gallery:
     labels = [f"class {row % classes}" for row in range(count)]
     rows = table({"path": [str(path) for path in paths], "label": labels})
     embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=SIDE)
-    gallery = Gallery.build(embedder, rows, home / "gallery", "Flat", vectors=vectors)
+    gallery = Gallery.build(embedder, rows, home / "gallery", index, vectors=vectors)
     maps = home / "cache" / "maps"
     maps.mkdir(parents=True)
     ids = gallery.ids()[:MOST]
@@ -101,10 +102,16 @@ def queries(kind: str, total: int) -> list[bytes]:
 
 
 async def client(
-    port: int, requests: list[bytes], first: int, until: float, done: list[Answered | str]
+    port: int,
+    requests: list[bytes],
+    first: int,
+    pause: float,
+    until: float,
+    done: list[Answered | str],
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     number = first
+    await asyncio.sleep(pause * (0.618 * first % 1))  # so that they do not ask all at once
     while time.perf_counter() < until:
         begun = time.perf_counter()
         writer.write(requests[number % len(requests)])
@@ -120,14 +127,17 @@ async def client(
         else:
             done.append(head.split(b"\r\n")[0].decode())
         number += 1
+        await asyncio.sleep(pause)
     writer.close()
 
 
-async def load(port: int, requests: list[bytes], clients: int, seconds: float) -> list[Answered]:
+async def load(
+    port: int, requests: list[bytes], clients: int, pause: float, seconds: float
+) -> list[Answered]:
     done: list[Answered | str] = []
     until = time.perf_counter() + seconds
     await asyncio.gather(
-        *(client(port, requests, 7 * number, until, done) for number in range(clients))
+        *(client(port, requests, 7 * number, pause, until, done) for number in range(clients))
     )
     errors = [one for one in done if isinstance(one, str)]
     print(f"  {len(done)} requests in {seconds:g} s: {len(done) / seconds:.0f} per second, "
@@ -152,11 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--index", default="Flat")
     options = parser.parse_args()
     print(f"{versions()}, {cores()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="proximetry-serve-") as folder:
         home = Path(folder)
-        gallery = build(home)
+        gallery = build(home, options.index)
         print(gallery)
         process = subprocess.Popen(
             [sys.executable, "-m", "proximetry", "serve", str(gallery.path), "--port", "0"],
@@ -170,12 +181,12 @@ def main() -> None:
                 assert process.poll() is None
             port = int(found[1])
             for kind in ("images", "ids"):
-                for clients in (1, options.clients):
-                    print(f"\n{kind}, clients: {clients}")
-                    requests = queries(kind, len(gallery))
-                    asyncio.run(load(port, requests, clients, 2))  # to warm up
+                requests = queries(kind, len(gallery))
+                for clients, pause in ((1, 0), (options.clients, 1), (options.clients, 0)):
+                    print(f"\n{kind}, clients: {clients}, which pause for {pause} s")
+                    asyncio.run(load(port, requests, clients, 0, 2))  # to warm up
                     seconds = options.seconds if clients > 1 else min(5, options.seconds)
-                    report(asyncio.run(load(port, requests, clients, seconds)))
+                    report(asyncio.run(load(port, requests, clients, pause, seconds)))
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
