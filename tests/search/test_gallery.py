@@ -340,6 +340,7 @@ def test_readers_go_on_with_the_version_they_opened(gallery):
     assert np.array_equal(before.ids, after.ids)
     assert np.array_equal(before.paths, after.paths)
     assert len(reader) == 60
+    reader.verify()  # what is there now, not what has gone
     reader.refresh()
     assert len(reader) == 80
     assert np.array_equal(reader.search(queries, 9).ids, gallery.search(queries, 9).ids)
@@ -352,6 +353,14 @@ def test_a_gallery_that_is_built_anew_is_searched_with_its_new_embedder(gallery)
     other = make_embedder(seed=1)
     Gallery.build(other, make_table(0, 5), gallery.path, vectors=make_vectors(5))
     assert reader.embedder.fingerprint() == old
+    for change in (
+        lambda: reader.add(make_table(5, 1), vectors=make_vectors(1)),
+        lambda: reader.update(make_table(0, 1), vectors=make_vectors(1)),
+        lambda: reader.remove([0]),
+    ):
+        with pytest.raises(ValueError, match="was built anew by another embedder"):
+            change()
+    assert len(Gallery.open(gallery.path)) == 5
     reader.refresh()
     assert len(reader) == 5
     assert reader.embedder.fingerprint() == other.fingerprint() != old
@@ -369,13 +378,20 @@ def test_searching_in_threads_while_another_one_writes(gallery):
     queries, problems = make_vectors(3, seed=4), []
     done = threading.Event()
 
+    kept = gallery.vectors([3, 59])
+
     def read():
         while not done.is_set():
             found = gallery.search(queries, 5)
             if len(set(map(len, (found.ids, found.paths, found.labels)))) != 1:
                 problems.append(found)
-            if (found.paths[found.ids >= 0] == None).any():  # noqa: E711
+            first = {f"/images/{number:05d}.png" for number in found.ids.ravel() if number < 60}
+            if not first <= set(found.paths.ravel()):
                 problems.append(found)
+            if not np.array_equal(gallery.vectors([3, 59]), kept):
+                problems.append("vectors of another version")
+            if gallery.rows([7, 42], ["path"])["path"] != [*names(7, 1), *names(42, 1)]:
+                problems.append("rows of another version")
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
@@ -383,6 +399,7 @@ def test_searching_in_threads_while_another_one_writes(gallery):
     for turn in range(10):
         ids = gallery.add(make_table(60 + turn, 1), vectors=make_vectors(1, seed=turn))
         gallery.remove(ids)
+        gallery.compact()
     done.set()
     for reader in readers:
         reader.join()
@@ -477,6 +494,7 @@ def test_few_rows_are_searched_exactly_whatever_the_index(embedder, tmp_path):
         ("IVF16,PQ3", "cannot be made for 8 dimensions"),
         ("IVF64,Flat", "at least 64 images, and there are 60"),
         ("BHNSW32", "unknown index"),
+        ("PQ4x4", "unknown index"),  # faiss cannot leave rows out of it
     ],
 )
 def test_an_index_that_cannot_be_made_is_refused_before_the_work(embedder, tmp_path, kind, told):
@@ -486,10 +504,48 @@ def test_an_index_that_cannot_be_made_is_refused_before_the_work(embedder, tmp_p
 
 
 def test_auto_chooses_by_size():
-    assert indexes.resolve("auto", 100_000) == ""
-    assert indexes.resolve("auto", 1_000_000) == "IVF4096,PQ64"
-    assert indexes.resolve("HNSW32", 9_999) == ""
-    assert indexes.resolve("HNSW32", 10_000) == "HNSW32"
+    assert indexes.resolve("auto", 100_000, 512) == ""
+    assert indexes.resolve("auto", 1_000_000, 512) == "IVF4096,PQ64"
+    assert indexes.resolve("HNSW32", 9_999, 512) == ""
+    assert indexes.resolve("HNSW32", 10_000, 512) == "HNSW32"
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind"), [(8, "PQ8"), (96, "PQ48"), (97, "SQ8"), (100, "PQ50"), (1000, "PQ50")]
+)
+def test_auto_fits_every_dimension(dim, kind):
+    assert indexes.resolve("auto", 200_000, dim) == f"IVF2048,{kind}"
+    indexes.check("auto", dim, 200_000)  # which faiss makes
+
+
+def test_a_gallery_that_was_emptied_finds_nothing(gallery):
+    gallery.remove(gallery.ids())
+    gallery.compact()
+    for options in ({}, {"expand": 2}, {"rerank": True}):
+        found = gallery.search(make_vectors(2), 3, **options)
+        assert (found.ids == -1).all()
+
+
+def test_compacting_says_how_the_gallery_is_searched(gallery, monkeypatch):
+    said = []
+    gallery.compact(report=said.append)
+    monkeypatch.setattr(indexes, "MOST_EXACT", 50)
+    monkeypatch.setattr(indexes, "LEAST_INDEXED", 50)
+    monkeypatch.setattr(indexes, "_compressed", lambda dim: "Flat")
+    monkeypatch.setattr(indexes, "_lists", lambda count: 2)
+    gallery.compact(report=said.append)
+    assert said == [
+        "index: Flat for 60 images: every search is exact",
+        "index: IVF2,Flat for 60 images: approximate, with exact similarities",
+    ]
+
+
+def test_searching_for_images_tells_how_far_it_is(embedder, images, tmp_path):
+    files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
+    found = Gallery.build(embedder, files, tmp_path / "g")
+    told = []
+    found.search(files, 1, batch_size=2, steps=lambda *step: told.append(step))
+    assert told[-1] == ("embedding", 6, 6)
 
 
 def test_duplicates_are_found_exactly(gallery):

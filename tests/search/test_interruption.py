@@ -27,6 +27,7 @@ def test_a_killed_change_has_happened_or_has_not(tmp_path):
     told = json.loads(done.stdout.splitlines()[-1])
     for change in ("build", "add", "remove", "update", "compact"):
         assert told[change] > 5, "too few moments to show anything"
+    assert told["random"] > 0
     assert told["together"] == 60 + 2 * 8 * 5
 
 

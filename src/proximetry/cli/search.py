@@ -105,7 +105,7 @@ def _index(
     text = f"{gallery}: {spaced(len(opened))} images, {spaced(added)} of them new"
     hint = "Next:\n  proximetry search QUERY.jpg"
     hint += "" if gallery == GALLERY else f" --gallery {gallery}"
-    hint += f" --model {model}" if is_milvus(gallery) else ""
+    hint += f" --model {model or 'RUN'}" if is_milvus(gallery) else ""
     tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
 
 
@@ -185,7 +185,7 @@ def _add(
     new = table.take(arrow().array([row for row, one in enumerate(known) if not one]))
     added = len(found.add(new, **options))
     if found.needs_compaction:
-        found.compact(steps=options["steps"])
+        found.compact(steps=options["steps"], report=told.append)
     return added
 
 
@@ -231,7 +231,15 @@ def search(
             raise UsageError(f"--sheet {sheet} must end in .html or .png")
         check_writable(sheet)
     opened = _open(gallery, model)
-    result = opened.search(list(queries), k, where=conditions(where), expand=expand, rerank=rerank)
+    with progress_steps() as steps:
+        result = opened.search(
+            list(queries),
+            k,
+            where=conditions(where),
+            expand=expand,
+            rerank=rerank,
+            steps=steps,
+        )
     names = [str(query) for query in queries]
     if sheet is not None:
         contact_sheet(sheet, names, result)

@@ -118,7 +118,7 @@ class Store:
     def scores(self, queries: FloatArray, places: IntArray) -> FloatArray:
         """The similarity of each query to the rows at its places, [queries, n]."""
         scores = np.full(places.shape, -np.inf, np.float32)
-        if not places.size:
+        if not (places >= 0).any():
             return scores
         for part in chunks(len(places), max(1, _GATHERED // (places.shape[1] * queries.shape[1]))):
             wanted = np.maximum(places[part], 0)

@@ -38,6 +38,7 @@ from proximetry.search.manifest import (
     check_place,
     locked,
     read_digest,
+    read_manifest,
     sweep,
     write_manifest,
 )
@@ -157,7 +158,7 @@ class Gallery:
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
             work = Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
             made = work.embed(table, given)
-            kind = indexes.resolve(index, len(made.table))
+            kind = indexes.resolve(index, len(made.table), embedder.dim)
             chosen = f"{'auto → ' if index == 'auto' else ''}{kind or indexes.EXACT}"
             work.say(describe_index(chosen, len(made.table), exact=not kind))
             segment = made.write(manifest, index)
@@ -263,14 +264,19 @@ class Gallery:
         now = self._now
         return now.ids(now.chosen(now.select(where or {})))
 
-    def rows(self, ids: Sequence[int] | IntArray) -> dict[str, list[Any]]:
-        """Return all that is known of images, by column."""
-        return self._now.take(self._places(self._now, ids), self.columns)
+    def rows(
+        self, ids: Sequence[int] | IntArray, columns: Iterable[str] | None = None
+    ) -> dict[str, list[Any]]:
+        """Return what is known of images, by column: all of it, or some columns."""
+        now = self._now
+        return now.take(self._places(now, ids), now.columns if columns is None else columns)
 
     def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
         """Return the vectors of images, [n, dim]; of unit length if cosines are compared."""
-        places = self._places(self._now, ids)
-        return self._now.store.take(places) if len(places) else np.empty((0, self.dim), np.float32)
+        now = self._now
+        places = self._places(now, ids)
+        empty = np.empty((0, now.manifest.dim), np.float32)
+        return now.store.take(places) if len(places) else empty
 
     def _places(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
         wanted = np.asarray(ids, np.int64).reshape(-1)
@@ -332,6 +338,7 @@ class Gallery:
     ) -> IntArray:
         table = checked_rows(images)
         newest = self._newest()
+        self._check_same(newest)
         newest.check_fits(table)
         if not renew:
             self._refuse_known(newest, table)
@@ -341,6 +348,13 @@ class Gallery:
         work = Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
         made = work.embed(table, given)
         return self._write(made, renew=renew)
+
+    def _check_same(self, now: Version) -> None:
+        if now.manifest.embedder != self._now.manifest.embedder:
+            raise UsageError(
+                f"the gallery {self.name} was built anew by another embedder since it was opened: "
+                "refresh() goes on to it"
+            )
 
     def _refuse_known(self, now: Version, table: Any) -> None:
         there = now.paths_there(table)
@@ -355,6 +369,7 @@ class Gallery:
         """Put images into the gallery that are embedded, and return their ids."""
         with locked(self.path, made.work.report):
             now = Snapshot.open(self.path)
+            self._check_same(now)
             now.check_fits(made.table)
             if not renew:
                 self._refuse_known(now, made.table)
@@ -379,6 +394,7 @@ class Gallery:
         wanted = np.unique(np.asarray(ids, np.int64))
         with locked(self.path, report):
             now = Snapshot.open(self.path)
+            self._check_same(now)
             self._places(now, wanted)
             self._commit(now.without(wanted))
 
@@ -387,13 +403,16 @@ class Gallery:
         with locked(self.path, report):
             manifest = Snapshot.open(self.path).manifest
             self._commit(self._merge(manifest, 0, manifest.index, steps or quiet))
+        if report is not None:
+            kind = indexes.resolve(self.index, len(self), self.dim)
+            report(describe_index(kind or indexes.EXACT, len(self), exact=not kind))
 
     @property
     def needs_compaction(self) -> bool:
         """Whether much of the gallery is removed, or scanned though there is an index."""
         now = self._now
         total = sum(info.rows for info in now.manifest.segments)
-        large = indexes.resolve(self.index, len(now)) != ""
+        large = indexes.resolve(self.index, len(now), self.dim) != ""
         scanned = sum(info.rows for info in now.manifest.segments if not info.index)
         return total - len(now) > max(1000, total // 4) or (large and scanned > total // 4)
 
@@ -440,7 +459,7 @@ class Gallery:
                 rows.stack(tables),
                 together,
                 _rows_of(taken, kept),
-                indexes.resolve(index, len(together)),
+                indexes.resolve(index, len(together), manifest.dim),
                 steps,
             )
             segments = (*segments, merged)
@@ -448,12 +467,21 @@ class Gallery:
         return replace(manifest, segments=segments, deleted=gone)
 
     def verify(self, steps: Steps | None = None) -> None:
-        """Read every file and compare it with its checksum; raises ValueError for damage."""
-        manifest = self._now.manifest
-        for info in manifest.segments:
-            _check_digests(self.path, info, steps or quiet)
-        if manifest.deleted:
-            _check_digest(self.path / manifest.deleted.name, manifest.deleted.file)
+        """Read every file that is there now and compare it with its checksum.
+
+        Raises ValueError for damage.
+        """
+        while True:
+            manifest = read_manifest(self.path)
+            try:
+                for info in manifest.segments:
+                    _check_digests(self.path, info, steps or quiet)
+                if manifest.deleted:
+                    _check_digest(self.path / manifest.deleted.name, manifest.deleted.file)
+                return
+            except ValueError:
+                if read_manifest(self.path) == manifest:  # else a writer has replaced the files
+                    raise
 
     def search(
         self,
@@ -464,6 +492,7 @@ class Gallery:
         expand: int = 0,
         rerank: bool = False,
         batch_size: int = 64,
+        steps: Steps | None = None,
     ) -> SearchResult:
         """Find the k nearest images of every query.
 
@@ -478,6 +507,7 @@ class Gallery:
             rerank: order the nearest images by `metrics.k_reciprocal_distances`. With either,
                 `similarities` are still those of the query, and `scores` what decides.
             batch_size: images per forward pass.
+            steps: called with (what, done, total) now and then while images are embedded.
         """
         if isinstance(k, bool) or int(k) != k or k < 1:
             raise UsageError(f"k must be a whole number from 1 up, got {k!r}")
@@ -489,7 +519,7 @@ class Gallery:
             raise UsageError(f"rerank is for lists of up to {_MOST_RERANKED}, got k = {k}")
         now = self._now
         allowed = now.select(where or {})
-        asked = self._as_queries(queries, batch_size)
+        asked = self._as_queries(queries, batch_size, steps or quiet)
         size = max(1, len(now))
 
         def nearest(queries: FloatArray, count: int) -> Found:
@@ -504,14 +534,16 @@ class Gallery:
         plain = Found(found.places, now.store.scores(asked, found.places))
         return replace(_result(now, plain), scores=found.scores)
 
-    def _as_queries(self, queries: Queries, batch_size: int) -> FloatArray:
+    def _as_queries(self, queries: Queries, batch_size: int, steps: Steps) -> FloatArray:
         given: Any = queries
         floating = getattr(given, "dtype", None) in _FLOATING
         if floating and given.ndim == 2:
             vectors = as_vectors(given, len(given), self.dim)
         else:
             try:
-                vectors = self.embedder.encode(given, batch_size).numpy()
+                vectors = self.embedder.encode(
+                    given, batch_size, progress=lambda done: steps("embedding", done, len(given))
+                ).numpy()
             except ValueError as error:
                 cause = error.__cause__
                 raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
@@ -664,7 +696,7 @@ class Made:
             self.table,
             np.arange(first, first + count),
             self.blocks(manifest),
-            indexes.resolve(index, count),
+            indexes.resolve(index, count, manifest.dim),
             self.work.steps,
         )
 

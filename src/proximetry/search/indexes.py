@@ -33,8 +33,8 @@ _POINTS = 64
 
 _BINARY = re.compile(BINARY)
 _KNOWN = re.compile(
-    r"((O?PQ|OPQ)\d+(_\d+)?,|PCA[RW]*\d+,)?"
-    r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+|PQ\w+)"
+    r"(OPQ\d+(_\d+)?,|PCA[RW]*\d+,)?"
+    r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+)"
 )
 Steps = Callable[[str, int, int], None]
 
@@ -55,13 +55,19 @@ def load_faiss() -> Any:
             del os.environ[key]
 
 
-def resolve(index: str, count: int) -> str:
+def resolve(index: str, count: int, dim: int) -> str:
     """Return what an index that was asked for means for so many rows, "" for an exact scan."""
     if index == "auto":
-        index = EXACT if count <= MOST_EXACT else f"IVF{_lists(count)},PQ64"
+        index = EXACT if count <= MOST_EXACT else f"IVF{_lists(count)},{_compressed(dim)}"
     if index == EXACT or count < max(LEAST_INDEXED, _training(index)):
         return ""
     return index
+
+
+def _compressed(dim: int) -> str:
+    """Codes of up to 64 bytes: product quantisation cuts vectors into equal pieces."""
+    pieces = max(number for number in range(1, 65) if dim % number == 0)
+    return f"PQ{pieces}" if pieces >= min(dim, 16) else "SQ8"
 
 
 def _lists(count: int) -> int:
@@ -77,7 +83,9 @@ def _training(index: str) -> int:
 
 def check(index: str, dim: int, count: int) -> None:
     """Refuse an index that there is not, or that cannot be trained on so few vectors."""
-    if index in ("auto", EXACT):
+    if index == "auto":
+        index = resolve(index, count, dim) or EXACT
+    if index == EXACT:
         return
     if not _KNOWN.fullmatch(index) and not _BINARY.fullmatch(index):
         raise UsageError(
@@ -185,7 +193,7 @@ class Index:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
 
-    def _count(self, k: int) -> int:
+    def count(self, k: int) -> int:
         """Rows to ask for where k are wanted: the coarser the codes, the more."""
         if self._binary:
             return candidates(k)
@@ -198,7 +206,7 @@ class Index:
         allowed: npt.NDArray[np.bool_] | None,
     ) -> IntArray:
         """Return rows that are probably near, [queries, n], −1 where there are fewer."""
-        count = min(self._count(k), self._index.ntotal)
+        count = min(self.count(k), self._index.ntotal)
         asked = binary_codes(queries) if self._binary else queries
         with _threads(1 if "HNSW" in self.kind and len(queries) == 1 else None):
             _, found = self._index.search(asked, count, params=self._parameters(count, allowed))
@@ -228,5 +236,5 @@ DEPTH = 128
 
 
 def probes(lists: int) -> int:
-    """Return how many of the lists are looked through: enough to find nine of ten neighbours."""
+    """Return how many of the lists are looked through: an eighth of them, of few ones more."""
     return max(min(lists, 16), lists // 8)

@@ -742,6 +742,7 @@ class MilvusGallery(Gallery):
 
     def _write(self, made: Made, *, renew: bool) -> IntArray:
         now = self._newest()
+        self._check_same(now)
         if not renew:
             self._refuse_known(now, made.table)
         old = now.ids_of(made.table) if renew else np.empty(0, np.int64)
