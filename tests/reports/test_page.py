@@ -3,6 +3,8 @@
 import re
 import shutil
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +161,35 @@ def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, capsys):
     code, _, _ = call(capsys, runs[0], run, "--data", other, "--out", tmp_path / "page.html")
     assert code == 0
     assert "query by query" in Page((tmp_path / "page.html").read_bytes()).text
+
+
+def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_path):
+    table = make_table(tmp_path / "other", seed=3)
+    other = examine(records[1], str(table))
+    assert other.catalog.paths == found[0].catalog.paths
+    assert not found[0].compares_like(other)
+    # One folder by another name is the same.
+    (tmp_path / "link").symlink_to(found[1].catalog.root)
+    linked = replace(found[1], catalog=replace(found[1].catalog, root=tmp_path / "link"))
+    assert found[0].compares_like(linked)
+
+
+def test_binary_codes_are_among_the_metrics(home, table):
+    model = {"bits": 16, "dim": 16}
+    recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
+    train(recipe, home / "bits")
+    record = RunRecord.read(home / "bits")
+    findings = examine(record)
+    results = record.results["selected"]["test"]["codes"]
+    assert findings.agrees
+    assert findings.scores["codes"] == pytest.approx(results, abs=1e-12)
+    for one in (findings, replace(findings, agrees=False)):
+        caption = "Metrics of the test set" if one.agrees else "Metrics of the images of this"
+        rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
+        for name in ("recall@1", "MAP@R", "ndcg@4"):
+            *_, shown, interval = rows[f"{name}, codes (Hamming)"]
+            assert (shown, interval) == (f"{100 * results[name.lower()]:.1f}", "–")
+        assert not [name for name in rows if name.startswith("queries")]
 
 
 @pytest.fixture
@@ -339,7 +370,7 @@ def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
     findings = examine(record)
     test = open_dataset("csv", table).filter(split="test")
     (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
-    assert f"proximetry serve {run / 'gallery'}" in line
+    assert line == f"Gallery: {run / 'gallery'}"
     assert len(Gallery.open(run / "gallery")) == len(test)
     assert make_gallery(run, findings.embedder, test, findings.vectors) == [line]
     assert make_report(run, findings.vectors) == [f"Report:  {run / 'report.html'}"]
@@ -352,3 +383,21 @@ def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
     (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
     assert line.startswith("Gallery: left out; ")
     assert "pip install 'proximetry[" in line
+
+
+def test_the_demo_prints_what_it_made_and_what_to_do_next(
+    home, table, tmp_path, monkeypatch, capsys
+):
+    recipe = make_recipe(table, home / "cache", training={"epochs": 1})
+    small = SimpleNamespace(load=lambda name, changes: recipe.override(changes))
+    monkeypatch.setattr("proximetry.cli.demo.Recipe", small)
+    monkeypatch.setattr("proximetry.cli.demo.glyphs", lambda: open_dataset("csv", table))
+    out = tmp_path / "run"
+    for _ in range(2):  # again when all is there
+        assert cli.main(["demo", "--out", str(out)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"Gallery: {out / 'gallery'}" in lines
+        assert f"Report:  {out / 'report.html'}" in lines
+        assert f"  proximetry serve {out / 'gallery'}" in lines[lines.index("Next:") :]
+        assert len(Gallery.open(out / "gallery")) == 24
+        assert Page((out / "report.html").read_bytes()).table("Every class")

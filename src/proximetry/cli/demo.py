@@ -14,6 +14,7 @@ from proximetry._common import atomic_write, chunks, cores
 from proximetry.data import Catalog, glyphs
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
+from proximetry.search.manifest import MANIFEST
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, metrics_table
 from proximetry.training.run import train
@@ -48,12 +49,14 @@ def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[st
     parts = chunks(len(pixels), recipe.evaluation.batch_size)
     vectors = torch.cat([embedder.embed(pixels[part]) for part in parts])
     made = [*make_gallery(folder, embedder, test, vectors), *make_report(folder, vectors)]
+    gallery = folder / "gallery"
+    serve = f"  proximetry serve {gallery}\n" if (gallery / MANIFEST).exists() else ""
     gain = 100 * (rows["trained embedder"]["recall@1"] - rows["raw pixels"]["recall@1"])
     display.message(
         f"\nCharacters never seen in training, in percent:\n\n{metrics_table(rows, COLUMNS)}\n\n"
         f"recall@1 rose by {gain:.1f} points over raw pixels, "
         f"{time.monotonic() - started:.0f} s in all. The epoch was selected on characters held "
-        f"out of training.\n\n" + "\n".join(made) + "\n\nNext:\n"
+        f"out of training.\n\n" + "\n".join(made) + f"\n\nNext:\n{serve}"
         f"  proximetry train IMAGES    your own folder of class folders\n"
         f"  proximetry recipes         the shipped recipes\n"
         f"  proximetry evaluate {folder} glyphs\n"
@@ -68,13 +71,13 @@ def make_gallery(folder: Path, embedder: Embedder, test: Catalog, vectors: Tenso
     try:
         from proximetry.search import Gallery
 
-        if (place / "gallery.json").exists():  # the run was complete before
+        if (place / MANIFEST).exists():  # the run was complete before
             Gallery.open(place, embedder)
         else:
             Gallery.build(embedder, test, place, vectors=vectors)
     except ModuleNotFoundError as error:
         return [f"Gallery: left out; {error}"]
-    return [f"Gallery: {place}, to look at with: proximetry serve {place}"]
+    return [f"Gallery: {place}"]
 
 
 def make_report(folder: Path, vectors: Tensor) -> list[str]:

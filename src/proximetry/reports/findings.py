@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +34,7 @@ Rows = npt.NDArray[np.int64]
 
 NEIGHBORS = 8
 """Shown beside a query."""
-MAPPED = 2000
+MAPPED = 1500
 """Images on a map at most."""
 _OF_A_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
@@ -145,12 +146,17 @@ class Findings:
     def compares_like(self, other: Findings) -> bool:
         """Whether both have the same queries and look for them among the same images."""
         mine, theirs = self.catalog, other.catalog
-        return (mine.paths, mine.labels, mine.queries, mine.galleries) == (
-            theirs.paths,
+        return (mine.labels, mine.queries, mine.galleries, self._files) == (
             theirs.labels,
             theirs.queries,
             theirs.galleries,
+            other._files,
         )
+
+    @cached_property
+    def _files(self) -> list[str]:
+        """Where the images lie, for two folders may hold other images under the same names."""
+        return [os.path.realpath(self.catalog.file(row)) for row in range(len(self.catalog))]
 
 
 def examine(
@@ -203,6 +209,7 @@ def examine(
         similarity,
         wanted.metrics,
         dims,
+        binary=embedder.architecture.binary,
         progress=lambda done, total: steps("searching", done, total),
     )
     scores = means(scored)

@@ -25,6 +25,7 @@ from proximetry.reports.markup import (
 from proximetry.reports.pictures import COLUMNS, Pictures, sprite
 from proximetry.reports.proxies import ProxyFindings, ProxyUse
 from proximetry.reports.record import RunRecord
+from proximetry.training.evaluator import CODES
 from proximetry.training.reporting import metric_title
 
 SHOWN_QUERIES = 8
@@ -172,11 +173,11 @@ def _metrics_table(
             fewer = (scores.get("dims", {}).get(dim, {}).get(name) for scores in columns.values())
             row = [f"{metric_title(name)}, first {dim} dimensions", *map(percent, fewer)]
             rows.append([*row, *["–"] * bool(intervals)])
-    among = [scores.get("among_train", {}) for scores in columns.values()]
-    for name in dict.fromkeys(name for one in among for name in one):
-        values = [percent(one.get(name)) for one in among]
-        rows.append([f"{metric_title(name)} among training images", *values])
-        rows[-1] += ["–"] * bool(intervals)
+    for key, words in ((CODES, ", codes (Hamming)"), ("among_train", " among training images")):
+        found = [scores.get(key, {}) for scores in columns.values()]
+        for name in dict.fromkeys(n for one in found for n in one if n not in COUNTS):
+            row = [f"{metric_title(name)}{words}", *(percent(one.get(name)) for one in found)]
+            rows.append([*row, *["–"] * bool(intervals)])
     last = list(columns.values())[-1]
     counted = f"{spaced(int(last['queries']))} queries"
     if last.get("queries_without_positive"):
