@@ -1,9 +1,11 @@
 """The HTTP interface: what it answers, as scripts see it."""
 
+import asyncio
 import os
 import shutil
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import numpy as np
@@ -14,7 +16,7 @@ from PIL import Image
 
 from proximetry.data import open_image
 from proximetry.search import Gallery, rows
-from proximetry.web import make_app, plane
+from proximetry.web import make_app, plane, view
 from proximetry.web.guard import Guard
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.web.conftest import CLASSES, EACH, client_of, png
@@ -119,6 +121,34 @@ def test_large_pictures_are_sent_as_jpeg(tmp_path):
             assert image.size == (300, 100)
 
 
+@pytest.mark.parametrize("size", [64, 512])
+def test_a_browser_does_not_show_pictures_of_another_gallery(tmp_path, size):
+    marks = []
+    for color in ("red", "blue"):
+        file = tmp_path / f"{color}.png"
+        Image.new("RGB", (24, 24), color).save(file)
+        gallery = Gallery.build(make_embedder(), [file], tmp_path / color)
+        with client_of(gallery.path) as client:
+
+            def ask(client=client):
+                known = {"if-none-match": marks[-1]} if marks else {}
+                answer = client.get(f"/items/0/image?size={size}", headers=known)
+                assert answer.headers["cache-control"] == "private, no-cache"
+                marks.append(answer.headers["etag"])
+                return answer
+
+            with Image.open(BytesIO(ask().content)) as picture:
+                assert picture.getpixel((0, 0)) == ((255, 0, 0) if color == "red" else (0, 0, 255))
+            again = ask()
+            assert (again.status_code, again.content) == (304, b"")
+    with client_of(gallery.path) as client:
+        Image.new("RGB", (24, 24), "green").save(file)
+        assert ask(client).status_code == 200
+        file.unlink()
+        answer = client.get(f"/items/0/image?size={size}", headers={"if-none-match": marks[-1]})
+        assert answer.status_code == 410
+
+
 def wait_for_map(client):
     for _ in range(1200):
         answer = client.get("/map")
@@ -173,14 +203,25 @@ def test_a_map_of_many_images_is_of_a_sample(tmp_path, monkeypatch):
         assert answer["images"] == 60
 
 
-def test_a_map_that_cannot_be_made_says_why(real_maps, own, tmp_path, monkeypatch):
+def test_a_map_that_cannot_be_made_says_why(real_maps, own, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
     with client_of(own.path) as client:
         answer = wait_for_map(client)
         assert answer.status_code == 503
-        assert "the map could not be made" in answer.json()["detail"]
+        told = "the map could not be made; the server's log says why"
+        assert answer.json() == {"detail": told}
+        assert str(tmp_path / "cache") in caplog.text
         assert found(client.post("/search", data={"id": 0}))
+        started = []
+        monkeypatch.setattr(
+            plane.MapMaker, "_start", lambda maker, version: started.append(version)
+        )
+        assert client.get("/map").status_code == 503
+        assert not started
+        monkeypatch.setattr(plane, "_RETRY", 0.0)  # when a minute has gone by
+        assert client.get("/map").status_code == 202
+        assert started == [own.version]
 
 
 def test_the_server_follows_the_gallery(own, own_client, monkeypatch):
@@ -210,6 +251,67 @@ def test_a_gallery_that_is_built_anew_by_another_embedder(own, own_client):
     answer = own_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
     assert [one["id"] for one in found(answer)] == expected.ids[0].tolist()
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_gallery_that_is_built_anew_has_no_points_of_the_old_one(
+    own, own_client, monkeypatch, seed
+):
+    assert wait_for_map(own_client).json()["ids"] == own.ids().tolist()
+    monkeypatch.setattr(plane.MapMaker, "_start", lambda maker, version: None)
+    picture = own.path.parent / "new.png"
+    Image.new("RGB", (24, 24), "red").save(picture)
+    shutil.rmtree(own.path)
+    Gallery.build(make_embedder(seed=seed), [picture], own.path)
+    answer = own_client.get("/map")
+    assert answer.status_code == 202
+    assert answer.json()["images"] == 1
+    assert not answer.json().get("ids")
+
+
+def test_the_event_loop_reads_no_files_of_the_gallery(own, own_client, monkeypatch):
+    follow, looks = view.View._follow, []
+
+    def followed(self):
+        try:
+            asyncio.get_running_loop()
+            looks.append("loop")
+        except RuntimeError:
+            looks.append("thread")
+        follow(self)
+
+    monkeypatch.setattr(view.View, "_follow", followed)
+    for data in ({"id": 0}, {"id": 0, "where": "label=class01"}):
+        assert found(own_client.post("/search", data=data))
+    assert found(own_client.post("/search", files={"image": ("x.png", png())}))
+    assert own_client.post("/search", data={"id": 0, "where": "size=3"}).status_code == 422
+    for address in ("/items/0", "/items/0/image", "/map", "/gallery", "/healthz"):
+        assert own_client.get(address).status_code == 200
+    assert set(looks) == {"thread"}
+
+
+def test_a_column_that_is_new_can_be_asked_for_at_once(own, own_client):
+    table = rows.table({"path": ["/images/new.png"], "label": ["new"], "colour": ["red"]})
+    vectors = make_vectors(1)
+    (new,) = Gallery.open(own.path).add(table, vectors=vectors)
+    matches = found(own_client.post("/search", data={"id": 0, "where": "colour=red"}))
+    assert [one["id"] for one in matches] == [new]
+
+
+def test_the_classes_are_counted_once_for_all_threads(shared, monkeypatch):
+    describe, counted = view._describe, []
+
+    def slowly(gallery):
+        counted.append(gallery.version)
+        time.sleep(0.05)
+        return describe(gallery)
+
+    monkeypatch.setattr(view, "_describe", slowly)
+    seen = view.View(shared.path)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: seen.about(), range(4)))
+    assert counted == [shared.version]
+    assert all(one is found[0] for one in found)
 
 
 def test_what_the_page_is_told(client):

@@ -25,7 +25,7 @@ from proximetry.data import ImageError
 from proximetry.search import Gallery
 from proximetry.search.rows import conditions
 from proximetry.web.guard import MOST_BYTES
-from proximetry.web.plane import MOST, MapMaker, Plane
+from proximetry.web.plane import MOST, MapError, MapMaker, Plane
 from proximetry.web.searcher import (
     MOST_PIXELS,
     Answer,
@@ -196,8 +196,8 @@ class Service:
     def start(self) -> None:
         """Load what the first clients would wait for."""
         self.searcher.warm_up()
-        self.view.about()
-        self.maps.want(self.view.current().version)
+        about = self.view.about()
+        self.maps.want(about.gallery, about.version)
 
     def close(self) -> None:
         """End all threads and processes."""
@@ -209,10 +209,15 @@ class Service:
         """Do work that reads files, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
+    def item(self, item: int) -> dict[str, Any]:
+        """Return what may be told of an image."""
+        (record,) = self.view.items(self.view.current(), [item])
+        return record
+
     def describe(self) -> bytes:
         """Return what the page is told first."""
-        gallery, about = self.view.current(), self.view.about()
-        embedder = gallery.embedder
+        about = self.view.about()
+        gallery, embedder = about.gallery, about.gallery.embedder
         classes = list(about.classes.items())
         return _dump(
             {
@@ -235,8 +240,9 @@ class Service:
 
     def map(self) -> tuple[int, bytes]:
         """Return the map, or how far it is."""
-        about, gallery = self.view.about(), self.view.current()
-        plane = self.maps.want(about.version)
+        about = self.view.about()
+        gallery = about.gallery
+        plane = self.maps.want(gallery, about.version)
         if plane is None:
             seconds = round(time.monotonic() - self.maps.begun, 1)
             return 202, _dump({"state": "computing", "seconds": seconds, "images": len(gallery)})
@@ -250,7 +256,7 @@ def _drawn(gallery: Gallery, about: About, plane: Plane) -> bytes:
     there = np.isin(plane.ids, gallery.ids())  # some may have been removed since
     ids, points = plane.ids[there], plane.points[there].astype(float).round(4)
     number = {name: place for place, name in enumerate(about.classes)}
-    labels = gallery.rows(ids)["label"]
+    labels = gallery.rows(ids, ["label"])["label"]
     return _dump(
         {
             "state": "ready",
@@ -394,7 +400,10 @@ def _read(model: type[M], form: FormData) -> M:
 
 
 async def _ask(service: Service, asked: SearchForm, image: UploadFile | None) -> Answer:
-    where = _conditions(service.view.current(), asked.where)
+    try:
+        where = _conditions(service.view.opened, asked.where)
+    except UsageError:  # of what was open; its newest version may have the column
+        where = _conditions(await service.run(service.view.current), asked.where)
     try:
         if image is not None:
             return await service.searcher.search_image(image.file.read, asked.k, where)
@@ -416,7 +425,7 @@ def _add_items(app: FastAPI, service: Service) -> None:
     )
     async def get_item(item: ItemId) -> Response:
         try:
-            (record,) = await service.run(service.view.items, service.view.current(), [item])
+            record = await service.run(service.item, item)
         except UsageError:
             raise HTTPException(404, f"no image of the gallery has the id {item}") from None
         return _reply(_dump(record))
@@ -427,11 +436,13 @@ def _add_items(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={
             200: {"content": {"image/jpeg": {}, "image/png": {}}},
+            304: {"description": "The client has it already"},
             **_NOT_FOUND,
             410: {"model": Problem, "description": "Its file is gone, or no image any more"},
         },
     )
     async def get_image(
+        request: Request,
         item: ItemId,
         size: Annotated[
             int,
@@ -439,14 +450,17 @@ def _add_items(app: FastAPI, service: Service) -> None:
         ] = 512,
     ) -> Response:
         try:
-            picture = await service.run(service.view.picture, item, size)
+            known = request.headers.get("if-none-match")
+            mark, picture = await service.run(service.view.picture, item, size, known)
         except ImageError as error:
             raise HTTPException(
                 410, f"image {item} cannot be shown: {shorten(error.reason, 300)}"
             ) from None
         except UsageError:
             raise HTTPException(404, f"no image of the gallery has the id {item}") from None
-        headers = {"Cache-Control": "private, max-age=600"}
+        headers = {"Cache-Control": "private, no-cache", "ETag": mark}
+        if picture is None:
+            return Response(None, 304, headers)
         return Response(picture.content, 200, headers, picture.media_type)
 
 
@@ -459,8 +473,8 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     async def get_map() -> Response:
         try:
             status, content = await service.run(service.map)
-        except RuntimeError as error:
-            raise HTTPException(503, shorten(str(error), 500)) from None
+        except MapError as error:
+            raise HTTPException(503, str(error)) from None
         return _reply(content, status)
 
     @app.get("/gallery", summary="What the gallery is", responses={200: {"model": GalleryInfo}})

@@ -5,6 +5,7 @@ however that ends.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -25,9 +26,12 @@ from proximetry.metrics import map_embeddings
 from proximetry.metrics.inputs import IntArray
 from proximetry.search.segments import Snapshot
 
+log = logging.getLogger("proximetry.web")
+
 MOST = 20_000
 """Images on a map; of more a sample is drawn."""
 _KEPT = 50  # maps in the cache
+_RETRY = 60.0  # seconds after which a map that could not be made is tried again
 # With the same sys.path it finds the same packages.
 _MAKE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -43,6 +47,10 @@ class Plane(NamedTuple):
     points: npt.NDArray[np.float32]
 
 
+class MapError(RuntimeError):
+    """There is no map, and none is being made."""
+
+
 class MapMaker:
     """Makes the map of a gallery's newest version; for several threads."""
 
@@ -51,25 +59,33 @@ class MapMaker:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, float] = {}
+        self._gallery: object = None
         self._plane: Plane | None = None
         self._version = ""
         self.begun = 0.0
 
-    def want(self, version: str) -> Plane | None:
+    def want(self, gallery: object, version: str) -> Plane | None:
         """Return the map of a version; until there is one that of an earlier version, or None.
 
+        Args:
+            gallery: what `View` has opened, another object if it was built anew.
+            version: its newest one.
+
         Raises:
-            RuntimeError: it cannot be made, and why.
+            MapError: it could not be made a moment ago.
         """
         with self._lock:
             self._look()
+            if gallery is not self._gallery:  # the same ids may be other images now
+                self._gallery, self._plane = gallery, None
             if self._plane is None or self._plane.version != version:
                 self._plane = _read(version) or self._plane
             made = self._plane is not None and self._plane.version == version
             if not made and self._process is None:
-                if version in self._failed:
-                    raise RuntimeError(f"the map could not be made: {self._failed[version]}")
+                failed = self._failed.get(version)
+                if failed is not None and time.monotonic() - failed < _RETRY:
+                    raise MapError("the map could not be made; the server's log says why")
                 self._start(version)
             return self._plane
 
@@ -78,7 +94,8 @@ class MapMaker:
         with self._lock:
             if self._process is not None:
                 self._process.kill()
-                self._look(wait=True)
+                self._process.wait()
+                self._discard()
 
     def _start(self, version: str) -> None:
         settings = [json.dumps([*map(str, sys.path)]), str(self._path.absolute())]
@@ -92,21 +109,25 @@ class MapMaker:
             process_group=0,  # Ctrl-C is for the server
         )
 
-    def _look(self, *, wait: bool = False) -> None:
+    def _look(self) -> None:
         """See whether the process has ended, and how."""
-        if self._process is None or self._errors is None:
-            return
-        if wait:
-            self._process.wait()
-        if self._process.poll() is None:
+        if self._process is None or self._errors is None or self._process.poll() is None:
             return
         if self._process.returncode:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").split("\n")
             told = [line for line in lines if line.strip()]
-            self._failed[self._version] = told[-1] if told else "its process was ended"
-        self._errors.close()
+            # Not for clients: it may name files of this machine.
+            why = told[-1] if told else "its process was ended"
+            log.warning("the map could not be made: %s", why)
+            self._failed[self._version] = time.monotonic()
+        self._discard()
+
+    def _discard(self) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
+        assert self._errors is not None
+        self._errors.close()
         self._process.stdin.close()
         self._process = self._errors = None
 
@@ -139,7 +160,7 @@ def make(path: str) -> None:
 
 
 def _end_with_the_server() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not by sys.stdin, whose lock would abort Python as it ends
     os._exit(1)
 
 

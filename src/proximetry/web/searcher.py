@@ -44,14 +44,14 @@ class Query(NamedTuple):
     """What one client searches for: pixels for the network, or an image of the gallery.
 
     Attributes:
-        gallery: the one whose embedder takes the pixels.
+        gallery: the one whose embedder takes the pixels; None without pixels.
         pixels: uint8 [3, H, W].
         item: an id.
         k: how many images are wanted.
         where: conditions.
     """
 
-    gallery: Gallery
+    gallery: Gallery | None
     pixels: Tensor | None
     item: int | None
     k: int
@@ -107,20 +107,19 @@ class Searcher:
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
         """Find the images that are nearest to one; raises ImageError if it is none."""
-        gallery = self._view.current()
 
-        def decode() -> Tensor:
+        def decode() -> Query:
+            gallery = self._view.current()
             # The limit is checked before anything is decoded.
             image = open_image(read(), max_pixels=MOST_PIXELS)
-            return gallery.embedder.preprocessing.pixels(image)
+            return Query(gallery, gallery.embedder.preprocessing.pixels(image), None, k, where)
 
         loop = asyncio.get_running_loop()
-        pixels = await loop.run_in_executor(self._decoders, decode)
-        return await self._ask(Query(gallery, pixels, None, k, where))
+        return await self._ask(await loop.run_in_executor(self._decoders, decode))
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
         """Find the images that are nearest to one of the gallery, which is not among them."""
-        return await self._ask(Query(self._view.current(), None, item, k, where))
+        return await self._ask(Query(None, None, item, k, where))
 
     async def _ask(self, query: Query) -> Answer:
         job = _Job(query, asyncio.get_running_loop().create_future(), time.perf_counter())

@@ -1,5 +1,6 @@
 """A gallery as the page sees it: always the newest version, and no names of our folders."""
 
+import hashlib
 import io
 import logging
 import math
@@ -18,7 +19,7 @@ from proximetry._common import UsageError
 from proximetry.data import open_image
 from proximetry.data.tar_shards import file_state, split_shard_path
 from proximetry.search import Gallery
-from proximetry.search.manifest import MANIFEST, read_manifest
+from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 
 log = logging.getLogger("proximetry.web")
 
@@ -45,12 +46,14 @@ class About(NamedTuple):
     """What is known of one version of a gallery.
 
     Attributes:
+        gallery: the one that was asked, which may have gone on since.
         version: which one.
         home: the folder that its images lie in; nobody outside is told.
         classes: by name, how many images there are; most frequent first.
         suggested: ids to begin with.
     """
 
+    gallery: Gallery
     version: str
     home: str
     classes: dict[str, int]
@@ -65,12 +68,21 @@ class View:
         self._lock = Lock()
         self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
         self._gallery = Gallery.open(path)
-        self._embedder = read_manifest(path).embedder
+        self._build = _build(path)
         self._looked = time.monotonic()
+        self._describing = Lock()
         self._about: About | None = None
 
+    @property
+    def opened(self) -> Gallery:
+        """The gallery as it was last seen: at once, whatever the disk does."""
+        return self._gallery
+
     def current(self) -> Gallery:
-        """Return the gallery at its newest version; another object if it was built anew."""
+        """Return the gallery at its newest version; another object if it was built anew.
+
+        It may read files, so it is not for the event loop.
+        """
         with self._lock:
             if time.monotonic() - self._looked >= _LOOK_EVERY:
                 self._follow()
@@ -82,11 +94,11 @@ class View:
             state = file_state(self.path / MANIFEST)
             if state == self._state:
                 return
-            embedder = read_manifest(self.path).embedder
-            if embedder == self._embedder:
+            build = _build(self.path)
+            if build == self._build:
                 self._gallery.refresh()
             else:
-                self._gallery, self._embedder = Gallery.open(self.path), embedder
+                self._gallery, self._build = Gallery.open(self.path), build
             self._state = state
         except (OSError, ValueError) as error:
             if self._state:  # said once, until it can be read again
@@ -95,11 +107,11 @@ class View:
 
     def about(self) -> About:
         """Return what is known of the newest version; counted once per version."""
-        gallery = self.current()
-        found = self._about
-        if found is None or found.version != gallery.version:
-            self._about = found = _describe(gallery)
-        return found
+        with self._describing:
+            gallery, found = self.current(), self._about
+            if found is None or found.gallery is not gallery or found.version != gallery.version:
+                self._about = found = _describe(gallery)
+            return found
 
     def items(self, gallery: Gallery, ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return what may be told of images; raises UsageError where there is none."""
@@ -122,21 +134,32 @@ class View:
             for row, one in enumerate(ids)
         ]
 
-    def picture(self, item: int, size: int) -> Picture:
-        """Return an image of the gallery, its longer side at most so many pixels.
+    def picture(self, item: int, size: int, known: str | None) -> tuple[str, Picture | None]:
+        """Return an image of the gallery, its longer side at most so many pixels, and its ETag.
+
+        There is no picture if its ETag is the one that the client knows. It is another one for
+        another file: every gallery has an image 0.
 
         Raises:
             UsageError: there is no such image.
             ImageError: its file is gone, or is no image any more.
         """
-        (path,) = self.current().rows([item])["path"]
-        if size > _THUMBNAIL:
-            return _picture(path, size)
+        (path,) = self.current().rows([item], ["path"])["path"]
         try:
             state = file_state(split_shard_path(path)[0])
         except OSError:
-            return _picture(path, size)  # which says why
-        return _thumbnail(path, state, size)
+            state = ()
+        mark = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
+        if not state:
+            return mark, _picture(path, size)  # which says why
+        if mark == known:
+            return mark, None
+        return mark, (_picture(path, size) if size > _THUMBNAIL else _thumbnail(path, state, size))
+
+
+def _build(path: Path) -> tuple[str, tuple[int, ...]]:
+    """What changes when a gallery is built anew, and its ids begin again, but at no other time."""
+    return read_manifest(path).embedder, file_state(path / EMBEDDER)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -161,13 +184,14 @@ def _describe(gallery: Gallery) -> About:
     draw = np.random.default_rng(0)
     some = np.sort(draw.permutation(ids)[:_LOOKED_AT])
     try:
-        labels = Counter(gallery.rows(ids)["label"])
-        paths = gallery.rows(some)["path"]
+        labels = Counter(gallery.rows(ids, ["label"])["label"])
+        paths = gallery.rows(some, ["path"])["path"]
     except UsageError:  # some were removed a moment ago
         return _describe(gallery)
     labels.pop(None, None)
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
     return About(
+        gallery,
         version,
         os.path.commonpath(folders) if folders else "",
         {str(name): count for name, count in labels.most_common()},
