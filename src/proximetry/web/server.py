@@ -40,8 +40,8 @@ def serve(
         report: called with what there is to say.
     """
     uvicorn = need("uvicorn", "web", "The search page")
-    for module in ("fastapi", "python_multipart"):
-        need(module, "web", "The search page")
+    need("python_multipart", "web", "The search page")
+    need("fastapi", "web", "The search page")
     from proximetry.web.app import make_app
 
     token = token or os.environ.get(TOKEN) or None
