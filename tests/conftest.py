@@ -1,5 +1,8 @@
 """For all tests: one thread per worker, hypothesis without deadlines, quick processes."""
 
+import signal
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -7,6 +10,10 @@ from hypothesis import HealthCheck, settings
 from tests.processes import Server
 
 torch.set_num_threads(1)
+with suppress(ValueError):  # not in the main thread
+    # A shell lets what it starts in the background ignore Ctrl-C, and processes pass that on.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "proximetry",
     deadline=None,
