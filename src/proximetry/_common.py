@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called with (done, total) now and then."""
+Steps = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total) now and then."""
 
 
 class UsageError(ValueError):

@@ -48,6 +48,7 @@ def index(
         device: cpu or cuda; default: cuda where there is a GPU.
     """
     from proximetry.cli.processes import processes
+    from proximetry.search.manifest import EMBEDDER
     from proximetry.search.staging import help_out, with_helpers
 
     with processes(device) as world:
@@ -56,7 +57,7 @@ def index(
             with with_helpers() if world.size > 1 else nullcontext():
                 _index(images, model, gallery, index, batch_size, bad_images, own, as_json)
         else:
-            help_out(lambda: _load(model or Path(gallery) / "embedder", own))
+            help_out(lambda: _load(model or Path(gallery) / EMBEDDER, own))
 
 
 def _index(
@@ -111,12 +112,13 @@ def _index(
 
 def _exists(gallery: str) -> bool:
     from proximetry.search.gallery import is_milvus
+    from proximetry.search.manifest import MANIFEST
 
     if is_milvus(gallery):
         from proximetry.search.milvus import exists
 
         return exists(gallery)
-    return (Path(gallery) / "gallery.json").exists()
+    return (Path(gallery) / MANIFEST).exists()
 
 
 def _open(gallery: str, model: Path | None) -> "Gallery":
@@ -166,10 +168,11 @@ def _add(
 ) -> int:
     """Add what is new to a gallery that is there, and say what is not."""
     from proximetry.search import Gallery
+    from proximetry.search.manifest import EMBEDDER
     from proximetry.search.rows import arrow, values
 
-    if model is None and device is not None and (Path(gallery) / "embedder").exists():
-        model = Path(gallery) / "embedder"
+    if model is None and device is not None and (Path(gallery) / EMBEDDER).exists():
+        model = Path(gallery) / EMBEDDER
     found = Gallery.open(gallery, None if model is None else _load(model, device))
     same = index in (None, found.index) or (index == "auto" and found.index == "BFlat")
     if not same:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._common import UsageError, resolve_device, some, spaced
+from proximetry._common import Steps, UsageError, resolve_device, some, spaced
 from proximetry.data import Catalog, open_dataset, resolve_source
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embeddings, retrieve
 from proximetry.metrics.scores import COUNTS
@@ -29,7 +28,6 @@ from proximetry.training.comparison import (
 from proximetry.training.data import divide, open_catalog
 from proximetry.training.evaluator import doubts, encode_catalog, means, score_queries
 
-Steps = Callable[[str, int, int], None]
 Rows = npt.NDArray[np.int64]
 
 NEIGHBORS = 8

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from proximetry import __version__
-from proximetry._common import UsageError, atomic_write
+from proximetry._common import Steps, UsageError, atomic_write
 from proximetry.reports.comparison import comparison_sections
-from proximetry.reports.findings import Findings, Steps, examine
+from proximetry.reports.findings import Findings, examine
 from proximetry.reports.markup import Markup, Section, el, join, page
 from proximetry.reports.pictures import Pictures
 from proximetry.reports.proxies import find_proxies, find_use

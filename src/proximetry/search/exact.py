@@ -33,7 +33,7 @@ _QUERIES = 1024
 # Entries whose maximum is taken before the best of them are looked for.
 _GROUP = 32
 # Candidates beyond k, so that a second pass is rarely needed.
-_SPARE = 16
+SPARE = 16
 # Values of vectors that are gathered at once: 2 MB of float64, which stay in the cache.
 _GATHERED = 1 << 18
 _TILE = 4096
@@ -156,7 +156,7 @@ class Store:
 
     def _search(self, parts: Sequence[Part], queries: FloatArray, k: int) -> Found:
         with full_precision(torch.device("cpu")):
-            wanted = k + _SPARE
+            wanted = k + SPARE
             places, products = _candidates(parts, queries, self.similarity, wanted)
             found = self.settle(queries, places, k)
             if places.shape[1] < wanted:  # which is all there is

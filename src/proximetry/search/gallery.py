@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import UsageError, chunks, resolve_device, some, spaced, writing
+from proximetry._common import Steps, UsageError, chunks, resolve_device, some, spaced, writing
 from proximetry.data import Catalog
 from proximetry.metrics.inputs import IntArray, as_embeddings
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
@@ -46,7 +46,6 @@ from proximetry.search.result import SearchResult
 from proximetry.search.segments import (
     Segment,
     Snapshot,
-    Steps,
     Version,
     prepared,
     quiet,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import UsageError, chunks, need, shown
+from proximetry._common import Steps, UsageError, chunks, need, shown
 from proximetry.metrics.codes import binary_codes, candidates
 from proximetry.metrics.inputs import IntArray
 from proximetry.models.names import Similarity
@@ -36,7 +36,6 @@ _KNOWN = re.compile(
     r"(OPQ\d+(_\d+)?,|PCA[RW]*\d+,)?"
     r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+)"
 )
-Steps = Callable[[str, int, int], None]
 
 
 @cache
@@ -171,6 +170,11 @@ def _threads(count: int | None) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
+def compressed(k: int) -> int:
+    """How many rows to ask for where k are wanted and vectors are compressed."""
+    return 4 * max(k, 10)
+
+
 class Index:
     """An index that is open, ready to propose rows."""
 
@@ -197,7 +201,7 @@ class Index:
         """Rows to ask for where k are wanted: the coarser the codes, the more."""
         if self._binary:
             return candidates(k)
-        return 4 * max(k, 10) if "PQ" in self.kind or "SQ" in self.kind else k
+        return compressed(k) if "PQ" in self.kind or "SQ" in self.kind else k
 
     def candidates(
         self,

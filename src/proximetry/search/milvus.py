@@ -29,6 +29,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from proximetry._common import (
+    Steps,
     UsageError,
     cache_folder,
     chunks,
@@ -44,7 +45,7 @@ from proximetry.metrics.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
-from proximetry.search.exact import FloatArray, Found, Part, Store
+from proximetry.search.exact import SPARE, FloatArray, Found, Part, Store
 from proximetry.search.gallery import (
     Gallery,
     Images,
@@ -55,7 +56,7 @@ from proximetry.search.gallery import (
     describe_index,
 )
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
-from proximetry.search.segments import Steps, all_pairs, proposed_pairs
+from proximetry.search.segments import all_pairs, proposed_pairs
 from proximetry.search.staging import BadImages
 
 MOST = 16_384
@@ -72,8 +73,6 @@ _LONGEST_TEXT = 65_535
 _NUMBERS, _ROWS = 1 << 22, 4096
 # Similarities that are asked for at once.
 _FOUND = 1 << 20
-# Candidates beyond k, so that a second search is rarely needed.
-_SPARE = 16
 
 _SERVER = re.compile(r"milvus(s?)://([^/\s]+)/([A-Za-z_][A-Za-z0-9_]*)")
 _FILE = re.compile(r"milvus:(?!//[^/])(?://)?(.+\.db)(?:/([A-Za-z_][A-Za-z0-9_]*))?")
@@ -202,7 +201,7 @@ class Index(NamedTuple):
 
     def candidates(self, k: int) -> int:
         """How many images to ask for: more where codes are coarse, or the order is in doubt."""
-        wanted = k + _SPARE if self.exact else 4 * max(k, 10) if self.kind == "IVF_PQ" else k
+        wanted = k + SPARE if self.exact else indexes.compressed(k) if self.kind == "IVF_PQ" else k
         return min(wanted, MOST)
 
     def depth(self, count: int) -> dict[str, int]:

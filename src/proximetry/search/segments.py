@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import chunks, writing
+from proximetry._common import Steps, chunks, writing
 from proximetry.metrics.inputs import IntArray, normalize
 from proximetry.search import exact, indexes, rows
 from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
@@ -32,8 +32,6 @@ from proximetry.search.manifest import (
     read_manifest,
 )
 
-Steps = Callable[[str, int, int], None]
-"""Called with (what is being done, done, total) now and then."""
 # Neighbours that an index is asked for when it looks for duplicates.
 _ALIKE = 32
 # Of an index, this share of its rows may be forbidden before searching the others is quicker.
