@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry import losses
-from proximetry.losses.formulation import combine, dense
+from proximetry.losses.formulation import dense, join_by_sample, pull_by_class
 from proximetry.losses.streamed import streamed
 from tests.losses import reference
 from tests.losses.cases import NAMES, SOFT, SUBCENTRES, batch, make, problem
@@ -90,9 +90,13 @@ def similarity_gradient(loss, S, y, engine):
     S = S.clone().requires_grad_()
     eye = torch.eye(S.shape[1], dtype=S.dtype).unsqueeze(1)
     ones = S.new_ones(S.shape[0])
-    own, negatives = ENGINES[engine](problem(loss, S, eye, y, ones))
+    own, negatives, _ = ENGINES[engine](problem(loss, S, eye, y, ones))
     positive = loss.positive_logit(own, ones)
-    combine(loss.form, positive, negatives, y, S.shape[1]).backward()
+    if loss.form.by == "class":
+        pull = pull_by_class(positive, y, S.shape[1]).sum() / len(y.unique())
+        (pull + negatives).backward()
+    else:
+        join_by_sample(loss.form, positive, negatives).mean().backward()
     return S.grad.numpy()
 
 

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from pytorch_metric_learning import losses as peer
+from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.reducers import DoNothingReducer, MeanReducer
 
 from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
 from tests.losses.cases import batch
@@ -112,11 +115,114 @@ def test_the_memory_keeps_the_newest_of_a_larger_batch():
         assert loss(*small).item() == pytest.approx(expected(*small).item())
 
 
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_ignored_labels_leave_the_value_and_gradient_of_the_others(name):
+    x, y = batch(size=24, dtype=torch.float32)
+    y[::5] = -1
+    kept = y >= 0
+    x[::10] = torch.nan  # whatever it holds
+    found = []
+    for given, labels in ((x.clone().requires_grad_(), y), (x[kept].requires_grad_(), y[kept])):
+        torch.manual_seed(0)
+        value = PairLoss(name)(given, labels)
+        found.append((value.detach(), *torch.autograd.grad(value, given)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1][kept], found[1][1])
+    assert (found[0][1][~kept] == 0).all()
+    nothing = x.clone().requires_grad_()
+    value = PairLoss(name)(nothing, torch.full_like(y, -1))
+    assert value.item() == 0.0
+    assert (torch.autograd.grad(value, nothing)[0] == 0).all()
+
+
+def test_a_memory_remembers_nothing_that_is_ignored():
+    first, second = (PairLoss("contrastive", memory=32, dim=5) for _ in range(2))
+    for x, y in batches(4):
+        y[2] = y[7] = -1
+        assert torch.equal(first(x, y), second(x[y >= 0], y[y >= 0]))
+        first(x, torch.full_like(y, -1))
+
+
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        *(peer.SupConLoss, peer.NTXentLoss, peer.CircleLoss, peer.FastAPLoss, peer.AngularLoss),
+        *(peer.TupletMarginLoss, peer.NCALoss, peer.InstanceLoss),
+        lambda: peer.RankedListLoss(margin=0.4, Tn=5.0),
+        lambda: peer.TripletMarginLoss(distance=LpDistance(power=2), reducer=MeanReducer()),
+        lambda: peer.ProxyAnchorLoss(7, 5),
+        lambda: peer.MultipleLosses([peer.ContrastiveLoss(), peer.CircleLoss()]),
+    ],
+)
+def test_loss_objects_give_their_own_values(make_loss):
+    x, y = batch(size=24, dtype=torch.float32)
+    torch.manual_seed(0)
+    loss = make_loss()
+    expected = loss(x, y)
+    for labels in (y, y.numpy(), y.tolist()):
+        given = x.clone().requires_grad_()
+        value = PairLoss(loss)(given, labels)
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        value.backward()
+        assert torch.isfinite(given.grad).all()
+    assert list(PairLoss(loss).parameters()) == list(loss.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("sup_con", peer.SupConLoss(temperature=0.1)),
+        ("nt_xent", peer.NTXentLoss(temperature=0.07)),
+        ("circle", peer.CircleLoss(m=0.4, gamma=80)),
+    ],
+)
+def test_names_for_contrastive_losses(name, loss):
+    x, y = batch(size=24, dtype=torch.float32)
+    assert torch.equal(PairLoss(name)(x, y), PairLoss(loss)(x, y))
+
+
+def test_any_miner_with_a_name_or_an_object():
+    x, y = batch(size=24, dtype=torch.float32)
+    miner = BatchHardMiner()
+    plain = peer.TripletMarginLoss(margin=0.1)
+    expected = plain(x, y, miner(x, y)).item()
+    assert PairLoss("triplet", miner=miner)(x, y).item() == pytest.approx(expected)
+    assert PairLoss(plain, miner=miner)(x, y).item() == pytest.approx(expected)
+    assert PairLoss("triplet")(x, y).item() != pytest.approx(expected)
+
+
+def test_objects_have_a_memory_too():
+    first = PairLoss("contrastive", memory=32, dim=5)
+    cosine = CosineSimilarity()
+    inside = peer.ContrastiveLoss(pos_margin=1.0, neg_margin=0.5, distance=cosine)
+    second = PairLoss(inside, memory=32, dim=5)
+    for x, y in batches(4):
+        assert torch.equal(first(x, y), second(x, y))
+    assert second.state_dict()["remembered"] == 48
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: PairLoss("tripet"), "did you mean 'triplet'"),
         (lambda: PairLoss("triplet", marign=1.0), "marign"),
+        (lambda: PairLoss("vicreg"), "is given as an object"),
+        (lambda: PairLoss(peer.SupConLoss), r"must be made first: SupConLoss\(…\)"),
+        (lambda: PairLoss(None), "the loss must be an object of .*, got NoneType"),
+        (lambda: PairLoss("triplet", miner="semihard"), "the miner must be an object .*, got str"),
+        (lambda: PairLoss("triplet", miner=BatchHardMiner), "the miner must be made first"),
+        (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss has no setting 'temp"),
+        (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss has no cross-batch"),
+        (
+            lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)),
+            "give the loss inside it, with memory= and dim=",
+        ),
+        (
+            lambda: PairLoss(peer.ContrastiveLoss(reducer=DoNothingReducer()))(
+                torch.ones(2, 3), torch.zeros(2).long()
+            ),
+            "ContrastiveLoss gives no single number",
+        ),
         (lambda: PairLoss("triplet", memory=3), "needs dim"),
         (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair. takes no settings"),
         (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* got 0"),

@@ -14,6 +14,7 @@ from proximetry._common import UsageError, closest, shown
 from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.formulation import LossForm
+from proximetry.losses.gathering import Gathered, gathered
 from proximetry.losses.pair_losses import PAIR_LOSSES
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
@@ -68,6 +69,7 @@ __all__ = [
     "CenterLoss",
     "CosFace",
     "ExclusiveRegularizer",
+    "Gathered",
     "IntraClassRegularizer",
     "LossForm",
     "NormSoftmax",
@@ -82,6 +84,7 @@ __all__ = [
     "SphereFace",
     "check_settings",
     "create",
+    "gathered",
     "loss_settings",
     "parameter_groups",
     "setting",

@@ -68,12 +68,11 @@ class MPA(_MultiProxyAnchor, name="mpa"):
         kw_only=True,
     )
 
-    def negative_weight(self, labels: Tensor) -> float | Tensor:
+    def negative_weight(self, present: Tensor) -> float | Tensor:
         """1/|C⁻| for the classes of C⁻, 0 for the others."""
         if self.negative_classes == "all":
-            return super().negative_weight(labels)
-        weight = self.proxies.weight
-        absent = weight.new_ones(len(weight)).scatter(0, labels, 0.0)
+            return super().negative_weight(present)
+        absent = 1.0 - present
         return absent / absent.sum().clamp(min=1.0)
 
 

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
-"""What the losses take for labels: class indices [B]."""
+"""What the losses take for labels: class indices [B], and `IGNORED`."""
+
+Weights = Tensor | NDArray[np.floating[Any]] | Sequence[float]
+"""What the losses take for the weights of samples [B]."""
+
+#: The label of samples that a loss leaves out.
+IGNORED = -1
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -71,6 +77,15 @@ def count(name: str, value: Any) -> int:
     return int(value)
 
 
+@check("0 ≤ float ≤ 1")
+def fraction(name: str, value: Any) -> float:
+    """Return ``value`` as a float; refuse anything outside 0…1."""
+    number = finite(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
+    return number
+
+
 @check("bool")
 def boolean(name: str, value: Any) -> bool:
     """Return ``value``; refuse anything but True and False."""
@@ -117,8 +132,7 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
 def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
     """Return the labels as int64; refuse a batch whose shapes or types do not fit together."""
     check_embeddings(embeddings, dim)
-    if not isinstance(labels, Tensor):
-        labels = torch.from_numpy(_integers(labels)).to(embeddings.device)
+    labels = as_labels(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
@@ -127,6 +141,13 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
             f"got {list(labels.shape)}"
         )
     return labels.long()
+
+
+def as_labels(embeddings: Tensor, labels: Labels) -> Tensor:
+    """Return labels that are no tensor as one, beside the embeddings."""
+    if isinstance(labels, Tensor):
+        return labels
+    return torch.from_numpy(_integers(labels)).to(embeddings.device)
 
 
 def _integers(labels: Any) -> NDArray[np.int64]:
@@ -144,12 +165,48 @@ def _integers(labels: Any) -> NDArray[np.int64]:
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that are no class of the loss. On CUDA this waits for the device."""
+    """Refuse labels that are no class of the loss, nor -1. On CUDA this waits for the device."""
     low, high = torch.stack(labels.aminmax()).tolist()
-    if low < 0 or high >= num_classes:
-        wrong = low if low < 0 else high
+    if low < IGNORED or high >= num_classes:
+        wrong = low if low < IGNORED else high
         position = int((labels == wrong).nonzero()[0, 0])
         raise ValueError(
             f"label {wrong} (position {position} of the batch) is outside 0..{num_classes - 1}; "
-            f"the loss was made for {num_classes} classes"
+            f"the loss was made for {num_classes} classes, and ignores the label {IGNORED}"
         )
+
+
+def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None:
+    """Return the weights as a tensor beside the embeddings; refuse what is no number for each."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor):
+        try:
+            weights = torch.from_numpy(np.asarray(weights, np.float64))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
+    if weights.is_complex():
+        raise ValueError(f"weights must be real numbers, got {weights.dtype}")
+    if weights.ndim != 1 or weights.shape[0] != embeddings.shape[0]:
+        raise ValueError(
+            f"{embeddings.shape[0]} embeddings need weights of shape [{embeddings.shape[0]}], "
+            f"got {list(weights.shape)}"
+        )
+    return weights.detach().to(embeddings.device)
+
+
+def weight_range(weights: Tensor) -> None:
+    """Refuse weights that are negative or not finite. On CUDA this waits for the device."""
+    wrong = ~((weights >= 0) & torch.isfinite(weights))
+    if wrong.any():
+        position = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"weight {weights[position].item()} (position {position} of the batch) must be a "
+            "finite number of at least 0"
+        )
+
+
+def counted(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return how much each sample counts [B]: its weight, 0 for `IGNORED`, otherwise 1."""
+    plain = torch.ones_like(labels, dtype=dtype) if weights is None else weights.to(dtype)
+    return plain.masked_fill(labels == IGNORED, 0.0)

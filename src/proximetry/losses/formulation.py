@@ -13,7 +13,7 @@ The fourth choice, what a margin does to the logits, is two short methods of the
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +46,7 @@ class LossForm:
 class Problem:
     """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
 
-    An engine returns each sample's similarity to its own class [B], and the negatives: by sample,
-    the log-sum-exp over the other classes [B], -inf if there are none; by class, the sum over the
-    classes of ``class_weight`` · log(1 + Σ exp logit over the samples of other classes).
+    An engine makes `Parts` of it.
     """
 
     x: Tensor
@@ -62,40 +60,74 @@ class Problem:
     scale: float | Tensor
     """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
     offset: float
-    class_weight: float | Tensor
-    """Weight of the negative term of a class, or of each class [C]; for class-wise losses."""
+    class_weight: float | Tensor | None
+    """Weight of the negative term of a class, or of each class [C]; for class-wise losses. None
+    asks for the terms of the classes one by one."""
+    log_weights: Tensor | None = None
+    """Logarithms of the weights of the samples [B], which class-wise losses add to the logits."""
+    smoothed: bool = False
+    """Whether the sum of the similarities of a sample is wanted too; for sample-wise losses."""
 
 
-def dense(problem: Problem) -> tuple[Tensor, Tensor]:
+class Parts(NamedTuple):
+    """What an engine makes of a problem."""
+
+    positive: Tensor
+    """Each sample's similarity to its own class [B]."""
+    negatives: Tensor
+    """By sample, the log-sum-exp over the other classes [B], -inf if there are none. By class,
+    log(1 + Σ exp logit over the samples of other classes): the sum over the classes with
+    ``class_weight``, or without one each [C]."""
+    total: Tensor | None
+    """The sum of a sample's similarities to all classes [B], where it is wanted."""
+
+
+def dense(problem: Problem) -> Parts:
     """The dense engine: all similarities at once, in plain autograd."""
     S = class_similarities(problem.x, problem.proxies, problem.form.similarity, problem.gamma)
     own = problem.labels.unsqueeze(1)
     positive = S.gather(1, own).squeeze(1)
     scale = problem.scale
     factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-    z = (factor * S + problem.offset).scatter(1, own, -torch.inf)
+    offset: float | Tensor = problem.offset
+    if problem.log_weights is not None:
+        offset = (problem.log_weights + offset).unsqueeze(1)
+    z = (factor * S + offset).scatter(1, own, -torch.inf)
     if problem.form.by == "sample":
-        return positive, z.logsumexp(1)
-    return positive, (problem.class_weight * softplus(z.logsumexp(0))).sum()
+        return Parts(positive, z.logsumexp(1), S.sum(1) if problem.smoothed else None)
+    push = softplus(z.logsumexp(0))
+    if problem.class_weight is not None:
+        push = (problem.class_weight * push).sum()
+    return Parts(positive, push, None)
 
 
-def combine(
-    form: LossForm, positive: Tensor, negatives: Tensor, labels: Tensor, num_classes: int
-) -> Tensor:
-    """Join the logits of the positives [B] with what an engine made of the negatives."""
-    if form.by == "class":
-        return _mean_over_present_classes(positive, labels, num_classes) + negatives
+def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:
+    """Join the logits of the positives [B] with the negatives [B]: the terms of the samples."""
     match form.join:
         case "apart":
-            return (softplus(positive) + softplus(negatives)).mean()
+            return softplus(positive) + softplus(negatives)
         case "together":
-            return softplus(torch.logaddexp(positive, negatives)).mean()
+            return softplus(torch.logaddexp(positive, negatives))
         case "softmax":
-            return softplus(negatives - positive).mean()
+            return softplus(negatives - positive)
         case "others":
             # With a single class there is nothing to push away from: only the pull remains.
-            push = negatives.masked_fill(torch.isneginf(negatives), 0.0)
-            return (push - positive).mean()
+            return negatives.masked_fill(torch.isneginf(negatives), 0.0) - positive
+
+
+def pull_by_class(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """log(1 + Σ over the samples of a class of e^logit), for every class [C]."""
+    zero = logit.new_zeros(num_classes)
+    shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
+    total = add_rows_(torch.zeros_like(zero), labels, torch.exp(logit - shift[labels]))
+    return log1p_sum_exp(total, shift)
+
+
+def weighted_mean(terms: Tensor, weights: Tensor) -> Tensor:
+    """Σ w·t / Σ w, or 0 without any weight; to the last bit the plain mean where all w are 1."""
+    total = weights.sum()
+    share = torch.where(total > 0, len(weights) / total, 0.0)
+    return (terms * weights).mean() * share
 
 
 def softplus(z: Tensor) -> Tensor:
@@ -106,12 +138,3 @@ def softplus(z: Tensor) -> Tensor:
 def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
     """log(1 + Σ e^z) from ``total`` = Σ e^(z - shift), ``shift`` >= 0, without cancellation."""
     return shift + torch.log1p(total + torch.expm1(-shift))
-
-
-def _mean_over_present_classes(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Mean over the classes in the batch of log(1 + Σ over their samples of e^logit)."""
-    zero = logit.new_zeros(num_classes)
-    shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
-    total = add_rows_(torch.zeros_like(zero), labels, torch.exp(logit - shift[labels]))
-    present = zero.scatter(0, labels, 1.0).sum()
-    return log1p_sum_exp(total, shift).sum() / present

@@ -1,7 +1,7 @@
 """Pair-based baselines and cross-batch memory, from pytorch-metric-learning (extra ``pairs``).
 
 The adapter gives them the interface of the proxy losses: ``forward(embeddings, labels)`` to a
-float32 scalar, full precision under autocast, clear errors.
+float32 scalar, full precision under autocast, ignored labels, clear errors.
 """
 
 from collections.abc import Callable
@@ -113,36 +113,84 @@ def _multi_similarity(peer: Any, alpha: float, beta: float, base: float, epsilon
     return loss, peer.miners.MultiSimilarityMiner(epsilon=epsilon)
 
 
-class PairLoss(FullPrecision):
-    """A pair-based loss by name, optionally with a memory of past batches.
+@_pair_loss("sup_con", temperature=setting(checks.positive, "temperature T", default=0.1))
+def _sup_con(peer: Any, temperature: float) -> Parts:
+    """Khosla et al. 2020, supervised contrastive; no miner."""
+    return peer.losses.SupConLoss(temperature=temperature), None
 
+
+@_pair_loss("nt_xent", temperature=setting(checks.positive, "temperature T", default=0.07))
+def _nt_xent(peer: Any, temperature: float) -> Parts:
+    """Chen et al. 2020 (SimCLR), each positive pair against all negatives; no miner."""
+    return peer.losses.NTXentLoss(temperature=temperature), None
+
+
+@_pair_loss(
+    "circle",
+    margin=setting(checks.finite, "relaxation m", default=0.4),
+    gamma=setting(checks.positive, "scale γ", default=80.0),
+)
+def _circle(peer: Any, margin: float, gamma: float) -> Parts:
+    """Sun et al. 2020; no miner."""
+    return peer.losses.CircleLoss(m=margin, gamma=gamma), None
+
+
+class PairLoss(FullPrecision):
+    """A pair-based loss, optionally with another miner and with a memory of past batches.
+
+    ``loss`` is a name of `PAIR_LOSSES`, with its settings, or a loss object of
+    pytorch-metric-learning. ``miner`` is a miner object, in the place of what belongs to the name.
     ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
-    ``dim``. Further settings are those of the loss, and unknown ones are errors.
+    ``dim``. Unknown settings are errors.
     """
 
     remembered: Tensor
     """How many embeddings have entered the memory so far: its state, with what it holds."""
 
     def __init__(
-        self, name: str, *, memory: int | None = None, dim: int | None = None, **settings: Any
+        self,
+        loss: str | nn.Module,
+        *,
+        miner: nn.Module | None = None,
+        memory: int | None = None,
+        dim: int | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        if name not in PAIR_LOSSES:
-            raise ValueError(f"unknown pair loss {name!r}{closest(name, PAIR_LOSSES)}")
-        form = PAIR_LOSSES[name]
         if memory is not None:
             settings["memory"] = memory
-        values = {key: one.default for key, one in form.settings.items()}
-        values |= check_all(f"loss 'pairs/{name}'", form.settings, settings)
-        values.pop("memory", None)
+        if isinstance(loss, str):
+            values = _named(loss, settings)
+        else:
+            _check_part("loss", loss)
+            check_all(f"the loss {type(loss).__name__}", {"memory": _MEMORY}, settings)
+            if hasattr(loss, "embedding_memory"):
+                raise ValueError(
+                    "the loss has a memory of its own, which no state dictionary would hold; give "
+                    "the loss inside it, with memory= and dim="
+                )
+        if miner is not None:
+            _check_part("miner", miner)
         if memory is not None and dim is None:
             raise ValueError("cross-batch memory needs dim, the embedding dimension")
         for part in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
         peer = need("pytorch_metric_learning", "pairs", "a pair loss")
-        self.loss, self.miner = form.make(peer, **values)
+        self.loss: nn.Module
+        self.miner: nn.Module | None
+        if isinstance(loss, str):
+            self.loss, self.miner = PAIR_LOSSES[loss].make(peer, **values)
+        else:
+            self.loss, self.miner = loss, None
+        self.miner = self.miner if miner is None else miner
         self.memory, self.dim = memory, None
         if memory is not None:
+            supported = peer.losses.CrossBatchMemory.supported_losses()
+            if type(self.loss).__name__ not in supported:
+                raise ValueError(
+                    f"the loss {type(self.loss).__name__} has no cross-batch memory; "
+                    f"those with one are {', '.join(supported)}"
+                )
             self.dim = checks.count("dim", dim)
             self.loss = peer.losses.CrossBatchMemory(self.loss, self.dim, memory, self.miner)
             self.miner = None
@@ -151,10 +199,16 @@ class PairLoss(FullPrecision):
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed.
 
-        NaN or infinity in the embeddings makes it NaN.
+        Labels may be any integers; samples of label -1 are left out. NaN or infinity in the
+        embeddings of the others makes the loss NaN.
         """
         labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
+            kept = labels != checks.IGNORED
+            if not kept.all():
+                embeddings, labels = embeddings[kept], labels[kept]
+            if not len(labels):
+                return embeddings.float().sum()  # of nothing: 0, with a gradient of 0
             x, _ = rescale(embeddings.float())  # the peer normalises, with squares that overflow
             # Comparisons with NaN are false, so pairs of it would drop out and the loss look well.
             finite = torch.isfinite(x).all()
@@ -163,6 +217,11 @@ class PairLoss(FullPrecision):
                 value = self._with_memory(x, labels, self.memory, finite)
             else:
                 value = _evaluate(self.loss, self.miner, x, labels)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ValueError(
+                    f"the loss {type(self.loss).__name__} gives no single number: a pair loss "
+                    "needs a reducer that does, such as MeanReducer"
+                )
             return value.float().reshape(()).masked_fill(~finite, torch.nan)
 
     def _with_memory(self, x: Tensor, labels: Tensor, size: int, finite: Tensor) -> Tensor:
@@ -186,6 +245,30 @@ class PairLoss(FullPrecision):
         if held is not None:  # states without the count: the rows in use are its best guess
             state_dict.setdefault(f"{prefix}remembered", held.any(1).sum())
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _named(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of a named loss but the memory; refuse unknown names and bad values."""
+    if name not in PAIR_LOSSES:
+        raise ValueError(
+            f"unknown pair loss {name!r}{closest(name, PAIR_LOSSES)}; "
+            "any other loss of pytorch-metric-learning is given as an object"
+        )
+    known = PAIR_LOSSES[name].settings
+    values = {key: one.default for key, one in known.items()}
+    values |= check_all(f"loss 'pairs/{name}'", known, settings)
+    values.pop("memory", None)
+    return values
+
+
+def _check_part(what: str, part: Any) -> None:
+    """Refuse what is no object of pytorch-metric-learning, above all its classes."""
+    if isinstance(part, type):
+        raise ValueError(f"the {what} must be made first: {part.__name__}(…), not {part.__name__}")
+    if not isinstance(part, nn.Module):
+        raise ValueError(
+            f"the {what} must be an object of pytorch-metric-learning, got {type(part).__name__}"
+        )
 
 
 def _evaluate(loss: nn.Module, miner: nn.Module | None, x: Tensor, labels: Tensor) -> Tensor:

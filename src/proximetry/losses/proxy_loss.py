@@ -9,13 +9,23 @@ from torch import Tensor
 from proximetry._common import unit
 from proximetry.losses import checks
 from proximetry.losses.declaration import Declared, setting
-from proximetry.losses.formulation import LossForm, Problem, combine, dense
+from proximetry.losses.formulation import (
+    LossForm,
+    Parts,
+    Problem,
+    dense,
+    join_by_sample,
+    pull_by_class,
+    weighted_mean,
+)
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
 from proximetry.losses.similarity import class_similarities
 from proximetry.losses.streamed import streamed
 
 Engine = Literal["auto", "dense", "streamed"]
+Reduction = Literal["mean", "sum", "none"]
+_reduction = checks.one_of(*get_args(Reduction))
 
 #: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
 DENSE_ENTRIES = 2**20
@@ -46,9 +56,10 @@ class ProxyLoss(Declared):
     # What a loss without these settings uses; not annotated, so that they are no arguments.
     gamma = 1.0
     tau = 0.0
+    label_smoothing = 0.0
     check_labels = True
-    """Whether labels are checked against the number of classes. On CUDA the check waits for the
-    device once a step; a loop whose labels are known to be good may turn it off."""
+    """Whether the range of labels and weights is checked. On CUDA the check waits for the device
+    once a step; a loop whose labels are known to be good may turn it off."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,32 +86,113 @@ class ProxyLoss(Declared):
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
         raise NotImplementedError
 
-    def negative_weight(self, labels: Tensor) -> float | Tensor:
-        """Return the weight of each class's negative term in a class-wise loss: 1 / C."""
+    def negative_weight(self, present: Tensor) -> float | Tensor:
+        """Return the weight of each class's negative term in a class-wise loss: 1 / C.
+
+        ``present`` [C] is 1 for the classes in the batch and 0 for the others.
+        """
         return 1.0 / self.proxies.num_classes
 
     def ramp(self) -> float | Tensor:
         """Return what the weight of an added exclusive term is multiplied by at this step."""
         return 1.0
 
-    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
-        """Return the loss of a batch [B, D] with labels [B] as one number in float32."""
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: checks.Labels,
+        weights: checks.Weights | None = None,
+        *,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Return the loss of a batch [B, D] with labels [B] as one number in float32.
+
+        A sample of weight w counts as w samples; one of weight 0 or label -1 is left out. With
+        ``reduction="none"`` come the terms whose mean is the loss: those of the samples [B], times
+        their weights, or of a class-wise loss those of the classes [C].
+        """
+        _reduction("reduction", reduction)
         labels = checks.batch(embeddings, labels, self.proxies.dim)
+        weights = checks.sample_weights(embeddings, weights)
         if self.check_labels and not torch.compiler.is_compiling():
             checks.label_range(labels, self.proxies.num_classes)
+            if weights is not None:
+                checks.weight_range(weights)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            x, length = unit(embeddings.to(proxies.dtype))
-            scale, offset = self.negative_logit(length)
-            weight = self.negative_weight(labels)
-            problem = Problem(x, proxies, labels, self.form, self.gamma, scale, offset, weight)
-            engine = dense if self._is_dense(x) else streamed
-            similarity, negatives = engine(problem)
-            positive = self.positive_logit(similarity, length)
-            loss = combine(self.form, positive, negatives, labels, proxies.shape[0])
+            weights = checks.counted(labels, weights, proxies.dtype)
+            # What is left out becomes zero: whatever it was, nothing of it comes through.
+            left_out = weights == 0
+            labels = labels.masked_fill(left_out, 0)
+            x, length = unit(embeddings.to(proxies.dtype).masked_fill(left_out.unsqueeze(1), 0.0))
+            reduce = self._by_class if self.form.by == "class" else self._by_sample
+            loss, times = reduce(x, length, labels, weights, reduction)
             if self.tau > 0.0:
-                loss = loss + self.tau * intra_class_distance(proxies)
+                loss = loss + self.tau * intra_class_distance(proxies) * times
             return loss
+
+    def _by_sample(
+        self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
+    ) -> tuple[Tensor, Tensor]:
+        """Return the reduced terms, and how many times each holds what does not come from x."""
+        scale, offset = self.negative_logit(length)
+        smoothing, classes = self.label_smoothing, len(self.proxies.weight)
+        parts = self._engine(x, labels, scale, offset, None, smoothed=smoothing > 0.0)
+        positive = self.positive_logit(parts.positive, length)
+        terms = join_by_sample(self.form, positive, parts.negatives)
+        if parts.total is not None:
+            others = scale * (parts.total - parts.positive) + offset * (classes - 1)
+            terms = terms + smoothing * (positive - (positive + others) / classes)
+        if reduction == "mean":
+            return weighted_mean(terms, weights), (weights.sum() > 0).to(x.dtype)
+        terms = terms * weights
+        return (terms.sum(), weights.sum()) if reduction == "sum" else (terms, weights)
+
+    def _by_class(
+        self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `_by_sample` does, for terms of classes."""
+        scale, offset = self.negative_logit(length)
+        classes = len(self.proxies.weight)
+        counts = (weights > 0).to(x.dtype)
+        present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
+        class_weight = self.negative_weight(present)
+        # A sample that is left out has a logit so low that its exponential is 0; -inf would do the
+        # same, but make NaN of the gradient of a sum over nothing else.
+        log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
+        each = reduction == "none"
+        asked = None if each else class_weight
+        parts = self._engine(x, labels, scale, offset, asked, log_weights=log_weights)
+        pull = pull_by_class(
+            self.positive_logit(parts.positive, length) + log_weights, labels, classes
+        )
+        members, some = present.sum().clamp(min=1.0), present.amax()
+        if each:
+            return classes * (pull / members + class_weight * parts.negatives), some
+        mean = pull.sum() / members + parts.negatives
+        return (mean * classes, some * classes) if reduction == "sum" else (mean, some)
+
+    def _engine(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        scale: float | Tensor,
+        offset: float,
+        class_weight: float | Tensor | None,
+        **further: Any,
+    ) -> Parts:
+        problem = Problem(
+            x,
+            self.proxies.weight,
+            labels,
+            self.form,
+            self.gamma,
+            scale,
+            offset,
+            class_weight,
+            **further,
+        )
+        return dense(problem) if self._is_dense(x) else streamed(problem)
 
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""

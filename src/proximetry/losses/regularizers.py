@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from proximetry._common import chunks, inverse_length, nearest_rivals, rescale, unit
 from proximetry.losses import checks
+from proximetry.losses.formulation import weighted_mean
 from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import add_rows_
@@ -167,11 +168,14 @@ class CenterLoss(FullPrecision):
         if not torch.compiler.is_compiling():
             checks.label_range(labels, self.centers.shape[0])
         with torch.autocast(embeddings.device.type, enabled=False):
+            counted = checks.counted(labels, None, self.centers.dtype)
+            labels = labels.masked_fill(counted == 0, 0)
             away = embeddings.to(self.centers.dtype) - self.centers[labels]
-            loss = self.weight * 0.5 * away.square().sum(1).mean()
+            away = away.masked_fill((counted == 0).unsqueeze(1), 0.0)
+            loss = self.weight * 0.5 * weighted_mean(away.square().sum(1), counted)
             if self.training:
                 sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
-                members = torch.bincount(labels, minlength=len(sums)).unsqueeze(1)
+                members = add_rows_(sums.new_zeros(len(sums), 1), labels, counted.unsqueeze(1))
                 step = self.rate * sums / (1 + members)
                 # One bad batch would spoil the centres for ever.
                 self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
@@ -198,10 +202,13 @@ class AngularCenterLoss(FullPrecision):
         if not torch.compiler.is_compiling():
             checks.label_range(labels, len(centers))
         with torch.autocast(embeddings.device.type, enabled=False):
+            counted = checks.counted(labels, None, centers.dtype)
+            labels = labels.masked_fill(counted == 0, 0)
             own = centers[labels].reshape(len(labels), -1, centers.shape[-1])
-            direction, _ = unit(embeddings.to(centers.dtype))
+            given = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
+            direction, _ = unit(given)
             cosine = (unit(own)[0] @ direction.unsqueeze(2)).amax((1, 2))
-            return self.weight * (1.0 - cosine).mean()
+            return self.weight * weighted_mean(1.0 - cosine, counted)
 
 
 class QuantizationLoss(nn.Module):

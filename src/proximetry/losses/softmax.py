@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry.losses.checks import Labels, boolean, check, count, finite, non_negative, positive
+from proximetry.losses.checks import (
+    boolean,
+    check,
+    count,
+    finite,
+    fraction,
+    non_negative,
+    positive,
+)
 from proximetry.losses.declaration import setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.proxy_loss import ProxyLoss
@@ -30,7 +38,18 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
         return 2.0 / self.temperature, 0.0
 
 
-class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
+class _Softmax(ProxyLoss):
+    """What the losses with a softmax over all classes have in common."""
+
+    label_smoothing: float = setting(
+        fraction,
+        "share ε of the target that is spread evenly over all classes",
+        default=0.0,
+        kw_only=True,
+    )
+
+
+class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
     """ProxyNCA++ (Teh et al. 2020): softmax over all proxies at low temperature.
 
     ``mean_i −log( e^{−d(x,p_y)/T} / Σ_c e^{−d(x,p_c)/T} )``, d the squared distance of unit
@@ -78,7 +97,7 @@ class ProxyNCAPlusPlus(ProxyLoss, name="proxy_nca_plus_plus"):
         return (2.0 * torch.exp(-self.log_temperature)).to(length.dtype).expand_as(length), 0.0
 
 
-class SoftTriple(ProxyLoss, name="soft_triple"):
+class SoftTriple(_Softmax, name="soft_triple"):
     """SoftTriple (Qian et al. 2019; Saeki et al. 2021, eqs. 1 to 4): softmax over soft classes.
 
     ``mean_i −log( e^{λ(S_iy−δ)} / (e^{λ(S_iy−δ)} + Σ_{c≠y} e^{λ S_ic}) )`` plus ``tau`` times the
@@ -107,7 +126,7 @@ class SoftTriple(ProxyLoss, name="soft_triple"):
         return self.scale, 0.0
 
 
-class NormSoftmax(ProxyLoss, name="norm_softmax"):
+class NormSoftmax(_Softmax, name="norm_softmax"):
     """Normalised softmax (Zhai & Wu 2019): cross-entropy on ``scale`` · cos.
 
     With ``proxies_per_class`` > 1 the nearest proxy speaks for its class (sub-centres).
@@ -167,7 +186,7 @@ class ArcFace(CosFace, name="arcface"):
         return self.scale * torch.where(similarity > -cosine, turned, similarity + cosine - 1.0)
 
 
-class SphereFace(ProxyLoss, name="sphereface"):
+class SphereFace(_Softmax, name="sphereface"):
     """SphereFace (Liu et al. 2017): the angle to the own class counts ``margin``-fold.
 
     The embedding keeps its length: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
@@ -205,9 +224,9 @@ class SphereFace(ProxyLoss, name="sphereface"):
         """λ_min / λ, as the authors of RegularFace let their term grow; 1 where λ_min is 0."""
         return self.lambda_min / self.annealed_lambda().float() if self.lambda_min else 1.0
 
-    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss; in training mode the step of the annealing advances by one."""
-        loss = super().forward(embeddings, labels)
+        loss = super().forward(*args, **kwargs)
         if self.training:
             self.step.add_(1)
         return loss

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from proximetry._common import by_device, chunks, inverse_length
-from proximetry.losses.formulation import Problem, log1p_sum_exp
+from proximetry.losses.formulation import Parts, Problem, log1p_sum_exp
 from proximetry.losses.similarity import (
     add_rows_,
     cosines,
@@ -32,7 +32,7 @@ TILE_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
 SAFE_EXPONENT = 60.0
 
 
-def streamed(problem: Problem, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def streamed(problem: Problem, tile: int | None = None) -> Parts:
     """Do what `dense` does, over tiles of ``tile`` classes."""
     classes, k, _ = problem.proxies.shape
     if tile is None:
@@ -41,8 +41,7 @@ def streamed(problem: Problem, tile: int | None = None) -> tuple[Tensor, Tensor]
     if not torch.is_grad_enabled():  # autograd functions do not see it
         inputs = [one.detach() if isinstance(one, Tensor) else one for one in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
-    positive, negatives = function.apply(_Tiled(problem, min(tile, classes)), *inputs)  # type: ignore[no-untyped-call]
-    return positive, negatives
+    return Parts(*function.apply(_Tiled(problem, min(tile, classes)), *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Tile(NamedTuple):
@@ -66,8 +65,12 @@ class _Tiled:
         self.reduction = problem.form.similarity, problem.gamma
         scale = problem.scale
         self.scale = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-        self.offset, self.class_weight = problem.offset, problem.class_weight
-        bound = abs(self.offset) + (torch.inf if isinstance(scale, Tensor) else abs(scale))
+        self.offset = self.x.new_tensor(problem.offset)
+        self.class_weight, self.smoothed = problem.class_weight, problem.smoothed
+        bound = abs(problem.offset) + (torch.inf if isinstance(scale, Tensor) else abs(scale))
+        if problem.log_weights is not None:
+            self.offset = (problem.log_weights + self.offset).unsqueeze(1)
+            bound += max(0.0, problem.log_weights.amax().item())
         self.bounded = bound < SAFE_EXPONENT
         self.tiles = list(self._cut(size))
 
@@ -92,7 +95,7 @@ class _Tiled:
         s = cosines(self.x, w, inverse)
         S = reduce_proxies(s, *self.reduction)
         if isinstance(self.scale, float):
-            z = torch.add(self.x.new_tensor(self.offset), S, alpha=self.scale)
+            z = torch.add(self.offset, S, alpha=self.scale)
         else:
             z = (S * self.scale).add_(self.offset)
         z[tile.rows, tile.columns] = -torch.inf
@@ -106,12 +109,25 @@ class _Tiled:
         )
 
     def add_tile(
-        self, into: _Gradients, tile: _Tile, g: Tensor, s: Tensor, S: Tensor, inverse: Tensor
+        self,
+        into: _Gradients,
+        tile: _Tile,
+        g: Tensor,
+        s: Tensor,
+        S: Tensor,
+        inverse: Tensor,
+        direct: Tensor | None = None,
     ) -> None:
-        """Turn ``g`` = ∂L/∂logit of a tile into gradients of x, proxies and scale. Uses g, s up."""
+        """Turn ``g`` = ∂L/∂logit of a tile into gradients of x, proxies and scale. Uses g, s up.
+
+        ``direct`` is what reaches all similarities of a sample past the logits [B].
+        """
         if into.scale is not None:
             into.scale.add_((g * S).sum(1))
-        g = spread_gradient(g.mul_(self.scale), s, S, *self.reduction)
+        g.mul_(self.scale)
+        if direct is not None:
+            g.add_(direct.unsqueeze(1))
+        g = spread_gradient(g, s, S, *self.reduction)
         # d cos / dw = (x − cos · ŵ) / ‖w‖: the second part is one number per proxy.
         radial = s.mul_(g).sum(1).T.mul(inverse.square()).neg_().reshape(-1, 1)
         w = self.proxies[tile.classes].flatten(0, 1)
@@ -155,23 +171,29 @@ class _ByClass(torch.autograd.Function):
     """Negative term of a class-wise loss: one pass gives the value and the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> tuple[Tensor, Tensor]:
-        value, ctx.ready = _class_pass(tiled, ctx.needs_input_grad[1:])
+    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
+        if tiled.class_weight is None:  # the gradients wait for what becomes of each term
+            value, ctx.ready = tiled.x.new_empty(len(tiled.proxies)), None
+            _class_pass(tiled, [False] * 3, 0.0, value)
+        else:
+            value, ctx.ready = _class_pass(tiled, ctx.needs_input_grad[1:], tiled.class_weight)
         _save(ctx, tiled, *inputs)
-        return tiled.positive(), value
+        return Parts(tiled.positive(), value, None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor) -> Any:
+    def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor, _none: None) -> Any:
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
             # The gradients of forward are handed over, not copied; a second backward through the
             # same graph makes them anew.
             ready, ctx.ready = ctx.ready, None
+            weight, each = ctx.tiled.class_weight, ctx.tiled.class_weight is None
             if ready is None:
-                _, ready = _class_pass(ctx.tiled, ctx.needs_input_grad[1:])
+                needs = ctx.needs_input_grad[1:]
+                _, ready = _class_pass(ctx.tiled, needs, grad_value if each else weight)
             # A GPU is not asked whether scaling can be skipped: the answer would have to wait.
-            if grad_value.device.type != "cpu" or grad_value.item() != 1.0:
+            if not each and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
                 for gradient in ready:
                     if gradient is not None:
                         gradient.mul_(grad_value)
@@ -179,7 +201,13 @@ class _ByClass(torch.autograd.Function):
             return None, *ready
 
 
-def _class_pass(tiled: _Tiled, needs: Sequence[bool]) -> tuple[Tensor, _Gradients]:
+def _class_pass(
+    tiled: _Tiled,
+    needs: Sequence[bool],
+    class_weight: float | Tensor,
+    terms: Tensor | None = None,
+) -> tuple[Tensor, _Gradients]:
+    """Return the weighted sum of the terms and its gradients; fill ``terms`` [C] with them."""
     value = tiled.x.new_zeros(())
     gradients = tiled.empty_gradients(needs)
     for tile in tiled.tiles:
@@ -190,10 +218,11 @@ def _class_pass(tiled: _Tiled, needs: Sequence[bool]) -> tuple[Tensor, _Gradient
             shift = z.amax(0).clamp_(min=0.0)
             e = z.sub_(shift).exp_()
         total = e.sum(0)
-        share = tiled.class_weight
-        if isinstance(share, Tensor):
-            share = share[tile.classes]
-        value += (log1p_sum_exp(total, shift) * share).sum()
+        share = class_weight[tile.classes] if isinstance(class_weight, Tensor) else class_weight
+        term = log1p_sum_exp(total, shift)
+        if terms is not None:
+            terms[tile.classes] = term
+        value += (term * share).sum()
         if any(needs):
             g = e.mul_(share / (total + torch.exp(-shift)))
             tiled.add_tile(gradients, tile, g, *parts)
@@ -204,16 +233,19 @@ class _BySample(torch.autograd.Function):
     """Log-sum-exp over the other classes, per sample: a running sum, then a second pass."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
         x = tiled.x
         floor = torch.finfo(x.dtype).min  # stands for -inf, but can be subtracted from -inf
         shift = x.new_full((len(x), 1), 0.0 if tiled.bounded else floor)
         total = x.new_zeros(len(x), 1)
+        sum_similarity = x.new_zeros(len(x)) if tiled.smoothed else None
         ctx.kept = None
         for tile in tiled.tiles:
             z, *parts = tiled.logits(tile)
             if len(tiled.tiles) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = (z.clone() if tiled.bounded else z, *parts)
+            if sum_similarity is not None:
+                sum_similarity += parts[1].sum(1)
             if tiled.bounded:
                 total += z.exp_().sum(1, keepdim=True)
             else:
@@ -222,11 +254,13 @@ class _BySample(torch.autograd.Function):
                 shift = peak
         lse = (shift + total.log()).squeeze(1)
         _save(ctx, tiled, *inputs, lse)
-        return tiled.positive(), lse
+        return Parts(tiled.positive(), lse, sum_similarity)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_positive: Tensor, grad_lse: Tensor) -> Any:
+    def backward(
+        ctx: Any, grad_positive: Tensor, grad_lse: Tensor, grad_total: Tensor | None
+    ) -> Any:
         with torch.autocast(grad_lse.device.type, enabled=False):
             *_, lse = ctx.saved_tensors
             lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
@@ -235,6 +269,6 @@ class _BySample(torch.autograd.Function):
             for tile in ctx.tiled.tiles:
                 z, *parts = kept or ctx.tiled.logits(tile)
                 g = z.sub_(lse).exp_().mul_(grad_lse.unsqueeze(1))
-                ctx.tiled.add_tile(gradients, tile, g, *parts)
+                ctx.tiled.add_tile(gradients, tile, g, *parts, direct=grad_total)
             ctx.tiled.add_positive(gradients, grad_positive)
             return None, *gradients

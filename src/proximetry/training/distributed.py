@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from proximetry._common import gather_rows, resolve_device
+from proximetry._common import resolve_device
+from proximetry.losses.gathering import gather_with_gradient
 from proximetry.training.heartbeat import Heartbeat, RankError
 
 T = TypeVar("T")
@@ -134,24 +134,7 @@ def gather(tensor: Tensor, world: World) -> Tensor:
     """
     if world.size == 1:
         return tensor
-    gathered: Tensor = _Gather.apply(tensor, world)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
-        whole, counts = gather_rows(tensor)
-        ctx.start = sum(counts[: world.rank])
-        ctx.rows, ctx.world = tensor.shape[0], world.size
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        # Every rank holds the whole loss, so its own rows are all it needs; DDP will divide the
-        # sum over the ranks by their number, which the factor cancels.
-        return grad[ctx.start : ctx.start + ctx.rows] * ctx.world, None
+    return gather_with_gradient(tensor)
 
 
 def any_rank(flag: bool, world: World) -> bool:

@@ -1,0 +1,131 @@
+"""`gathered`: two processes in a loop of one's own do what one does with all samples."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from proximetry import losses
+from proximetry.losses import gathered
+from tests.losses.cases import batch, make
+from tests.training.ranks import Ranks
+
+STEPS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning.losses import SupConLoss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from proximetry import losses
+from proximetry.losses import gathered, parameter_groups
+from proximetry.losses.pair_losses import PairLoss
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, embeddings, labels):
+        return nn.functional.cross_entropy(self.layer(embeddings), labels)
+
+MAKE = {
+    "proxy_anchor": lambda: losses.ProxyAnchor(5, 4),
+    "mpa streamed": lambda: losses.MPA(5, 4, 2, engine="streamed"),
+    "soft_triple": lambda: losses.SoftTriple(5, 4, 2),
+    "sphereface": lambda: losses.SphereFace(5, 4),
+    "supcon": SupConLoss,
+    "pairs": lambda: PairLoss("contrastive", memory=32, dim=4),
+    "classifier": Classifier,
+}
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+x, y, w = torch.randn(12, 6), torch.randint(0, 5, (12,)), torch.rand(12)
+ignored = y.clone()
+ignored[3] = ignored[9] = -1
+shares = [(0, 7, 12), (0, 0, 12), (0, 11, 12)]  # uneven, and one rank without a sample
+
+def train(name, whole, wrapped):
+    torch.manual_seed(1)
+    net, loss = nn.Linear(6, 4), MAKE[name]()
+    if not whole and rank == 1:  # drawn with another seed
+        for parameter in loss.parameters():
+            parameter.data.normal_()
+    trained, seen = net, loss
+    if not whole:
+        trained, loss = DistributedDataParallel(net), gathered(loss)
+        if wrapped and list(loss.parameters()):
+            loss = DistributedDataParallel(loss)
+    optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.05)
+    values = []
+    for step in range(3):
+        cut = shares[step][rank:rank + 2]
+        mine = slice(0, 12) if whole else slice(*cut)
+        labels = ignored if name in losses.LOSSES else y
+        weights = (w[mine],) if name in losses.LOSSES else ()
+        optimizer.zero_grad()
+        value = loss(trained(x[mine]), labels[mine] if whole else labels[mine].numpy(), *weights)
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    return values, [p.detach().clone() for p in [*net.parameters(), *seen.parameters()]]
+
+worst = {}
+for name in MAKE:
+    expected, parameters = train(name, True, False)
+    for wrapped in (False, True):
+        values, got = train(name, False, wrapped)
+        differences = [abs(a - b) / (1 + abs(b)) for a, b in zip(values, expected)]
+        differences += [(a - b).abs().max().item() for a, b in zip(got, parameters)]
+        worst[f"{name} {wrapped}"] = max(differences)
+net = losses.ProxyAnchor(5, 4)
+try:
+    gathered(net)(x[:, :4], (y + rank * 9).tolist())
+except ValueError as error:
+    worst["refused"] = str(error)
+open(f"{sys.argv[1]}/{rank}.json", "w").write(json.dumps(worst))
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
+    ranks = Ranks(server, tmp_path, STEPS, tmp_path)
+    assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
+    for rank in range(2):
+        worst = json.loads((tmp_path / f"{rank}.json").read_text())
+        refused = worst.pop("refused")
+        assert "(position 12 of the batch) is outside 0..4" in refused, "on both ranks"
+        assert len(worst) == 14
+        for name, difference in worst.items():
+            assert difference < 2e-5, name
+
+
+def test_one_process_alone_changes_nothing():
+    x, y = batch(dtype=torch.float32)
+    loss = make("proxy_anchor")
+    weights = torch.rand(9)
+    for labels in (y, y.numpy(), y.tolist()):
+        assert torch.equal(gathered(loss)(x, labels), loss(x, y))
+    assert torch.equal(
+        gathered(loss)(x, y, weights, reduction="none"), loss(x, y, weights, reduction="none")
+    )
+    assert torch.equal(gathered(nn.MSELoss())(x, x * 2), nn.MSELoss()(x, x * 2))
+    groups = losses.parameter_groups(nn.Linear(3, 5), gathered(loss), lr=0.1)
+    assert any(group["params"] == [loss.proxies.weight] for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, y: gathered(losses.ProxyAnchor), "got the class ProxyAnchor"),
+        (lambda x, y: gathered(make("mpa"))(x, y[:4]), "9 embeddings need as many labels"),
+        (lambda x, y: gathered(make("mpa"))(x, list("abcdefghi")), "got list of str"),
+        (lambda x, y: gathered(make("mpa"))(x.numpy(), y), "must be a tensor, got ndarray"),
+        (lambda x, y: gathered(make("mpa"))(x, y, [1.0]), "need weights of shape"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*batch(dtype=torch.float32))

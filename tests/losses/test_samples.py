@@ -1,0 +1,285 @@
+"""What single samples do to a loss: weights, ignored labels, terms, smoothed labels."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proximetry import losses
+from proximetry.losses import streamed as streamed_module
+from tests.losses.cases import MULTI, NAMES, batch, make
+
+ENGINES = ["dense", "streamed"]
+SMOOTH = [name for name in NAMES if "label_smoothing" in losses.loss_settings(name)]
+BY_CLASS = [name for name in NAMES if losses.LOSSES[name].form.by == "class"]
+FEW = settings(max_examples=8)  # for each loss and engine
+
+
+def gradients(loss, x, y, *args, **kwargs):
+    """The value, which is summed for backward, and the gradients of embeddings and parameters."""
+    x = x.detach().clone().requires_grad_()
+    loss.zero_grad(set_to_none=True)
+    value = loss(x, y, *args, **kwargs)
+    value.sum().backward()
+    return value.detach(), x.grad, *(p.grad.clone() for p in loss.parameters())
+
+
+def assert_same(got, expected, **tolerance):
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, **tolerance)
+
+
+def every(name, engine, classes, seed, **more):
+    """The loss with each of its settings that says how samples count, in float64."""
+    if name in MULTI:
+        more["proxies_per_class"] = 2
+    if name == "mpa" and seed % 2:
+        more["negative_classes"] = "absent"
+    if name in SMOOTH and seed % 3:
+        more["label_smoothing"] = 0.2
+    torch.manual_seed(seed)
+    return losses.create(name, classes, 5, engine=engine, **more).double().eval()
+
+
+def shapes(**more):
+    return given(
+        classes=st.integers(1, 9),
+        entries=st.sampled_from([1, 40, 2**18]),
+        seed=st.integers(0, 10**6),
+        counts=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+@FEW
+@shapes()
+def test_a_weight_counts_samples(name, engine, classes, entries, seed, counts):
+    """A sample of weight 3 is three samples, one of weight 0 or label -1 none."""
+    x, y = batch(len(counts), classes, seed=seed)
+    loss = every(name, engine, classes, seed)
+    repeats = torch.tensor(counts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
+        got = gradients(loss, x, y, repeats)
+        rows = torch.arange(len(counts)).repeat_interleave(repeats)
+        if not len(rows):
+            assert all((one == 0).all() for one in got)
+            return
+        expected = list(gradients(loss, x[rows], y[rows]))
+        expected[1] = torch.zeros_like(x).index_add_(0, rows, expected[1])
+        assert_same(got, expected)
+
+        ignored = y.masked_fill(repeats == 0, -1)
+        x[repeats == 0] = torch.nan  # whatever it holds
+        assert_same(gradients(loss, x, ignored, repeats.clamp(min=1)), expected)
+        kept = repeats > 0
+        expected = list(gradients(loss, x[kept], y[kept]))
+        expected[1] = torch.zeros_like(x).index_add_(0, kept.nonzero()[:, 0], expected[1])
+        assert_same(gradients(loss, x, ignored), expected)
+        if name in BY_CLASS:
+            return
+        for reduction in ("sum", "none"):
+            terms = loss(x, ignored, repeats.clamp(min=1), reduction=reduction)
+            torch.testing.assert_close(terms.sum() / repeats.sum(), got[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+@FEW
+@shapes()
+def test_terms_and_sums_are_the_loss_with_its_gradient(
+    name, engine, classes, entries, seed, counts
+):
+    x, y = batch(len(counts), classes, seed=seed)
+    loss = every(name, engine, classes, seed)
+    size = classes if name in BY_CLASS else len(counts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
+        expected = [one * size for one in gradients(loss, x, y)]
+        assert_same(gradients(loss, x, y, reduction="sum"), expected)
+        value, *rest = gradients(loss, x, y, reduction="none")
+        assert value.shape == (size,)
+        assert_same((value.sum(), *rest), expected)
+
+        # Each term has its own gradient, also where the others do not count.
+        factors = torch.randn(size, generator=torch.Generator().manual_seed(seed)).double()
+        twin = every(name, "dense", classes, seed)
+        found = []
+        for one in (loss, twin):
+            inside = x.clone().requires_grad_()
+            terms = one(inside, y, reduction="none")
+            wanted = (inside, *one.parameters())
+            found.append((terms.detach(), *torch.autograd.grad((terms * factors).sum(), wanted)))
+        assert_same(*found)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_one_change_no_bit(name, engine):
+    for size, classes in ((9, 7), (49, 33)):
+        x, y = batch(size, classes, dtype=torch.float32)
+        loss = make(name, classes, k=3, engine=engine).eval()
+        expected = gradients(loss, x, y)
+        for ones in (torch.ones(size), np.ones(size), [1] * size, torch.ones(size).bool()):
+            for got, one in zip(gradients(loss, x, y, ones), expected, strict=True):
+                assert torch.equal(got, one)
+        if loss.tau == 0 and name not in BY_CLASS:
+            assert torch.equal(loss(x, y, reduction="none").mean(), expected[0])
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(BY_CLASS)))
+def test_a_term_is_the_loss_of_its_sample_alone(name):
+    x, y = batch()
+    loss = make(name, k=2).double().eval()
+    terms = loss(x, y, reduction="none")
+    for i in range(len(x)):
+        torch.testing.assert_close(terms[i], loss(x[i : i + 1], y[i : i + 1]))
+    weights = torch.linspace(0, 2, len(x)).double()
+    torch.testing.assert_close(loss(x, y, weights, reduction="none"), weights * terms)
+    torch.testing.assert_close(loss(x, y, weights), (weights * terms).sum() / weights.sum())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", BY_CLASS)
+def test_a_weight_stands_inside_the_logarithm_of_its_class(name, engine):
+    x, y = batch()
+    y[0], y[1] = 5, -1
+    loss = make(name, k=2, engine=engine).double()
+    loss.tau = 0.0
+    weights = torch.rand(9).double()
+    s, kept = loss.similarities(x).detach().numpy(), (y >= 0).numpy()
+    w, present = weights.numpy() * kept, sorted(set(y[kept].tolist()))
+    for c, term in enumerate(loss(x, y, weights, reduction="none")):
+        own = (y == c).numpy()
+        pull = np.log1p((w * np.exp(-32 * (s[:, c] - 0.1)))[own].sum())
+        push = np.log1p((w * np.exp(32 * (s[:, c] + 0.1)))[~own].sum())
+        assert term.item() == pytest.approx(7 * pull / len(present) + push)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weight", [1e-30, 1e30])
+def test_weights_of_any_size_are_finite_in_float32(name, engine, weight):
+    x, y = batch(dtype=torch.float32)
+    weights = torch.ones(9)
+    weights[4] = weight
+    wide = gradients(make(name, k=2, engine="dense").double().eval(), x.double(), y, weights)
+    got = gradients(make(name, k=2, engine=engine).eval(), x, y, weights)
+    for ours, theirs in zip(got, wide, strict=True):
+        assert (ours.double() - theirs).abs().max() <= 2e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_ignored_labels_is_zero_without_a_gradient(name, reduction, engine):
+    x, y = batch(dtype=torch.float32)
+    loss = make(name, k=3, engine=engine)
+    for labels, weights in ((torch.full_like(y, -1), None), (y, torch.zeros(9))):
+        for one in gradients(loss, x, labels, weights, reduction=reduction):
+            assert (one == 0).all()
+
+
+@pytest.mark.parametrize("unchecked", ["compiled", "unchecked"])
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_are_ignored_without_the_check_too(name, unchecked):
+    x, y = batch(dtype=torch.float32)
+    y[3] = -1
+    loss = make(name, k=2, engine="dense").eval()
+    expected = loss(x, y).item()
+    assert expected == pytest.approx(loss(x[y >= 0], y[y >= 0]).item(), rel=1e-6)
+    if unchecked == "compiled":
+        torch.compiler.reset()
+        loss = torch.compile(loss, fullgraph=True, backend="eager")
+    else:
+        loss.check_labels = False
+    assert loss(x, y).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_terms_of_proxies_ignore_labels_too():
+    x, y = batch(dtype=torch.float32)
+    y[3] = y[5] = -1
+    kept = y >= 0
+    proxies = make("proxy_anchor").proxies
+    first, second = losses.CenterLoss(7, 5), losses.CenterLoss(7, 5)
+    for _ in range(2):
+        torch.testing.assert_close(first(x, y), second(x[kept], y[kept]))
+    torch.testing.assert_close(first.centers, second.centers)
+    angular = losses.AngularCenterLoss()
+    torch.testing.assert_close(angular(x, y, proxies), angular(x[kept], y[kept], proxies))
+    before = first.centers.clone()
+    assert first(x, torch.full_like(y, -1)) == angular(x, torch.full_like(y, -1), proxies) == 0
+    assert torch.equal(first.centers, before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SMOOTH)
+@FEW
+@shapes(smoothing=st.sampled_from([0.1, 0.5, 1.0]))
+def test_smoothed_labels_are_those_of_cross_entropy(
+    name, engine, smoothing, classes, entries, seed, counts
+):
+    """With the margin too: then the own class has another logit."""
+    x, y = batch(len(counts), classes, seed=seed)
+    found = []
+    for way in (engine, "by hand"):
+        more = {"proxies_per_class": 2} if name in MULTI else {}
+        if way != "by hand":
+            more |= {"label_smoothing": smoothing, "engine": engine}
+        torch.manual_seed(seed)
+        loss = losses.create(name, classes, 5, **more).double().eval()
+        loss.tau = 0.0
+        inside = x.clone().requires_grad_()
+        if way == "by hand":
+            length, S = inside.norm(dim=1), loss.similarities(inside)
+            scale, _ = loss.negative_logit(length)
+            z = S * (scale.unsqueeze(1) if isinstance(scale, torch.Tensor) else scale)
+            own = loss.positive_logit(S.gather(1, y.unsqueeze(1)).squeeze(1), length)
+            z = z.scatter(1, y.unsqueeze(1), own.unsqueeze(1))
+            value = F.cross_entropy(z, y, label_smoothing=smoothing)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
+                value = loss(inside, y)
+        gradient = torch.autograd.grad(value, (inside, loss.proxies.weight))
+        found.append((value.detach(), *gradient))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SMOOTH)))
+def test_losses_without_a_softmax_refuse_smoothed_labels(name):
+    with pytest.raises(ValueError, match=f"loss '{name}' has no setting 'label_smoothing'"):
+        make(name, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.ones(8), r"9 embeddings need weights of shape \[9\], got \[8\]"),
+        (torch.ones(9, 1), r"got \[9, 1\]"),
+        ([1.0] * 8 + [-0.5], r"weight -0.5 \(position 8 of the batch\) must be"),
+        ([1.0] * 8 + [float("nan")], "weight nan"),
+        ([float("inf")] * 9, "weight inf"),
+        (["a"] * 9, "weights must be numbers, one for each sample"),
+        (torch.ones(9, dtype=torch.complex64), "complex64"),
+    ],
+)
+def test_bad_weights_are_refused(weights, message):
+    x, y = batch(dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        make("proxy_anchor")(x, y, weights)
+
+
+def test_other_bad_calls_are_refused():
+    x, y = batch(dtype=torch.float32)
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum', 'none', got 'av"):
+        make("arcface")(x, y, reduction="avg")
+    with pytest.raises(ValueError, match=r"label_smoothing must be between 0 and 1, got 1\.5"):
+        make("arcface", label_smoothing=1.5)
+    for name in NAMES:
+        with pytest.raises(ValueError, match=r"label -2 .*and ignores the label -1"):
+            make(name)(x, y.index_fill(0, torch.tensor([2]), -2))
