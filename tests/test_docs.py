@@ -1,9 +1,17 @@
 """The tables of the documentation are those that the code declares."""
 
+import os
 import re
+import shutil
+
+import pytest
+from huggingface_hub import constants
 
 from docs import generate
+from proximetry import cli
+from proximetry.training import train
 from tests.losses.cases import NAMES
+from tests.training.tiny import make_images, make_recipe
 
 
 def test_generated_parts_are_up_to_date():
@@ -49,3 +57,39 @@ def test_every_test_that_a_promise_names_is_there():
     for line in text.splitlines():
         if line.startswith("| ") and not line.startswith("| promise"):
             assert "`tests/" in line, f"no test shows: {line}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Where the questions are asked: two folders of images, another image, and a run."""
+    place = tmp_path_factory.mktemp("home")
+    images, other = (make_images(place / name, seed=seed) for seed, name in enumerate(NAMED))
+    shutil.copy(next(other.rglob("*.png")), place / "query.png")
+    recipe = make_recipe(images, place / "cache", training={"epochs": 1})
+    train(recipe, place / "runs" / "mine")
+    return place
+
+
+NAMED = ("pictures", "other")
+COMMAND = re.compile(r"^proximetry .+$", re.MULTILINE)
+ASKED = COMMAND.findall((generate.DOCS / "faq.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_questions_work(home, monkeypatch, capsys):
+    assert len(ASKED) >= 14
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    for line in ASKED:
+        words = [os.path.expanduser(word) for word in line.split()[1:]]
+        if words[0] == "train" and words[-1] != "--print-config":  # which would take hours
+            words.append("--print-config")
+        code = cli.main(words)
+        told = capsys.readouterr().err
+        if words[0] == "push":
+            assert "a push to OWNER/NAME needs a token of the hub" in told
+        else:
+            assert code == 0, f"{line}: {told}"
+    assert {"vectors.npz", "neighbours.html", "mine.onnx", "gallery"} <= set(os.listdir(home))

@@ -422,8 +422,9 @@ def lazy_exports(
         try:
             return getattr(import_module(f"{package}.{places[name]}"), name)
         except ModuleNotFoundError as error:
-            if extra is None or "pip install" in str(error):
+            if extra is None:
                 raise
+            # Also where a package below names an extra: ours installs that too, and the rest.
             raise _missing(f"{package}.{name}", error.name or "", extra) from error
 
     return find

@@ -49,12 +49,34 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, backbone, settings):
     assert "must not be applied again" in props["input"]
     assert json.loads(props["architecture"]) == embedder.architecture.to_json()
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
+    assert json.loads(props["graph"]) == {
+        "normalization": True,
+        "flip_tta": embedder.architecture.flip_tta,
+        "layer_norm": embedder.architecture.layer_norm,
+        "pca_dim": None,
+        "unit_length": embedder.architecture.normalize,
+        "bits": embedder.bits,
+    }
+    assert f"[batch, {embedder.dim}]" in props["output"]
+    assert ("of unit length" in props["output"]) == embedder.architecture.normalize
+    assert ("numpy.packbits" in props["output"]) == (embedder.bits is not None)
+    assert json.loads(props["versions"])["torch"] == torch.__version__
+    assert props["fingerprint"] == embedder.fingerprint()
     assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
     again = open_embedder(tmp_path / "e.onnx")  # which reads the metadata
     assert again.flip_tta == embedder.architecture.flip_tta
     assert again.preprocessing.resize == embedder.preprocessing.resize
     whole = pixels.to(torch.uint8)
     torch.testing.assert_close(again.embed(whole), embedder.embed(whole), rtol=1e-3, atol=1e-4)
+
+
+def test_metadata_tells_of_pca_that_the_recipe_asked_for():
+    embedder = Embedder.create("small_convnet", 8, weights="none")
+    told = []
+    for recipe in (None, {"model": {"pca_dim": 8}}, {"model": {"pca_dim": None}}, {"model": 1}):
+        embedder.recipe = recipe
+        told.append(json.loads(export._metadata(embedder)["graph"])["pca_dim"])
+    assert told == [None, 8, None, None]
 
 
 def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):

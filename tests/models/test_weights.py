@@ -18,7 +18,7 @@ from proximetry.models import Embedder, Preprocessing, WeightsError, weights
 @pytest.fixture
 def no_hub(monkeypatch):
     """A hub that cannot be reached, without asking the network."""
-    monkeypatch.setattr(weights, "_reachable", lambda address: False)
+    monkeypatch.setattr(weights, "reachable", lambda address: False)
     monkeypatch.setattr(weights, "_download", lambda *args, **kwargs: None)
 
 
@@ -215,7 +215,7 @@ def test_hub_failures_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "hf_hub_download", fail)
     with pytest.raises(WeightsError, match=r"cannot be downloaded: the line broke\. Choices"):
         Embedder.create("test_vit", weights="hub")
-    monkeypatch.setattr(weights, "_reachable", lambda address: True)
+    monkeypatch.setattr(weights, "reachable", lambda address: True)
 
     def break_off(*args, **kwargs):
         raise LocalEntryNotFoundError("no answer")
@@ -238,9 +238,9 @@ def test_a_silent_hub_is_given_up_on(monkeypatch):
         over.wait()
         raise OSError("no answer")
 
-    monkeypatch.setattr(weights, "_PATIENCE", 0.1)
+    monkeypatch.setattr(weights, "PATIENCE", 0.1)
     monkeypatch.setattr(weights.urllib.request, "urlopen", silent)
-    assert weights._reachable("https://hub.invalid") is False
+    assert weights.reachable("https://hub.invalid") is False
     assert asked.wait(60)
     over.set()
 
@@ -248,7 +248,7 @@ def test_a_silent_hub_is_given_up_on(monkeypatch):
 def test_offline_setting_is_respected(monkeypatch):
     monkeypatch.setattr(weights.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(weights.urllib.request, "urlopen", lambda *a, **k: pytest.fail("asked"))
-    assert weights._reachable("https://hub.invalid") is False
+    assert weights.reachable("https://hub.invalid") is False
 
 
 def test_preprocessing_of_package_is_json(no_hub):

@@ -118,7 +118,7 @@ def evaluate(
     """Measure how well an embedder finds images of the same class again.
 
     Args:
-        embedder: folder of a run or of a saved embedder.
+        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
             `proximetry datasets` lists.
         root: where the images of such a dataset lie.
@@ -189,7 +189,7 @@ def embed(
     Started by torchrun, several processes embed.
 
     Args:
-        embedder: folder of a run or of a saved embedder.
+        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
             class folders or a table, labels; .npy the vectors, with paths and labels in a .json
@@ -235,7 +235,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     """Write an embedder as ONNX and check that onnxruntime agrees with torch.
 
     Args:
-        embedder: folder of a run or of a saved embedder.
+        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
@@ -248,6 +248,30 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     model.export_onnx(out, opset=opset)
     height, width = model.preprocessing.crop
     print(f"{out}: RGB 0…255, float32 [N, 3, {height}, {width}] → [N, {model.dim}], checked")
+
+
+def push(
+    embedder: Path,
+    repo: str,
+    *,
+    license: str | None = None,
+    private: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Put an embedder, with a model card, into a repository of the Hugging Face Hub.
+
+    Its class names, metrics and recipe go along. Commands that take an embedder then take
+    hub:owner/name as well.
+
+    Args:
+        embedder: folder of a run or of a saved embedder.
+        repo: the repository, owner/name; made if it is not there.
+        license: the license that you give it, by the hub's name, such as apache-2.0.
+        private: make a new repository private.
+    """
+    from proximetry.cli.vectors import load_embedder
+
+    address = load_embedder(embedder, "cpu").push_to_hub(repo, license=license, private=private)
+    print(f"{address}: to be named as hub:{repo}")
 
 
 def reproduce(
@@ -295,6 +319,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         report.report,
         embed,
         export,
+        push,
         search.index,
         search.search,
         search.duplicates,

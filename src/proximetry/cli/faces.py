@@ -81,7 +81,7 @@ def verify(
     on the others, AUC, EER, and TAR at FAR.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or an ONNX file.
+        embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
         images: folder with <person>/<person>_0001.jpg (any image extension), as LFW comes and
             `proximetry faces align` writes; of videos with <person>/<video>/<frames>.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same and, if wanted, fold.
@@ -140,7 +140,7 @@ def identify(
     over all pairs of a probe and a distractor.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or an ONNX file.
+        embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
         probes: folder with one folder of images per person.
         distractors: folder of images of other people, or their vectors by the same embedder (.npy,
             which is not read into memory, or .npz, as `proximetry embed --flip` writes); default:

@@ -37,8 +37,8 @@ def index(
 
     Args:
         images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
-        model: folder of a run or of a saved embedder; not needed to add to a folder, which keeps
-            its own.
+        model: folder of a run or of a saved embedder, or hub:owner/name; not needed to add to a
+            folder, which keeps its own.
         gallery: folder of the gallery, or an address on Milvus: milvus://host:19530/collection, or
             milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss

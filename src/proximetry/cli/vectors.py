@@ -22,12 +22,12 @@ Image = tuple[str, str | None]
 """A path, and the class where the image comes from a folder of class folders or a table."""
 
 
-def load_embedder(folder: Path, device: str | None) -> "Embedder":
-    """Read an embedder, given its folder or that of the run that saved it."""
+def load_embedder(place: Path, device: str | None) -> "Embedder":
+    """Read an embedder, given its folder, that of the run that saved it, or hub:owner/name."""
     from proximetry._common import resolve_device
-    from proximetry.models import Embedder
+    from proximetry.models.hub import load_embedder as load
 
-    return Embedder.load(folder, device=resolve_device(device))
+    return load(place, resolve_device(device))
 
 
 def find_images(words: Iterable[str]) -> tuple[list[Image], list[str]]:

@@ -82,7 +82,7 @@ def open_embedder(
     contract: str | None = None,
     device: str | torch.device | None = None,
 ) -> FaceEmbedder:
-    """Read an embedder: the folder of a run or of a saved embedder, or an ONNX file.
+    """Read an embedder: the folder of a run or of one, hub:owner/name, or an ONNX file.
 
     ``contract`` says what pixels an ONNX file takes; see `read_contract`.
     """
@@ -93,9 +93,10 @@ def open_embedder(
     if contract is not None:
         raise UsageError(f"--input describes an ONNX file, and {place} is none")
     # With timm, whose import takes seconds.
-    from proximetry.models.embedder import Embedder, why_not_finite
+    from proximetry.models.embedder import why_not_finite
+    from proximetry.models.hub import load_embedder
 
-    model = Embedder.load(path, device=where)
+    model = load_embedder(path, where)
     return FaceEmbedder(
         str(place),
         model.dim,

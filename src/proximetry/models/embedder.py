@@ -365,11 +365,7 @@ class Embedder(nn.Module):
             "preprocessing": asdict(self.preprocessing),
             "weights": asdict(self.weights),
             **extras,
-            "versions": {
-                "proximetry": __version__,
-                "torch": torch.__version__,
-                "timm": timm.__version__,
-            },
+            "versions": versions(),
         }
         write_embedder(Path(folder), description, self.state_dict())
         self.class_names, self.metrics, self.recipe = extras.values()  # type: ignore[assignment]
@@ -381,7 +377,10 @@ class Embedder(nn.Module):
 
         ``folder`` may also be that of the run that saved it.
         """
-        folder = find_embedder(Path(folder))
+        return cls._read(find_embedder(Path(folder)), device)
+
+    @classmethod
+    def _read(cls, folder: Path, device: str | torch.device) -> Self:
         description, tensors = read_embedder(folder)
         try:
             architecture = Architecture(**description["architecture"])
@@ -409,16 +408,56 @@ class Embedder(nn.Module):
             setattr(embedder, name, value)
         return embedder.eval().to(device)
 
+    def push_to_hub(
+        self, repo_id: str, *, license: str | None = None, private: bool = False
+    ) -> str:
+        """Write the embedder, with a model card, to a repository of the Hugging Face Hub.
+
+        One commit: the embedder and the card that are there are replaced together. Class names,
+        metrics and recipe go along, as in `save`.
+
+        Args:
+            repo_id: owner/name; made if it is not there.
+            license: the hub's name of the license you give it, such as "apache-2.0"; None says
+                nothing about it.
+            private: whether a new repository is private.
+
+        Returns:
+            Its address.
+        """
+        from proximetry.models.hub import push  # which imports this file
+
+        return push(self, repo_id, license, private)
+
+    @classmethod
+    def from_hub(
+        cls, repo_id: str, revision: str | None = None, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Read an embedder that `push_to_hub` wrote, downloaded unless it is in the hub's cache.
+
+        ``revision`` is a branch, a tag or a commit; None takes the newest. Files are limited in
+        size and checked as by `load`, and nothing of the repository is executed.
+        """
+        from proximetry.models.hub import download  # which imports this file
+
+        return cls._read(download(repo_id, revision), device)
+
     def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
         """Write the network as ONNX: float32 RGB 0…255 [N, 3, H, W], resized and cropped, in.
 
         Normalisation is part of the graph, the batch may have any size, and the metadata of the
-        model says how to resize and crop. Raises ValueError unless onnxruntime agrees with torch.
+        model says what is inside and how to resize and crop. Raises ValueError unless onnxruntime
+        agrees with torch.
         """
         from proximetry.models.export import write_onnx  # which imports this file
 
         write_onnx(self, Path(path), opset)
         return Path(path)
+
+
+def versions() -> dict[str, str]:
+    """What an embedder is made with here."""
+    return {"proximetry": __version__, "torch": torch.__version__, "timm": timm.__version__}
 
 
 def why_not_finite(embedder: Embedder) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from proximetry._common import UsageError, atomic_write, check_writable, need
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.embedder import Embedder, why_not_finite
+from proximetry.models.embedder import Embedder, versions, why_not_finite
 
 # Largest difference to torch that counts as agreement, relative to the largest value.
 TOLERANCE = 1e-4
@@ -61,21 +61,50 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
 
 
 def _metadata(embedder: Embedder) -> dict[str, str]:
-    inside = asdict(embedder.preprocessing)
+    """All that a deployment needs to know, and which embedder this is."""
+    made, inside = embedder.architecture, asdict(embedder.preprocessing)
     before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+    length = "of unit length" if made.normalize else "not normalized"
+    codes = (
+        f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > 0, "
+        "axis=1), compared by Hamming distance."
+        if embedder.bits
+        else ""
+    )
     return {
         "proximetry": "embedder",
         "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
         "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
         "std) is inside the graph and must not be applied again.",
+        "output": f"float32 [batch, {embedder.dim}]: embeddings, {length}, to be compared by "
+        f"{made.similarity} similarity.{codes}",
+        "graph": json.dumps(
+            {
+                "normalization": True,
+                "flip_tta": made.flip_tta,
+                "layer_norm": made.layer_norm,
+                "pca_dim": _pca_dim(embedder),
+                "unit_length": made.normalize,
+                "bits": embedder.bits,
+            }
+        ),
         "preprocessing": json.dumps(before),
         "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
         "short), filter = interpolation",
         "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
         "normalization": json.dumps(inside),
-        "similarity": embedder.architecture.similarity,
-        "architecture": json.dumps(embedder.architecture.to_json()),
+        "similarity": made.similarity,
+        "architecture": json.dumps(made.to_json()),
+        "versions": json.dumps(versions()),
+        "fingerprint": embedder.fingerprint(),
     }
+
+
+def _pca_dim(embedder: Embedder) -> int | None:
+    """What the recipe says: in the network PCA is one matrix with the head."""
+    model = (embedder.recipe or {}).get("model")
+    dim = model.get("pca_dim") if isinstance(model, dict) else None
+    return dim if dim == embedder.dim else None
 
 
 def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:

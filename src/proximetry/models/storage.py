@@ -35,11 +35,11 @@ DESCRIPTION = "embedder.json"
 SECOND_STAGE = "second-stage"
 """Where the final run of ``training.two_stages`` lies in its folder."""
 # A million class names take 20 MB.
-_LARGEST_DESCRIPTION = 200_000_000
+LARGEST_DESCRIPTION = 200_000_000
 _OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Whether this was written by a save, whole or, if that was killed, in part."""
     return _OURS.fullmatch(written_for(path) or path.name) is not None
 
@@ -78,20 +78,15 @@ def write_embedder(
     atomic_write(folder / file, weights)
     atomic_write(folder / DESCRIPTION, text)
     for stale in folder.iterdir():
-        if stale.name not in (file, DESCRIPTION) and _is_ours(stale):
+        if stale.name not in (file, DESCRIPTION) and is_ours(stale):
             stale.unlink(missing_ok=True)
 
 
 def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the weights that `write_embedder` wrote."""
     description = read_description(folder)
-    try:
-        digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError("no checksum")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / DESCRIPTION} is damaged: it names no weights file") from error
-    path = folder / weights_name(digest)
+    name, size = named_weights(description, folder / DESCRIPTION)
+    path, digest = folder / name, description["tensors"]["sha256"]
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):
@@ -108,6 +103,17 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return description, load_tensors(content)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
+
+
+def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]:
+    """Return the name of the weights file of a description, which is read from `path`; its size."""
+    try:
+        digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
+        if not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int or size < 0:
+            raise ValueError("no checksum, or no size")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: it names no weights file") from error
+    return weights_name(digest), size
 
 
 def weights_name(digest: str) -> str:
@@ -128,7 +134,7 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
-    foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path))
+    foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path))
     if not foreign:
         return
     try:
@@ -147,7 +153,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         if not folder.exists():
             raise UsageError(f"there is no folder {folder}")
         raise UsageError(f"{folder} is no saved embedder: it has no {DESCRIPTION}")
-    content = read_json(path, _LARGEST_DESCRIPTION)
+    content = read_json(path, LARGEST_DESCRIPTION)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} does not describe an embedder")
     if content.get("version") != VERSION:

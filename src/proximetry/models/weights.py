@@ -36,7 +36,7 @@ _PREFIXES = ("module", "model", "_orig_mod", "backbone")
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 # Seconds. Without asking first, the hub's client tries again for a minute or more.
-_PATIENCE = 5.0
+PATIENCE = 5.0
 
 
 class WeightsError(UsageError):
@@ -177,7 +177,7 @@ def _hub_file(name: str) -> tuple[Path, str]:
     given = config.hf_hub_filename
     names = (given,) if given else ("model.safetensors", "pytorch_model.bin")
     for local in (True, False):
-        if not local and not _reachable(constants.ENDPOINT):
+        if not local and not reachable(constants.ENDPOINT):
             raise WeightsError(f"the hub at {constants.ENDPOINT} cannot be reached")
         for file in names:
             path = _download(repository, file, revision or None, local=local)
@@ -190,7 +190,7 @@ def _download(repository: str, file: str, revision: str | None, *, local: bool) 
     """Return the file, downloaded unless `local`, or None if there is none."""
     try:
         path = hf_hub_download(
-            repository, file, revision=revision, etag_timeout=_PATIENCE, local_files_only=local
+            repository, file, revision=revision, etag_timeout=PATIENCE, local_files_only=local
         )
         return Path(path)
     except Exception as error:
@@ -203,7 +203,7 @@ def _download(repository: str, file: str, revision: str | None, *, local: bool) 
         raise WeightsError(f"{repository} cannot be downloaded: {reason}") from error
 
 
-def _reachable(address: str) -> bool:
+def reachable(address: str) -> bool:
     """Ask the address for anything at all; any HTTP answer counts."""
     if constants.HF_HUB_OFFLINE:
         return False
@@ -212,7 +212,7 @@ def _reachable(address: str) -> bool:
     def ask() -> None:
         request = urllib.request.Request(address, method="HEAD")
         try:
-            urllib.request.urlopen(request, timeout=_PATIENCE).close()
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
         except urllib.error.HTTPError:
             pass
         except (OSError, ValueError):
@@ -222,7 +222,7 @@ def _reachable(address: str) -> bool:
     # In a thread, because looking up a host name obeys no timeout.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(_PATIENCE)
+    asking.join(PATIENCE)
     return answered.is_set()
 
 

