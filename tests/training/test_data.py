@@ -11,8 +11,9 @@ import torch
 from proximetry.data import RandomResizedCrop
 from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
-from proximetry.training.data import TrainingData, make_sampler
+from proximetry.training.data import make_sampler
 from proximetry.training.distributed import World
+from proximetry.training.images import ImageData
 from proximetry.training.reporting import Display
 from tests.training.tiny import with_
 
@@ -26,7 +27,7 @@ def preprocessing_of(recipe):
 
 def make_data(recipe, device="cpu"):
     world = World(device=torch.device(device))
-    data = TrainingData(recipe, preprocessing_of(recipe), world, Display())
+    data = ImageData(recipe, preprocessing_of(recipe), world, Display())
     data.put(recipe.data.cache)
     return data
 
@@ -124,11 +125,11 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     world = Rank(size=2)
     more = set()
-    assert len(TrainingData(recipe, preprocessing_of(recipe), world, Display()).rows["train"])
+    assert len(ImageData(recipe, preprocessing_of(recipe), world, Display()).rows["train"])
     more = {("class00/1.png", "cannot be opened: Too many open files")}
     message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"
     with pytest.raises(RunError, match=message):
-        TrainingData(recipe, preprocessing_of(recipe), world, Display())
+        ImageData(recipe, preprocessing_of(recipe), world, Display())
 
 
 def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):

@@ -15,13 +15,12 @@ from proximetry.models import Embedder
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.data import (
     Division,
-    check_space,
     divide,
     make_sampler,
     open_catalog,
-    second_cache,
 )
 from proximetry.training.distributed import World, join_processes
+from proximetry.training.images import check_space, second_cache
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Trackers
 from proximetry.training.run import first_stage, guest_of_torch, make_embedder, make_updater

@@ -20,9 +20,9 @@ from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
-from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, join_processes, watching
 from proximetry.training.evaluator import Evaluator
+from proximetry.training.images import ImageData
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
@@ -178,9 +178,9 @@ def prepare(
     torch.manual_seed(recipe.training.seed)
     similarity = recipe.evaluation.similarity
     embedder = make_embedder(recipe.model, similarity, display.message).to(world.device)
-    data = TrainingData(recipe, embedder.preprocessing, world, display)
+    data = ImageData(recipe, embedder.preprocessing, world, display)
     facts = device_facts(world)
-    recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.pixels)
+    recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.nbytes)
     for line in lines:
         display.message(line)
     data.put(recipe.data.cache)

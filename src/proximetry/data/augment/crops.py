@@ -7,7 +7,7 @@ same everywhere; how it is scaled depends on where the pixels lie.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,13 +55,21 @@ class RandomResizedCrop:
         return resample(pixels, rows, windows, crop_size(self.crop), self.interpolation)
 
     def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
-        """Draw a window per image.
+        """Draw a window per image."""
+        return self.windows(pixels, rows, self.chances(len(rows), generator))
 
-        Every image takes the same number of random values from the generator, so the windows
-        of a global batch can be drawn on every rank and sliced.
+    def chances(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw what `windows` needs of chance, without knowing the images.
+
+        Every image takes the same number of random values, so those of a global batch can be
+        drawn on every rank and sliced.
         """
+        return torch.rand(count, 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
+
+    def windows(self, pixels: PixelCache, rows: Rows, chances: Tensor) -> Windows:
+        """Return the window of each image that follows from what was drawn for it."""
         heights, widths = image_sizes(pixels, rows)
-        u = torch.rand(len(heights), 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
+        u = chances
         height, width, found = self._shapes(heights, widths, u[:, : 2 * _TRIES])
         central_height, central_width = self._central(heights, widths)
         height = torch.where(found, height, central_height)
@@ -126,11 +134,14 @@ class CenterCrop:
 
     def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
         """Return the central window of each image, flipped or not."""
-        flipped = torch.rand(len(rows), generator=generator, dtype=torch.float64) < 0.5
-        return replace(self.windows(pixels, rows), flip=flipped & self.flip)
+        return self.windows(pixels, rows, self.chances(len(rows), generator))
 
-    def windows(self, pixels: PixelCache, rows: Rows) -> Windows:
-        """Return the central window of each image."""
+    def chances(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw what decides which images are flipped."""
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+
+    def windows(self, pixels: PixelCache, rows: Rows, chances: Tensor | None = None) -> Windows:
+        """Return the central window of each image, flipped by what was drawn for it, if it was."""
         height, width = crop_size(self.crop)
         heights, widths = image_sizes(pixels, rows)
         if (small := (heights < height) | (widths < width)).any():
@@ -144,5 +155,7 @@ class CenterCrop:
             left=((widths - width).double() / 2).round().long(),
             height=torch.full_like(heights, height),
             width=torch.full_like(widths, width),
-            flip=torch.zeros(len(heights), dtype=torch.bool),
+            flip=torch.zeros(len(heights), dtype=torch.bool)
+            if chances is None
+            else (chances < 0.5) & self.flip,
         )
