@@ -241,7 +241,7 @@ def test_a_recorded_norm_moves_its_statistics():
     assert layer.num_batches_tracked.item() == 3
 
 
-@pytest.mark.parametrize("size", [(7, 9), (8, 8), (1, 1)])
+@pytest.mark.parametrize("size", [(5, 6), (1, 1)])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])
@@ -255,12 +255,12 @@ def test_depthwise_is_torchs(kernel, stride, same, size):
 @pytest.mark.parametrize("padding", [0, 1])
 def test_depthwise_with_less_padding(padding):
     layer = nn.Conv2d(40, 40, 5, 1, padding, groups=40, bias=False).to(DEVICE)
-    compare(fused_depthwise, layer, layer, images(2, 40, 9, 8))
+    compare(fused_depthwise, layer, layer, images(2, 40, 6, 7))
 
 
 def test_depthwise_in_bfloat16():
     layer = nn.Conv2d(40, 40, 3, 2, 1, groups=40, bias=False).to(DEVICE)
-    x = images(2, 40, 9, 9, dtype=torch.bfloat16)
+    x = images(2, 40, 7, 6, dtype=torch.bfloat16)
     y = fused_depthwise(layer, x)
     agree(y, layer(x.float()), torch.bfloat16)
 
@@ -281,8 +281,8 @@ def test_a_network_learns_the_same(frozen, monkeypatch):
     if frozen:
         freeze_batchnorm(plain)
     fast = fuse(copy.deepcopy(plain))
-    x = images(2, 3, 10, 10)
-    slope = torch.randn(2, 8, 5, 5, device=DEVICE)
+    x = images(2, 3, 5, 6)
+    slope = torch.randn(2, 8, 3, 3, device=DEVICE)
     for network in (plain, fast):
         (network(x) * slope).sum().backward()
     for one, two in zip(fast.parameters(), plain.parameters(), strict=True):

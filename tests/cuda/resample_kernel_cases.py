@@ -106,7 +106,7 @@ def test_no_images_give_an_empty_batch():
     assert by_kernel(pixels, np.empty(0, np.int64), nothing, (4, 4), "bilinear").numel() == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=25 if DEVICE == "cpu" else 200)
 @given(data=st.data(), interpolation=st.sampled_from(list(MODES)), seed=st.integers(0, 99))
 def test_any_window_of_any_image(data, interpolation, seed):
     height, width = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 14))
@@ -126,9 +126,9 @@ def test_any_window_of_any_image(data, interpolation, seed):
         ((9, 9), (4, 8, 5, 1), (7, 7)),  # one pixel wide, at the edge
         ((9, 9), (8, 0, 1, 9), (4, 9)),
         ((12, 40), (1, 2, 11, 38), (11, 38)),  # not scaled at all
-        ((9, 4), (0, 0, 9, 4), (1, 1)),
+        ((5, 3), (0, 0, 5, 3), (1, 1)),
         ((16, 24), (8, 12, 8, 12), (20, 37)),  # more than one tile each way
-        ((64, 64), (3, 5, 60, 58), (24, 29)),
+        ((40, 40), (3, 5, 36, 34), (18, 21)),
     ],
 )
 def test_particular_windows(shape, box, size, interpolation):
@@ -156,9 +156,9 @@ def check_window(array, box, flip, size, interpolation):
 
 
 @BOTH
-@pytest.mark.parametrize("crop", [8, (21, 9)])
+@pytest.mark.parametrize("crop", [8, (11, 5)])
 def test_random_crops_equal_torchvision(crop, interpolation):
-    sizes = [(20, 28), (28, 20), (7, 5), (5, 30), (1, 1)]
+    sizes = [(14, 20), (20, 14), (7, 5), (5, 20), (1, 1)]
     pixels = PixelCache.in_memory([image(k, *size) for k, size in enumerate(sizes)])
     transform = RandomResizedCrop(crop, interpolation=interpolation)
     rows = np.tile(np.arange(len(sizes)), 2)
@@ -175,7 +175,7 @@ def test_random_crops_equal_torchvision(crop, interpolation):
         assert difference(batch[k], there.flip(-1) if windows.flip[k] else there) <= 1
 
 
-@settings(max_examples=15)
+@settings(max_examples=8 if DEVICE == "cpu" else 50)
 @given(
     height=st.integers(1, 40),
     width=st.integers(1, 40),
