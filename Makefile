@@ -20,10 +20,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/proximetry demo
 
+# Three processes for two cores: many tests wait for processes of their own.
 test: $(READY)
 	@command -v chromium > /dev/null \
 	  || echo "There is no chromium: tests of the search page will be skipped; apt-get install chromium"
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

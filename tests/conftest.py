@@ -1,6 +1,7 @@
 """For all tests: one thread per worker, hypothesis without deadlines, quick processes."""
 
 import signal
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -30,3 +31,10 @@ def server():
     running = Server()
     yield running
     running.close()
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take long: at the end no process waits for another one's."""
+    tests = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))

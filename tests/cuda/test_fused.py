@@ -16,6 +16,7 @@ from proximetry.models import freeze_batchnorm
 from tests.triton_cases import run_cases
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     run_cases(__file__, "kernel_cases.py", "cpu")
 

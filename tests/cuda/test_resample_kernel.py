@@ -10,6 +10,7 @@ from proximetry.data.augment.resample import _kernel
 from tests.triton_cases import run_cases
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_cases(__file__, "resample_kernel_cases.py", "cpu")
 
