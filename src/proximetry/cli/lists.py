@@ -81,8 +81,14 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     """
     from proximetry.models.backbones import list_backbones, own_backbones
     from proximetry.models.weights import PACKAGES
+    from proximetry.training.recipe import plain_values, shipped_recipes
 
     known = own_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    for recipe in shipped_recipes():
+        values = plain_values(recipe)
+        if values["data"]["dataset"] == "folder":
+            network = values["model"]["backbone"].partition(".")[0]  # a tag follows the dot
+            known.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
     wild = pattern is not None and set("*?[") & set(pattern)
     names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
     if not names:

@@ -182,6 +182,7 @@ def parameter_groups(
     lr: float,
     proxy_lr_multiplier: float = 100.0,
     head_lr_multiplier: float = 1.0,
+    layer_decay: float = 1.0,
     weight_decay: float | None = None,
     require_proxies: bool = True,
 ) -> list[dict[str, Any]]:
@@ -193,6 +194,9 @@ def parameter_groups(
     - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
       included, if the model returns both from ``parameter_parts()`` as the `Embedder` does; else
       ``model`` at ``lr``, with what is trainable now;
+    - with ``layer_decay`` below 1, in the place of ``backbone``, a group for each layer that the
+      model returns from ``backbone_layers()``: the last one, which is the first group, at ``lr``,
+      and every other one at ``layer_decay`` times the rate of the one after it;
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
 
@@ -221,6 +225,10 @@ def parameter_groups(
         )
     else:
         members = {"model": _trainable(model.parameters())}
+    if layer_decay != 1.0:
+        layers = _last_layer_first(model, checks.positive("layer_decay", layer_decay))
+        rates |= {name: lr * layer_decay**depth for depth, name in enumerate(layers)}
+        members = layers | {name: part for name, part in members.items() if name != "backbone"}
     members |= {"proxies": _trainable(proxies), "loss": _trainable(rest)}
     seen: list[nn.Parameter] = []
     for name, parameters in members.items():
@@ -232,6 +240,19 @@ def parameter_groups(
         for name, parameters in members.items()
         if parameters
     ]
+
+
+def _last_layer_first(model: nn.Module, decay: float) -> dict[str, list[nn.Parameter]]:
+    if decay > 1:
+        raise ValueError(f"layer_decay must be at most 1, got {decay!r}")
+    find = getattr(model, "backbone_layers", None)
+    if find is None:
+        raise ValueError(
+            "layer_decay needs a model that tells its layers apart with backbone_layers(); "
+            f"{type(model).__name__} does not"
+        )
+    layers = list(find())
+    return {f"layer {number}": layers[number] for number in reversed(range(len(layers)))}
 
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -14,12 +14,29 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
+from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import binary_codes, random_numbers_kept, shorten, shown, some, unit
-from proximetry.models.backbones import Features, build, check_name, prepare
+from proximetry._common import (
+    UsageError,
+    binary_codes,
+    random_numbers_kept,
+    shorten,
+    shown,
+    some,
+    unit,
+)
+from proximetry.models.backbones import (
+    Features,
+    build,
+    check_name,
+    check_patches,
+    class_and_patches,
+    has_class_token,
+    prepare,
+)
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
 from proximetry.models.names import (
@@ -121,7 +138,13 @@ class Embedder(nn.Module):
         weights: WeightsRecord,
     ) -> None:
         super().__init__()
-        features = prepare(model, architecture.backbone, preprocessing.crop)
+        with_class = architecture.pooling == "cls-avg"
+        if with_class and not has_class_token(model):
+            raise ValueError(
+                f"pooling 'cls-avg' is for transformers with a class token, and "
+                f"{architecture.backbone} has none: use pooling='auto'"
+            )
+        features = prepare(model, architecture.backbone, preprocessing.crop, with_class)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
         if pooling == "flatten":
@@ -175,8 +198,9 @@ class Embedder(nn.Module):
                 dimensions instead of `dim`, and `encode(…, binary=True)` gives their signs.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
                 at 3) or "flatten" for backbones with a feature map; "token" for transformers,
-                which pool their tokens themselves; "auto" takes "avg" or "token", and "flatten"
-                for sphereface20.
+                which pool their tokens themselves, or "cls-avg", the class token and the mean of
+                the patch tokens side by side (DINOv2, DINOv3); "auto" takes "avg" or "token", and
+                "flatten" for sphereface20.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: L2-normalise the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
@@ -206,6 +230,7 @@ class Embedder(nn.Module):
         )
         crop = (image_size, image_size) if image_size else None
         model, preprocessing, record = load_backbone(backbone, weights, crop, resize)
+        check_patches(model, backbone, preprocessing.crop)
         return cls(model, architecture, preprocessing, record)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -221,6 +246,8 @@ class Embedder(nn.Module):
     def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
             return self.backbone(pixels)  # type: ignore[no-any-return]
+        if self.architecture.pooling == "cls-avg":
+            return class_and_patches(self.backbone, pixels)
         model: Any = self.backbone
         found = model.forward_features(pixels)
         if self._channels_last:
@@ -341,6 +368,22 @@ class Embedder(nn.Module):
             "backbone": [value for name, value in named if name not in self._idle],
             "head": [*self.pooling.parameters(), *self.head.parameters()],
         }
+
+    def backbone_layers(self) -> list[list[nn.Parameter]]:
+        """Return the trainable parameters of the backbone by layers, from first to last.
+
+        The layers are those that timm's networks tell apart: the stem, each block, what follows.
+        """
+        matcher = getattr(self.backbone, "group_matcher", None)
+        if matcher is None:
+            raise UsageError(
+                f"{self.architecture.backbone} does not tell its layers apart, as the networks of "
+                "timm do: its layers have one learning rate"
+            )
+        layers = group_parameters(self.backbone, matcher(coarse=False))
+        named = dict(self.backbone.named_parameters())
+        trained = [[named[n] for n in layers[i] if n not in self._idle] for i in sorted(layers)]
+        return [layer for layer in trained if layer]
 
     def save(
         self,
@@ -503,7 +546,7 @@ def _resolve_pooling(architecture: Architecture, features: Features, model: nn.M
     name, pooling = architecture.backbone, architecture.pooling
     if pooling == "auto":
         return "token" if features.size is None else str(getattr(model, "default_pooling", "avg"))
-    if features.size is None and pooling != "token":
+    if features.size is None and pooling not in ("token", "cls-avg"):
         raise NoFeatureMapError(pooling, f"{name} gives tokens and pools them itself")
     if features.size is not None and pooling == "token":
         raise ValueError(f"pooling 'token' is for transformers, but {name} gives a feature map")

@@ -1,7 +1,10 @@
 """ONNX: the whole way from RGB pixels 0…255 to vectors in one file, checked against torch."""
 
 import json
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,7 +112,7 @@ def _pca_dim(embedder: Embedder) -> int | None:
 
 def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet("onnxscript"):
             warnings.simplefilter("ignore")  # the exporter's remarks about its own internals
             program = torch.onnx.export(
                 network,
@@ -128,6 +131,17 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"
         ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _compare(session: Any, sample: Tensor, expected: Tensor) -> None:

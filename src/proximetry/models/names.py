@@ -23,6 +23,7 @@ POOLINGS: tuple[str, ...] = (
     "gem-learned",
     "flatten",
     "token",
+    "cls-avg",
 )
 
 WEIGHTS_SOURCES: tuple[str, ...] = ("auto", "package", "hub", "none")  # or a path

@@ -49,7 +49,7 @@ class GeM(nn.Module):
 
 
 def make_pooling(kind: str) -> nn.Module:
-    """Return the module for a name of `POOLINGS` but "auto"; "token" needs no pooling."""
+    """Return the module for a name of `POOLINGS` but "auto"; tokens need none here."""
     modules: dict[str, nn.Module] = {
         "avg": Average(),
         "max": Maximum(),
@@ -58,5 +58,6 @@ def make_pooling(kind: str) -> nn.Module:
         "gem-learned": GeM(learned=True),
         "flatten": nn.Flatten(),
         "token": nn.Identity(),
+        "cls-avg": nn.Identity(),
     }
     return modules[kind]

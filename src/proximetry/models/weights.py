@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from proximetry._common import UsageError, random_numbers_kept, shorten, some
@@ -232,6 +234,8 @@ def _from_file(
     model = build(name, crop)
     wanted = model.state_dict()
     renamed = {_without_prefixes(key, wanted): value for key, value in tensors.items()}
+    if "pos_embed" in wanted and "pos_embed" in renamed:
+        renamed["pos_embed"] = _positions(model, renamed["pos_embed"])
     unused = sorted(renamed.keys() - wanted.keys())
     found, problems = {}, []
     for key, target in wanted.items():
@@ -249,6 +253,21 @@ def _from_file(
         raise WeightsError(f"{path} does not fit {name}: {some(problems, 8)}.{other}")
     model.load_state_dict(found, strict=False)
     return model, WeightsRecord("file", path.name, _sha256(path), len(found), unused)
+
+
+def _positions(model: Any, found: Tensor) -> Tensor:
+    """Return learned positions for the model's size of images, as timm does it for the hub's."""
+    wanted = model.pos_embed
+    if found.ndim != 3 or wanted.ndim != 3 or found.shape[::2] != wanted.shape[::2]:
+        return found
+    with_prefix = not getattr(model, "no_embed_class", False)
+    prefix = getattr(model, "num_prefix_tokens", 1) if with_prefix else 0
+    patches = found.shape[1] - prefix
+    if found.shape == wanted.shape or patches < 1 or isqrt(patches) ** 2 != patches:
+        return found
+    size = list(model.patch_embed.grid_size)
+    resampled: Tensor = resample_abs_pos_embed(found, size, num_prefix_tokens=prefix)
+    return resampled
 
 
 def _without_prefixes(key: str, wanted: Mapping[str, Tensor]) -> str:

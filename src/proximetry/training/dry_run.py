@@ -23,7 +23,13 @@ from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import check_space, second_cache
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Trackers
-from proximetry.training.run import first_stage, guest_of_torch, make_embedder, make_updater
+from proximetry.training.run import (
+    check_network,
+    first_stage,
+    guest_of_torch,
+    make_embedder,
+    make_updater,
+)
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 from proximetry.training.update import Updater, autocast
 
@@ -54,6 +60,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     torch.manual_seed(recipe.training.seed)
     embedder = make_embedder(recipe.model, recipe.evaluation.similarity, notes.append)
     embedder.to(world.device)
+    check_network(recipe, embedder)
     catalog = open_catalog(recipe)
     division = divide(catalog, recipe)
     parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}

@@ -23,6 +23,7 @@ from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
 from proximetry.models.encoding import OnError
+from proximetry.models.lora import has_lora, merge_lora, plain_twin
 from proximetry.models.names import LARGEST_BATCH, Similarity
 from proximetry.models.pca import centered, principal_axes, second_moments, with_pca
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
@@ -188,7 +189,9 @@ class Evaluator:
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self.recipe, self.embedder, self.data, self.world = recipe, embedder, data, world
+        self.recipe, self.data, self.world = recipe, data, world
+        self._trained = embedder
+        self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
         self._group = dist.group.WORLD if world.size > 1 else None
         features = embedder.pixel_features
         self._features = GraphedInference(features, on_graph_failure) if graph else features
@@ -198,6 +201,7 @@ class Evaluator:
 
         With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
         """
+        self._merge()
         share_buffers(self.embedder, self.world)
         with torch.no_grad(), evaluating(self.embedder):
             embedder, distractors = self._look_at_train("held_out" in splits, full_precision)
@@ -213,8 +217,14 @@ class Evaluator:
 
     def embed(self, rows: Rows) -> Tensor:
         """Return the embeddings of rows of the catalogue, before any PCA; on every process."""
+        self._merge()
         with torch.no_grad(), evaluating(self.embedder):
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
+
+    def _merge(self) -> None:
+        """Bring what is evaluated and saved up to date, where another network is trained."""
+        if self._trained is not self.embedder:
+            merge_lora(self._trained, self.embedder)
 
     def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]

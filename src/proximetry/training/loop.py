@@ -376,9 +376,9 @@ def _restore_selected(run: Run) -> list[str]:
 def _saved_selected(run: Run) -> Embedder | None:
     """The embedder in the folder, if it is that of the selected epoch of this run.
 
-    PCA cannot be taken out of one again, as evaluating it here would need.
+    Neither PCA nor LoRA can be taken out of one again, as evaluating it here would need.
     """
-    if run.data.pca_dim is not None:
+    if run.data.pca_dim is not None or run.recipe.model.lora_rank is not None:
         return None
     try:
         saved = Embedder.load(run.folder.embedder)

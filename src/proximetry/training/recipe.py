@@ -228,7 +228,20 @@ class ModelConfig(Section):
     )
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
         "auto",
-        "auto takes avg for feature maps and token for transformers, which know no other",
+        "auto takes avg for feature maps and token, their own, for transformers; cls-avg is the "
+        "class token of these beside the mean of the patch tokens (DINOv2, DINOv3)",
+    )
+    lora_rank: Count | None = _key(
+        None,
+        "train low-rank updates (LoRA, Hu et al. 2022) of the linear layers in the blocks of a "
+        "transformer instead of the backbone itself: of this rank, such as 8 or 16. They are "
+        "merged into the weights that are saved",
+        le=1024,
+    )
+    lora_alpha: Number | None = _key(
+        None,
+        "with lora_rank: scales the updates by lora_alpha / lora_rank; default: by 1",
+        gt=0,
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
     layer_norm: Flag = _key(
@@ -264,6 +277,8 @@ class ModelConfig(Section):
     def _check(self) -> Self:
         if (self.pca_dim or self.dim) > self.dim:
             raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise ValueError(f"lora_alpha {self.lora_alpha:g} goes with lora_rank: give both")
         if self.bits is not None and self.dim != self.bits:
             raise ValueError(
                 f"dim {self.dim} and bits {self.bits} disagree: a code has one bit for each "
@@ -339,6 +354,13 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd"] = _key("adamw", "the optimiser")
     lr: Number = _key(1e-4, "learning rate of the backbone", gt=0)
+    layer_decay: Number = _key(
+        1.0,
+        "each layer of the backbone learns at this times the rate of the layer after it, the last "
+        "one at lr (layer-wise learning-rate decay); 1 for one rate, about 0.75 for transformers",
+        gt=0,
+        le=1,
+    )
     head_multiplier: Number = _key(1.0, "the head learns at lr times this", gt=0)
     proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
     weight_decay: Number = _key(1e-4, "on all parameters", ge=0)

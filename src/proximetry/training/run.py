@@ -14,7 +14,9 @@ import torch
 from proximetry.cuda.fused import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models.backbones import check_patches, takes_one_size
 from proximetry.models.embedder import NoFeatureMapError
+from proximetry.models.lora import add_lora
 from proximetry.models.names import Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
@@ -25,7 +27,7 @@ from proximetry.training.evaluator import Evaluator
 from proximetry.training.images import ImageData
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
-from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe
+from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import FIRST_STAGE, Continuation, RunError, RunFolder
 from proximetry.training.schedule import LearningRates
@@ -178,6 +180,7 @@ def prepare(
     torch.manual_seed(recipe.training.seed)
     similarity = recipe.evaluation.similarity
     embedder = make_embedder(recipe.model, similarity, display.message).to(world.device)
+    check_network(recipe, embedder)
     data = ImageData(recipe, embedder.preprocessing, world, display)
     facts = device_facts(world)
     recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.nbytes)
@@ -233,7 +236,7 @@ def make_embedder(
 
     A transformer pools its tokens itself, whatever a recipe says that was made for feature maps.
     """
-    of_training = {"pca_dim", "dropout", "freeze_batchnorm"}
+    of_training = {"pca_dim", "dropout", "freeze_batchnorm", "lora_rank", "lora_alpha"}
     given: dict[str, Any] = m.model_dump(exclude=of_training) | {"similarity": similarity}
     try:
         embedder = Embedder.create(**given)
@@ -242,7 +245,27 @@ def make_embedder(
         report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error.reason}")
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
+    if m.lora_rank is not None:
+        add_lora(embedder, m.lora_rank, m.lora_alpha)
     return embedder
+
+
+def check_network(recipe: Recipe, embedder: Embedder) -> None:
+    """Refuse what the recipe asks of the network and it cannot do, before images are decoded."""
+    side, network = recipe.data.crop_size, embedder.architecture.backbone
+    size = embedder.preprocessing.crop
+    if side is not None and (side, side) != size:
+        if takes_one_size(embedder.backbone):
+            raise RecipeError(
+                f"data.crop_size is {side}, but {network} takes one size of images, here "
+                f"{size[0]}×{size[1]}: leave data.crop_size out"
+            )
+        check_patches(embedder.backbone, network, (side, side), "data.crop_size")
+    if recipe.optimizer.layer_decay != 1.0:
+        try:
+            embedder.backbone_layers()
+        except ValueError as error:
+            raise RecipeError(f"optimizer.layer_decay must be 1: {error}") from error
 
 
 def make_optimizer(
@@ -255,6 +278,7 @@ def make_optimizer(
         lr=o.lr,
         head_lr_multiplier=o.head_multiplier,
         proxy_lr_multiplier=o.proxy_multiplier,
+        layer_decay=o.layer_decay,
         require_proxies=False,
     )
     if not groups:

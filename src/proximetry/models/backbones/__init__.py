@@ -8,6 +8,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 
 from proximetry._common import UsageError, closest, shown
@@ -75,17 +76,60 @@ def build(
     return model  # type: ignore[no-any-return]
 
 
-def prepare(model: nn.Module, name: str, crop: tuple[int, int]) -> Features:
+def check_patches(
+    model: nn.Module, name: str, crop: tuple[int, int], key: str = "image_size"
+) -> None:
+    """Refuse images whose border would be in no patch: timm may drop it without a word."""
+    patches = getattr(model, "patch_embed", None)
+    config: Any = model.pretrained_cfg
+    if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad:
+        return
+    if crop == tuple(config["input_size"][-2:]):  # as it was trained: one of SigLIP's is such
+        return
+    for side, step in zip(crop, patches.patch_size, strict=True):
+        if side % step:
+            below = side // step * step
+            use = f"{below} or {below + step}" if below else f"{step} or more"
+            raise UsageError(
+                f"{key} {side} is no multiple of {step}, the side of the patches of {name}: "
+                f"use {use}"
+            )
+
+
+def takes_one_size(model: nn.Module) -> bool:
+    """Whether the network was made for images of one size, as those with learned positions are."""
+    patches = getattr(model, "patch_embed", None)
+    return isinstance(patches, PatchEmbed) and patches.strict_img_size
+
+
+def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
+    """Return the class token and the mean of the patch tokens, side by side."""
+    tokens = model.forward_features(pixels)
+    parts = tokens[:, 0], tokens[:, model.num_prefix_tokens :].mean(1)
+    # Networks that average their tokens have their last norm behind that.
+    return torch.cat([model.fc_norm(part) for part in parts], 1)
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether `class_and_patches` is of use."""
+    wanted = ("cls_token", "num_prefix_tokens", "fc_norm")
+    return all(getattr(model, name, None) is not None for name in wanted)
+
+
+def prepare(
+    model: nn.Module, name: str, crop: tuple[int, int], with_class: bool = False
+) -> Features:
     """Find out what the backbone gives, and drop the layers that take no part in it.
 
     Those are layers that timm puts behind its own pooling (ConvNeXt's last norm, the last
     convolution of MobileNetV3): without gradients they would stall distributed training.
+    ``with_class`` is about what `class_and_patches` gives.
     """
     try:
         try:
-            features, unused = _probe(_without_memory(model), crop)
+            features, unused = _probe(_without_memory(model), crop, with_class)
         except Exception:  # an operation that is not known without memory, or a size that is wrong
-            features, unused = _probe(model, crop)
+            features, unused = _probe(model, crop, with_class)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
@@ -107,17 +151,20 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, parts)
 
 
-def _probe(model: nn.Module, crop: tuple[int, int]) -> tuple[Features, list[str]]:
+def _probe(model: nn.Module, crop: tuple[int, int], with_class: bool) -> tuple[Features, list[str]]:
     """Return what the backbone gives, and the names of the parameters that it does not need."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     device = next(model.parameters()).device
     with evaluating(model), torch.enable_grad():
-        features, output = _look(model, torch.zeros(1, 3, *crop, device=device))
+        features, output = _look(model, torch.zeros(1, 3, *crop, device=device), with_class)
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
     return features, [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
 
 
-def _look(model: Any, pixels: Tensor) -> tuple[Features, Tensor]:
+def _look(model: Any, pixels: Tensor, with_class: bool) -> tuple[Features, Tensor]:
+    if with_class:
+        output = class_and_patches(model, pixels)
+        return Features(output.shape[1], None), output
     output = model.forward_features(pixels)
     if not isinstance(output, Tensor) or output.ndim != 4:
         output = model(pixels)

@@ -1,0 +1,204 @@
+"""Transformers of today: class token and patches, patch sizes, positions, layers, LoRA."""
+
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from proximetry.losses import ProxyAnchor, parameter_groups
+from proximetry.models import Embedder
+from proximetry.models.backbones import (
+    build,
+    check_patches,
+    class_and_patches,
+    has_class_token,
+)
+from proximetry.models.lora import add_lora, has_lora, merge_lora, plain_twin
+from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
+
+
+def made(backbone, **settings):
+    torch.manual_seed(0)
+    return Embedder.create(backbone, 8, **{"weights": "none", "image_size": 32} | settings)
+
+
+def pictures(count=3):
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, 256, (40, 50, 3), dtype=np.uint8) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("backbone", "prefix"), [("test_vit", 1), ("tiny_dinov3", 5)])
+def test_class_token_and_mean_of_patches_stand_side_by_side(backbone, prefix):
+    embedder = made(backbone, pooling="cls-avg").eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        tokens = embedder.backbone.forward_features(pixels)
+        features = embedder.features(pixels)
+    assert tokens.shape[1] == prefix + 4
+    assert embedder.width == 2 * tokens.shape[2]
+    assert torch.equal(features[:, : tokens.shape[2]], tokens[:, 0])
+    torch.testing.assert_close(features[:, tokens.shape[2] :], tokens[:, prefix:].mean(1))
+
+
+def test_no_class_token_no_pooling_with_it():
+    for name in ("test_vit2", "test_vit3", "test_resnet"):  # registers alone; a map
+        with pytest.raises(ValueError, match=rf"with a class token, and {name} has none: use"):
+            made(name, pooling="cls-avg")
+
+
+def test_a_norm_behind_the_average_is_applied_to_both():
+    model = VisionTransformer(32, embed_dim=16, depth=1, num_heads=2, global_pool="avg").eval()
+    assert has_class_token(model)
+    with torch.no_grad():
+        model.fc_norm.weight.fill_(3.0)
+        found = class_and_patches(model, torch.randn(2, 3, 32, 32))
+    parts = found.reshape(4, 16)
+    torch.testing.assert_close(parts.std(1, correction=0), torch.full((4,), 3.0), rtol=0.01, atol=0)
+
+
+def test_a_transformer_of_today_is_saved_and_loaded(tmp_path):
+    embedder = made("tiny_dinov3", pooling="cls-avg")
+    embedder.save(tmp_path / "embedder")
+    loaded = Embedder.load(tmp_path / "embedder")
+    assert loaded.architecture.pooling == "cls-avg"
+    assert torch.equal(loaded.encode(pictures()), embedder.encode(pictures()))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "side", "said"),
+    [
+        ("test_vit", 50, "50 is no multiple of 16, the side of the patches of test_vit: use 48 or"),
+        ("tiny_dinov3", 15, "15 is no multiple of 16, .* of tiny_dinov3: use 16 or more"),
+        # timm takes it and drops the last four pixels of each side.
+        ("vit_small_patch14_dinov2", 60, "60 is no multiple of 14, .*: use 56 or 70"),
+    ],
+)
+def test_images_are_whole_patches(backbone, side, said):
+    with pytest.raises(ValueError, match=f"^image_size {said}"):
+        made(backbone, image_size=side)
+
+
+def test_the_size_of_the_weights_is_taken_as_it_is():
+    """384 is no multiple of 14, and SigLIP was trained with it."""
+    with torch.device("meta"):
+        model = timm.create_model("vit_so400m_patch14_siglip_384", num_classes=0)
+    check_patches(model, "siglip", (384, 384))
+    with pytest.raises(ValueError, match="use 392 or 406"):
+        check_patches(model, "siglip", (400, 400))
+
+
+def test_positions_in_a_file_are_resampled_as_timm_does(tmp_path):
+    """The official file of a transformer is for one size; another one needs other positions."""
+    torch.manual_seed(0)
+    big = build("test_vit", (96, 96))
+    save_file(big.state_dict(), tmp_path / "weights.safetensors")
+    small = Embedder.create("test_vit", 8, weights=tmp_path / "weights.safetensors", image_size=64)
+    expected = build("test_vit", (64, 64), big.state_dict())
+    for key, value in expected.state_dict().items():
+        assert torch.equal(small.backbone.state_dict()[key], value), key
+    other = {**big.state_dict(), "pos_embed": torch.zeros(1, 40, 64)}
+    save_file(other, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"pos_embed is \[1, 40, 64\], needed \[1, 17, 64\]"):
+        Embedder.create("test_vit", 8, weights=tmp_path / "other.safetensors", image_size=64)
+
+
+def test_layers_are_those_of_timm_from_first_to_last():
+    embedder = made("test_vit3")  # nine blocks and a pooling by attention
+    layers = embedder.backbone_layers()
+    named = {id(value): name for name, value in embedder.backbone.named_parameters()}
+    names = [{named[id(value)].split(".")[0] for value in layer} for layer in layers]
+    assert len(layers) == 1 + 9 + 1
+    assert "patch_embed" in names[0]
+    assert "pos_embed" in names[0]
+    assert names[1] == {"blocks"}
+    assert names[9] == {"blocks", "norm"}
+    assert names[10] == {"attn_pool"}
+    found = [id(value) for layer in layers for value in layer]
+    assert sorted(found) == sorted(id(p) for p in embedder.parameter_parts()["backbone"])
+    with pytest.raises(ValueError, match="small_convnet does not tell its layers apart"):
+        made("small_convnet").backbone_layers()
+
+
+@given(decay=st.floats(0.1, 0.99), lr=st.floats(1e-6, 1.0))
+def test_each_layer_learns_slower_than_the_one_after_it(decay, lr):
+    loss = ProxyAnchor(num_classes=3, dim=8)
+    plain = parameter_groups(LAYERED, loss, lr=lr)
+    groups = parameter_groups(LAYERED, loss, lr=lr, layer_decay=decay)
+    assert groups[0]["lr"] == plain[0]["lr"] == lr  # what a run reports as lr
+    count = len(LAYERED.backbone_layers())
+    for depth, group in enumerate(groups[:count]):
+        assert group["lr"] == pytest.approx(lr * decay**depth)
+    assert [group["name"] for group in groups[count:]] == ["head", "proxies"]
+    assert [group["lr"] for group in groups[count:]] == [g["lr"] for g in plain[1:]]
+    everything = [{id(p) for group in one for p in group["params"]} for one in (plain, groups)]
+    assert everything[0] == everything[1]
+
+
+LAYERED = made("test_vit")
+
+
+def test_layers_that_cannot_be_told_apart_have_one_rate():
+    loss, plain = ProxyAnchor(3, 8), torch.nn.Linear(4, 8)
+    with pytest.raises(ValueError, match=r"needs a model .* with backbone_layers\(\); Linear does"):
+        parameter_groups(plain, loss, lr=1e-3, layer_decay=0.5)
+    for wrong in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="layer_decay must be"):
+            parameter_groups(LAYERED, loss, lr=1e-3, layer_decay=wrong)
+
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.mark.parametrize("backbone", ["test_vit3", "tiny_dinov3"])
+def test_merged_lora_is_the_network_that_was_trained(backbone, tmp_path):
+    embedder = made(backbone, normalize=False)
+    pixels = torch.randn(4, 3, 32, 32)
+    with torch.inference_mode():
+        before = embedder.eval()(pixels)
+    assert add_lora(embedder, 2, 3.0) is embedder
+    assert has_lora(embedder)
+    plain = plain_twin(embedder)
+    assert not has_lora(plain)
+    merge_lora(embedder, plain)
+    with torch.inference_mode():  # updates begin at zero
+        torch.testing.assert_close(embedder.eval()(pixels), before)
+        torch.testing.assert_close(plain.eval()(pixels), before)
+    parts = embedder.parameter_parts()
+    trained = [p for p in embedder.backbone.parameters() if p.requires_grad]
+    assert {id(p) for p in parts["backbone"]} == {id(p) for p in trained}
+    blocks = len(embedder.backbone.blocks)
+    assert len(trained) == blocks * 4 * 2  # qkv, proj, fc1, fc2: two matrices each
+    optimizer = torch.optim.SGD([*parts["backbone"], *parts["head"]], lr=0.1)
+    frozen = {n: p.clone() for n, p in embedder.backbone.named_parameters() if not p.requires_grad}
+    for _ in range(3):
+        optimizer.zero_grad()
+        embedder.train()(pixels).square().mean().backward()
+        assert all(p.grad is not None for p in trained)  # else processes would wait for ever
+        optimizer.step()
+    for name, value in embedder.backbone.named_parameters():
+        assert name not in frozen or torch.equal(value, frozen[name]), name
+    merge_lora(embedder, plain)
+    with torch.inference_mode():
+        after = embedder.eval()(pixels)
+        torch.testing.assert_close(plain(pixels), after, rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+    plain.save(tmp_path / "plain")
+    assert torch.equal(
+        Embedder.load(tmp_path / "plain").encode(pictures()), plain.encode(pictures())
+    )
+
+
+def test_lora_needs_linear_layers_in_blocks_and_peft(monkeypatch):
+    with pytest.raises(ValueError, match="blocks of transformers, and small_convnet has none"):
+        add_lora(made("small_convnet"), 4)
+    with pytest.raises(ValueError, match="test_efficientnet has none"):
+        add_lora(made("test_efficientnet"), 4)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"LoRA needs peft: pip install 'proximetry\[lo"):
+        add_lora(made("test_vit"), 4)
