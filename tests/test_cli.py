@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry import cli
-from proximetry.cli import faces, train_plan
+from proximetry.cli import cache, faces, train_plan
 from proximetry.cli.commands import COMMANDS
 from proximetry.data import Catalog
 from proximetry.models import Embedder
@@ -83,6 +83,7 @@ heavy = {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
 assert not heavy, heavy
 """
     commands = COMMANDS | {f"faces {name}": one for name, one in faces.COMMANDS.items()}
+    commands |= {f"cache {name}": one for name, one in cache.COMMANDS.items()}
     done = subprocess.run(
         [sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False
     )

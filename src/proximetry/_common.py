@@ -53,6 +53,13 @@ def some(items: Iterable[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def first_few(lines: Sequence[str], elsewhere: str, limit: int = 5) -> list[str]:
+    """Return the first lines of a list for the screen, and say where all of them are."""
+    if len(lines) <= limit:
+        return [*lines]
+    return [*lines[:limit], f"and {spaced(len(lines) - limit)} more; all are in {elsewhere}"]
+
+
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()

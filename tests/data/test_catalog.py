@@ -3,6 +3,8 @@ import os
 import pickle
 import string
 import tarfile
+import tracemalloc
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from proximetry.data import Catalog
+from proximetry.data import Catalog, ClassBalanced
+from proximetry.data.columns import Coded, Texts
 
 TEXT = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
@@ -610,3 +613,64 @@ def test_describe():
     apart = small("aab", splits=("train", "train", "test"))
     assert "train and test share no class" in apart.describe()
     assert "0 images of 0 classes" in small("").describe()
+
+
+def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
+    """The bound of ten million rows in 2 GiB, scaled down: at most 200 bytes a row at any time."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = 200_000
+    numbers = np.random.default_rng(0).permutation(rows)
+    columns = {
+        "path": [f"images/{number:09d}.jpg" for number in numbers],
+        "label": [f"class {number // 10}" for number in numbers],
+        "split": np.where(numbers % 100 < 80, "train", "test"),
+        "year": 1990 + numbers % 30,
+    }
+    parquet.write_table(arrow.table(columns), tmp_path / "table.parquet", row_group_size=50_000)
+    paths, labels = columns["path"], columns["label"]
+    tracemalloc.start()  # which knows of arrays, and of all that is Python's
+    try:
+        catalog = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
+        held, most = tracemalloc.get_traced_memory()
+        sampler = ClassBalanced(catalog.filter(split="train").codes, 45, 4)
+        sampler.batch(3, 7)
+        with_sampler = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 90 * rows
+    assert max(most, with_sampler) < 200 * rows
+    assert catalog.paths == tuple(paths)
+    assert catalog.labels == tuple(labels)
+    assert catalog.class_names == tuple(sorted(set(labels)))
+    some = np.random.default_rng(1).choice(rows, 50)
+    assert [catalog.columns["year"][row] for row in some] == columns["year"][some].tolist()
+    train = catalog.filter(split="train")
+    assert (
+        train.paths[-1]
+        == [p for p, split in zip(paths, columns["split"], strict=True) if split == "train"][-1]
+    )
+    # A few rows do not carry all the others along.
+    assert len(pickle.dumps(train.subset([5, 3]))) < 5000
+
+
+@given(st.lists(st.none() | st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)))
+def test_columns_of_texts_are_like_tuples(values):
+    column = Texts.of(values)
+    assert column == tuple(values)
+    assert tuple(column) == tuple(values)
+    assert hash(column) == hash(tuple(values))
+    assert len(column) == len(values)
+    assert column[1:-1] == tuple(values)[1:-1]
+    assert pickle.loads(pickle.dumps(column[::-2])) == tuple(values)[::-2]
+    assert [column[i] for i in range(-len(values), len(values))] == values * 2
+    texts = tuple("" if value is None else value for value in values)
+    counts = Counter(texts)
+    repeated = [row for row, text in enumerate(texts) if counts[text] > 1]
+    assert Texts.of(texts).repeated.tolist() == repeated
+    odd = [row for row, text in enumerate(texts) if not text or "\0" in text]
+    assert Texts.of(texts).unusable.tolist() == odd
+    coded = Coded.of(texts)
+    assert coded == texts
+    assert coded.distinct == tuple(sorted(set(texts)))
+    assert coded[::3] == texts[::3]
+    assert coded[::3].distinct == tuple(sorted(set(texts[::3])))

@@ -163,3 +163,42 @@ def test_works_as_a_batch_sampler_of_a_loader(sampler):
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def dealt(items, count, seed, turns):
+    """The first turns of a deck: shuffle after shuffle, each as the turn it begins in needs it."""
+    taken = []
+    for number in range(-(-turns * count // len(items))):
+        order = np.random.default_rng([*seed, number]).permutation(items).tolist()
+        begun = len(taken) % count
+        if begun and count <= len(items):
+            first = [item for item in order if item not in taken[-begun:]][: count - begun]
+            order = first + [item for item in order if item not in first]
+        taken += order
+    return [taken[turn * count : (turn + 1) * count] for turn in range(turns)]
+
+
+@given(options=balanced())
+def test_batches_are_those_of_rounds_and_decks_written_out(options):
+    sampler = ClassBalanced(**options)
+    codes, c, m, seed = options.values()
+    labels = sorted(set(codes.tolist()))
+    batches = 3 * len(sampler)
+    rounds = dealt(np.arange(len(labels)), c, (seed, 1), batches)
+    turns = -(-batches * c // len(labels))
+    decks = [
+        dealt(np.flatnonzero(codes == label), m, (seed, 2, place), turns)
+        for place, label in enumerate(labels)
+    ]
+    met = Counter()
+    for batch, classes in zip(several(sampler, 3), rounds, strict=True):
+        wanted = [item for place in classes for item in decks[place][met[place]]]
+        met.update(classes)
+        assert batch.tolist() == wanted
+
+
+def test_decks_that_were_put_away_are_dealt_as_before(monkeypatch):
+    codes = np.arange(400) % 40
+    expected = np.stack(several(ClassBalanced(codes, 8, 3), 9))
+    monkeypatch.setattr("proximetry.data.samplers._MOST_DECKS", 5)
+    assert (np.stack(several(ClassBalanced(codes, 8, 3), 9)) == expected).all()

@@ -24,7 +24,7 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Parameter
 
-    from proximetry.cli import faces
+    from proximetry.cli import cache, faces
     from proximetry.cli.commands import COMMANDS
 
     app = App(
@@ -41,10 +41,11 @@ def make_app() -> "App":
     )
     for name, function in COMMANDS.items():
         app.command(function, name=name)
-    group = App(name="faces", help=faces.ABOUT)
-    for name, function in faces.COMMANDS.items():
-        group.command(function, name=name)
-    app.command(group)
+    for module, group in ((faces, App(name="faces")), (cache, App(name="cache"))):
+        group.help = module.ABOUT
+        for name, function in module.COMMANDS.items():
+            group.command(function, name=name)
+        app.command(group)
     app.register_install_completion_command(help="Install completion for your shell.")
     return app
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from proximetry.training.stopping import Stopped
 
     app = make_app()
-    if not words or words == ["faces"]:
+    if not words or words in (["faces"], ["cache"]):
         app.help_print(words)
         return 2
     try:

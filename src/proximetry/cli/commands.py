@@ -10,9 +10,18 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError, atomic_write
+from proximetry._common import UsageError, atomic_write, first_few
 from proximetry.cli import lists, report, search
-from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
+from proximetry.cli.output import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    TableColumns,
+    advice_to_skip,
+    check_out,
+    progress_bar,
+    tell,
+)
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.cli.serve import serve
 from proximetry.metrics.scores import Metrics
@@ -111,6 +120,8 @@ def evaluate(
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=search.LARGEST_K))] = 0,
     rerank: Annotated[bool, Parameter(negative=())] = False,
     batch_size: BatchSize | None = None,
+    bad_images: BadImages = "error",
+    columns: TableColumns = None,
     device: str | None = None,
     out: Path | None = None,
     as_json: AsJson = False,
@@ -135,10 +146,15 @@ def evaluate(
         out: also write the JSON document to this file.
     """
     from proximetry.cli import evaluation, ways
-    from proximetry.cli.vectors import load_embedder
-    from proximetry.data import open_dataset, resolve_source
+    from proximetry.cli.vectors import load_embedder, open_images
+    from proximetry.data import resolve_source
     from proximetry.training.comparison import check_comparison, choose_split
-    from proximetry.training.evaluator import doubts, score_embedder
+    from proximetry.training.evaluator import (
+        doubts,
+        encode_catalog,
+        encode_readable,
+        score_embedder,
+    )
 
     if out is not None:
         check_out(out, [source])
@@ -151,10 +167,19 @@ def evaluate(
         )
     asked = ways.Ways(binary, expand, rerank)
     asked.check(model)
-    catalog, chosen = choose_split(open_dataset(name, place), split, source)
-    notes = [*check_comparison(catalog, metrics), *doubts(model, catalog)]
+    skip, left_out = bad_images == "skip", list[str]()
+    catalog, chosen = choose_split(open_images(name, place, columns, skip), split, source)
+    check_comparison(catalog, metrics)
     with progress_bar("evaluating") as report:
-        scored, compared = score_embedder(model, catalog, metrics, eval_dims, batch_size, report)
+        if skip:
+            vectors, catalog, left_out = encode_readable(model, catalog, batch_size, report)
+        else:
+            with advice_to_skip():
+                vectors = encode_catalog(model, catalog, batch_size, report)
+        notes = [*check_comparison(catalog, metrics), *doubts(model, catalog)]
+        scored, compared = score_embedder(
+            model, catalog, metrics, eval_dims, batch_size, report, vectors
+        )
         plain = next(iter(scored.values()))
         rows = ways.make_rows(asked, plain, compared, metrics, report)
     document: dict[str, Any] = {
@@ -168,6 +193,7 @@ def evaluate(
         **({"rows": rows} if rows else {}),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
+        "left_out": left_out,
     }
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
@@ -180,7 +206,8 @@ def embed(
     out: Path = Path("vectors.npz"),
     batch_size: BatchSize = 64,
     flip: Annotated[bool, Parameter(negative=())] = False,
-    bad_images: Literal["error", "skip"] = "error",
+    bad_images: BadImages = "error",
+    columns: TableColumns = None,
     device: str | None = None,
     as_json: AsJson = False,
 ) -> None:
@@ -196,21 +223,27 @@ def embed(
             file beside it; .parquet the columns path, label and vector.
         batch_size: images per forward pass.
         flip: append the embedding of the flipped image.
-        bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
     from proximetry.cli.processes import processes
-    from proximetry.cli.vectors import Embedded, embed_files, find_images, find_writer
+    from proximetry.cli.vectors import (
+        Embedded,
+        embed_files,
+        find_images,
+        find_writer,
+        left_out_file,
+        write_left_out,
+    )
 
     write, written = find_writer(out)
-    for file in written:
+    skip = bad_images == "skip"
+    for file in [*written, left_out_file(out)] if skip else written:
         check_out(file, images)
-    files, notes = find_images(images)
+    files, notes = find_images(images, columns, allow_missing=skip)
     if not files:
         raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
     paths = [path for path, _ in files]
     with processes(device) as world, progress_bar("embedding", shown=world.leads) as report:
-        skip = bad_images == "skip"
         vectors, bad = embed_files(world, embedder, paths, batch_size, flip, skip, report)
     if not world.leads:
         return
@@ -219,6 +252,7 @@ def embed(
     kept = [image for i, image in enumerate(files) if i not in bad]
     write(Embedded(kept, vectors), out)
     left_out = [bad[i] for i in sorted(bad)]
+    write_left_out(out, left_out)
     document = {
         "out": str(out),
         "images": len(kept),
@@ -227,8 +261,8 @@ def embed(
         "notes": notes,
     }
     text = f"wrote {len(kept)} embeddings (dim {vectors.shape[1]}) to {out}"
-    lines = [*notes, *(f"left out {reason}" for reason in left_out), text]
-    tell(as_json, document, "\n".join(lines))
+    told = first_few([f"left out {reason}" for reason in left_out], str(left_out_file(out)))
+    tell(as_json, document, "\n".join([*notes, *told, text]))
 
 
 def export(embedder: Path, out: Path, *, opset: int = 18) -> None:

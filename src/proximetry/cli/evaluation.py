@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from proximetry._common import first_few
 from proximetry.cli import ways
 from proximetry.metrics import Evaluation, retrieve
 from proximetry.training.evaluator import means
@@ -66,6 +67,9 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         head = "Queries by class → class of the nearest image, where it is another:"
         parts.append("\n".join([head, *(lines or ["  none"])]))
     parts += [f"note: {note}" for note in document["notes"]]
+    left_out = [f"left out {reason}" for reason in document["left_out"]]
+    if left_out:
+        parts.append("\n".join(first_few(left_out, "the document of --out and --json")))
     if document["layout"]:
         parts.insert(1, document["layout"])
     return "\n\n".join(parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._common import UsageError
-from proximetry.cli.output import AsJson, columns, tell, wrap
+from proximetry.cli.output import AsJson, TableColumns, columns, tell, wrap
 
 
 def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
@@ -125,7 +125,11 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
 
 
 def datasets(
-    source: str | None = None, root: Path | None = None, *, as_json: AsJson = False
+    source: str | None = None,
+    root: Path | None = None,
+    *,
+    names: TableColumns = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the datasets that can be read, or check and describe one.
 
@@ -133,7 +137,8 @@ def datasets(
         source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.
         root: where the images of a dataset of the list lie.
     """
-    from proximetry.data import list_datasets, open_dataset, resolve_source
+    from proximetry.cli.vectors import open_images
+    from proximetry.data import list_datasets, resolve_source
 
     known = list_datasets()
     facts = {name: dataclasses.asdict(info) for name, info in known.items()}
@@ -146,7 +151,7 @@ def datasets(
     if place is None and not known[name].built_in:
         tell(as_json, facts[name], wrap(str(known[name])))
         return
-    catalog = open_dataset(name, place)
+    catalog = open_images(name, place, names, allow_missing=False)
     document = {
         "dataset": name,
         "root": str(catalog.root),

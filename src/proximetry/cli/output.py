@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from proximetry._common import Progress, UsageError, check_writable
@@ -22,6 +22,54 @@ AsJson = Annotated[
 ]
 
 BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
+
+# The recipe's own names too, so that what was said to `train` can be said to any command.
+BadImages = Annotated[
+    Literal["error", "skip"],
+    Parameter(
+        name=["--bad-images", "--data.bad-images"],
+        help="stop at missing or unreadable images, or leave them out and list them.",
+    ),
+]
+
+
+def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
+    """Read path=file,label=category."""
+    found: dict[str, str] = {}
+    for pair in tokens[0].value.split(","):
+        field, sign, column = (part.strip() for part in pair.partition("="))
+        if not (field and sign and column) or field in found:
+            raise ValueError(f"expected pairs such as path=file,label=category, got {pair!r}")
+        found[field] = column
+    return found
+
+
+COLUMNS_WORD = "path=COLUMN,label=COLUMN"
+TableColumns = Annotated[
+    Any,
+    Parameter(
+        name=["--columns", "--data.columns"],
+        converter=read_columns,
+        accepts_keys=False,
+        n_tokens=1,
+        metavar=COLUMNS_WORD,
+        help="what a table calls its columns where these have other names.",
+    ),
+]
+
+
+@contextmanager
+def advice_to_skip() -> Iterator[None]:
+    """Add to the error about an image how to do without it."""
+    try:
+        yield
+    except ValueError as error:
+        from proximetry.data import ImageError
+
+        found = error if isinstance(error, ImageError) else error.__cause__
+        if not isinstance(found, ImageError):
+            raise
+        raise ValueError(f"{found}; --bad-images skip leaves such images out") from error
 
 
 def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from cyclopts import Parameter, Token
 
+from proximetry.cli.output import COLUMNS_WORD, read_columns
 from proximetry.training.recipe import AUTO, Recipe, Section, YamlError, parse_yaml
 
 
@@ -45,6 +46,11 @@ def _option(kind: Any, default: Any, about: str) -> Any:
         return Annotated[Any, words]
     if kind in (bool, str) or get_origin(kind) is Literal:
         return Annotated[kind, Parameter(help=about, show_default=False)]
+    if get_origin(kind) is dict and _bare(get_args(kind)[1]) is str:
+        pairs = Parameter(
+            help=about, metavar=COLUMNS_WORD, converter=read_columns, accepts_keys=False, n_tokens=1
+        )
+        return Annotated[Any, pairs]
     if get_origin(kind) is dict:
         value: Any = Annotated[Any, Parameter(converter=_as_yaml)]
         return Annotated[dict[str, value], Parameter(help=about)]

@@ -1,16 +1,24 @@
 """The commands that make a gallery of images and search it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError, check_writable, shorten, spaced
-from proximetry.cli.output import AsJson, BatchSize, progress_steps, tell
+from proximetry._common import UsageError, check_writable, first_few, shorten, spaced
+from proximetry.cli.output import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    TableColumns,
+    advice_to_skip,
+    progress_steps,
+    tell,
+)
 
 if TYPE_CHECKING:
     from proximetry.search import Gallery, SearchResult
@@ -26,7 +34,8 @@ def index(
     gallery: str = GALLERY,
     index: str | None = None,
     batch_size: BatchSize = 64,
-    bad_images: Literal["error", "skip"] = "error",
+    bad_images: BadImages = "error",
+    columns: TableColumns = None,
     device: str | None = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +53,6 @@ def index(
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
             approximately, BFlat by binary codes; default: auto, which chooses by size.
         batch_size: images per forward pass.
-        bad_images: stop at unreadable images, or leave them out and name them.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
     from proximetry.cli.processes import processes
@@ -55,13 +63,15 @@ def index(
         own = str(world.device) if world.size > 1 else device
         if world.leads:
             with with_helpers() if world.size > 1 else nullcontext():
-                _index(images, model, gallery, index, batch_size, bad_images, own, as_json)
+                table, notes = _find_rows(images, columns, bad_images == "skip")
+                _index(table, notes, model, gallery, index, batch_size, bad_images, own, as_json)
         else:
             help_out(lambda: _load(model or Path(gallery) / EMBEDDER, own))
 
 
 def _index(
-    images: Sequence[str],
+    table: Any,
+    notes: list[str],
     model: Path | None,
     gallery: str,
     index: str | None,
@@ -71,9 +81,8 @@ def _index(
     as_json: bool,
 ) -> None:
     from proximetry.search import Gallery
-    from proximetry.search.gallery import is_milvus
+    from proximetry.search.gallery import LEFT_OUT, is_milvus
 
-    table, notes = _find_rows(images)
     there = _exists(gallery)
     if not there and model is None:
         raise UsageError(f"which embedder? There is no gallery {gallery} yet: give --model RUN")
@@ -85,7 +94,7 @@ def _index(
             "steps": steps,
             "report": told.append,
         }
-        try:
+        with advice_to_skip():
             if there:
                 added = _add(gallery, model, index, device, table, told, options)
                 opened = Gallery.open(gallery)
@@ -93,20 +102,22 @@ def _index(
                 embedder = _load(model, device)
                 opened = Gallery.build(embedder, table, gallery, index or "auto", **options)
                 added = len(opened)
-        except ValueError as error:
-            raise _advised(error) from error
+    left_out = [line for line in told if line.startswith(LEFT_OUT)]
+    told = [line for line in told if not line.startswith(LEFT_OUT)]
     document = {
         "gallery": gallery,
         "images": len(opened),
         "added": added,
         "dim": opened.dim,
         "index": opened.index,
+        "left_out": [line.removeprefix(LEFT_OUT) for line in left_out],
         "notes": [*notes, *told],
     }
     text = f"{gallery}: {spaced(len(opened))} images, {spaced(added)} of them new"
     hint = "Next:\n  proximetry search QUERY.jpg"
     hint += "" if gallery == GALLERY else f" --gallery {gallery}"
     hint += f" --model {model or 'RUN'}" if is_milvus(gallery) else ""
+    told += first_few(left_out, "the document of --json")
     tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
 
 
@@ -134,14 +145,16 @@ def _load(model: Path | None, device: str | None) -> Any:
     return load_embedder(model, device)
 
 
-def _find_rows(words: Sequence[str]) -> tuple[Any, list[str]]:
+def _find_rows(
+    words: Sequence[str], columns: Mapping[str, str] | None, allow_missing: bool
+) -> tuple[Any, list[str]]:
     """The images that are meant by files, folders, tables and shards, and notes on them."""
     from proximetry.cli.vectors import find_catalog, find_images
     from proximetry.search import rows
 
     tables, notes = [], []
     for word in words:
-        catalog = find_catalog(Path(word).expanduser())
+        catalog = find_catalog(Path(word).expanduser(), columns, allow_missing=allow_missing)
         if catalog is not None:
             tables.append(rows.make_rows(catalog))
             notes += catalog.remarks()
@@ -190,14 +203,6 @@ def _add(
     if found.needs_compaction:
         found.compact(steps=options["steps"], report=told.append)
     return added
-
-
-def _advised(error: ValueError) -> ValueError:
-    from proximetry.data import ImageError
-
-    if isinstance(error, ImageError):
-        return ValueError(f"{error}; --bad-images skip leaves such images out")
-    return error
 
 
 def search(

@@ -189,10 +189,11 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(plan.recipe.data.root or "IMAGES"))
     tested = "test" in results["selected"]
-    skip = ["--bad-images", "skip"] if plan.recipe.data.bad_images == "skip" else []
+    reading = _reading(plan.recipe.data)
+    tests = [*_test_images(plan.recipe.data), *reading] if tested else ["OTHER_IMAGES"]
     next_commands = [
-        ["evaluate", run, *(_test_images(plan.recipe.data) if tested else ["OTHER_IMAGES"])],
-        ["embed", run, images, "--out", "vectors.npz", *skip],
+        ["evaluate", run, *tests],
+        ["embed", run, images, "--out", "vectors.npz", *reading],
         ["export", run, f"{plan.out.name}.onnx"],
     ]
     return "\n".join(
@@ -215,6 +216,15 @@ def _separability(proxies: Mapping[str, float] | None) -> list[str]:
         return []
     mean, smallest = proxies["mean_angle"], proxies["smallest_angle"]
     return [f"from class to nearest class: {mean:.1f}° on average, {smallest:.1f}° at least"]
+
+
+def _reading(data: DataConfig) -> list[str]:
+    """How other commands are told to read the images of a recipe."""
+    pairs = ",".join(f"{field}={column}" for field, column in data.columns.items())
+    return [
+        *(["--columns", shlex.quote(pairs)] if pairs else []),
+        *(["--bad-images", "skip"] if data.bad_images == "skip" else []),
+    ]
 
 
 def _test_images(data: DataConfig) -> list[str]:

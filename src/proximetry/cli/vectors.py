@@ -2,12 +2,13 @@
 
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._common import Progress, UsageError, atomic_write, gather_rows, need, some
+from proximetry.cli.output import advice_to_skip, progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,20 +31,36 @@ def load_embedder(place: Path, device: str | None) -> "Embedder":
     return load(place, resolve_device(device))
 
 
-def find_images(words: Iterable[str]) -> tuple[list[Image], list[str]]:
+def open_images(
+    name: str, root: Path | None, columns: Mapping[str, str] | None, allow_missing: bool
+) -> "Catalog":
+    """Open a dataset or a table, with a bar while its images are looked for."""
+    from proximetry.data import open_dataset
+
+    with progress_bar("looking for the images") as report:
+        return open_dataset(
+            name, root, columns=columns, allow_missing=allow_missing, progress=report
+        )
+
+
+def find_images(
+    words: Iterable[str], columns: Mapping[str, str] | None = None, *, allow_missing: bool = False
+) -> tuple[list[Image], list[str]]:
     """Return the images that are meant by files, folders, tables and shards, and notes on them."""
     images: list[Image] = []
     notes: list[str] = []
     for word in words:
-        found, more = _images_of(Path(word).expanduser())
+        found, more = _images_of(Path(word).expanduser(), columns, allow_missing)
         images += found
         notes += more
     return images, notes
 
 
-def find_catalog(path: Path) -> "Catalog | None":
+def find_catalog(
+    path: Path, columns: Mapping[str, str] | None = None, *, allow_missing: bool = False
+) -> "Catalog | None":
     """Return the catalogue of a table, a tar file or a dataset; None for an image or a folder."""
-    from proximetry.data import open_dataset, resolve_source
+    from proximetry.data import resolve_source
     from proximetry.data.folders import is_image
 
     if not path.exists():
@@ -51,11 +68,13 @@ def find_catalog(path: Path) -> "Catalog | None":
     if path.is_file() and is_image(path.name):
         return None
     name, root = resolve_source(path.absolute())  # a path, even if it is called like a dataset
-    return None if name == "folder" else open_dataset(name, root)
+    return None if name == "folder" else open_images(name, root, columns, allow_missing)
 
 
-def _images_of(path: Path) -> tuple[list[Image], list[str]]:
-    catalog = find_catalog(path)
+def _images_of(
+    path: Path, columns: Mapping[str, str] | None, allow_missing: bool
+) -> tuple[list[Image], list[str]]:
+    catalog = find_catalog(path, columns, allow_missing=allow_missing)
     if catalog is None:
         return _images_below(path) if path.is_dir() else ([(str(path), None)], [])
     files = [catalog.file(row) for row in range(len(catalog))]
@@ -104,7 +123,7 @@ def embed_files(
     bad: dict[int, str] = {}
 
     def embed() -> "Tensor":
-        try:
+        with advice_to_skip():
             return load_embedder(folder, str(world.device)).encode(
                 paths[first:last],
                 batch_size,
@@ -112,11 +131,6 @@ def embed_files(
                 progress=lambda done: progress(min(world.size * done, len(paths)), len(paths)),
                 on_error=(lambda i, error: bad.update({first + i: str(error)})) if skip else None,
             )
-        except ValueError as error:
-            cause = error.__cause__
-            if not isinstance(cause, ValueError):
-                raise
-            raise ValueError(f"{cause}; --bad-images skip leaves such images out") from error
 
     vectors = together(embed, group)
     if group is None:
@@ -197,3 +211,16 @@ def find_writer(out: Path) -> tuple[Callable[[Embedded, Path], None], list[Path]
         need("pyarrow", "parquet", "Writing Parquet")
     written = [out, out.with_suffix(".json")] if out.suffix == ".npy" else [out]
     return WRITERS[out.suffix], written
+
+
+def left_out_file(out: Path) -> Path:
+    """The file beside embeddings that lists the images that have none."""
+    return out.with_name(f"{out.name}.left_out.json")
+
+
+def write_left_out(out: Path, reasons: Sequence[str]) -> None:
+    """List the images without embeddings beside those of the others; if there are none, nothing."""
+    if reasons:
+        atomic_write(left_out_file(out), json.dumps(list(reasons), indent=1).encode())
+    else:
+        left_out_file(out).unlink(missing_ok=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from proximetry._common import closest, some
+from proximetry._common import Progress, closest, some
+from proximetry.data.columns import Coded, Numbers, Texts, equal_rows, pack, take
 from proximetry.data.csv_parquet import FIELDS, read_csv, read_parquet, write_csv, write_parquet
 from proximetry.data.folders import layout, scan_folder
 from proximetry.data.tar_shards import SEPARATOR, scan_shards, shard_members, split_shard_path
@@ -25,11 +26,15 @@ if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets lo
 SPLITS = ("all", "train", "val", "test")
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
+Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 
 
 @dataclass(frozen=True, repr=False)
 class Catalog:
     """Images, their classes and their roles; built once, checked, never changed.
+
+    Columns are given as any sequences and read like tuples; they are kept in little more memory
+    than their bytes (`data.columns`).
 
     Attributes:
         paths: relative to `root` (absolute ones stay as they are); "shard.tar::member" for an
@@ -45,24 +50,28 @@ class Catalog:
             None. Galleries keep it; training does not ask for it.
     """
 
-    paths: tuple[str, ...]
-    labels: tuple[str, ...]
-    splits: tuple[str, ...]
+    paths: Sequence[str]
+    labels: Sequence[str]
+    splits: Sequence[str]
     root: Path = Path()
-    queries: tuple[bool, ...] | None = None
-    galleries: tuple[bool, ...] | None = None
-    groups: tuple[str, ...] | None = None
+    queries: Sequence[bool] | None = None
+    galleries: Sequence[bool] | None = None
+    groups: Sequence[str] | None = None
     notes: tuple[str, ...] = ()
     layout: str = field(default="", compare=False)
-    columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        for name in FIELDS.values():
+            values = getattr(self, name)
+            if values is not None:
+                values = pack(values)
+                if name in ("labels", "splits", "groups") and _is_whole(values):
+                    values = Coded.of(values)
+                object.__setattr__(self, name, values)
         object.__setattr__(self, "root", Path(self.root))
-        for name in (*FIELDS.values(), "notes"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, tuple):
-                object.__setattr__(self, name, tuple(value))
-        columns = {name: tuple(values) for name, values in self.columns.items()}
+        object.__setattr__(self, "notes", tuple(self.notes))
+        columns = {name: pack(values) for name, values in self.columns.items()}
         object.__setattr__(self, "columns", columns)
         _check(self)
 
@@ -77,17 +86,25 @@ class Catalog:
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """The distinct labels in sorted order; a class's code is its place here."""
-        return tuple(sorted(set(self.labels)))
+        return self._coded("labels").distinct
 
     @cached_property
     def codes(self) -> npt.NDArray[np.int64]:
         """The class of every image as a number, 0 … classes − 1."""
         import numpy as np
 
-        place = {name: i for i, name in enumerate(self.class_names)}
-        codes = np.array([place[label] for label in self.labels], dtype=np.int64)
+        codes = self._coded("labels").codes.astype(np.int64)
         codes.flags.writeable = False
         return codes
+
+    def rows(self, *splits: str) -> npt.NDArray[np.int64]:
+        """Return the numbers of the rows of these splits."""
+        import numpy as np
+
+        return np.flatnonzero(self._coded("splits").among(splits))
+
+    def _coded(self, name: str) -> Coded:
+        return cast(Coded, getattr(self, name))
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
@@ -101,10 +118,8 @@ class Catalog:
         import numpy as np
 
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        picks = np.arange(len(self))[chosen].tolist()
-        chosen_of = {
-            name: tuple(values[i] for i in picks) for name, values in self._columns().items()
-        }
+        picks = np.arange(len(self))[chosen]
+        chosen_of = {name: take(values, picks) for name, values in self._columns().items()}
         columns = {name: chosen_of.pop(name) for name in self.columns}
         fields: dict[str, Any] = {FIELDS[name]: values for name, values in chosen_of.items()}
         return replace(self, columns=columns, **fields)
@@ -119,23 +134,30 @@ class Catalog:
         gallery: bool | None = None,
     ) -> Catalog:
         """Return the rows that meet every condition given."""
+        import numpy as np
+
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
-        keep = list(range(len(self)))
+        keep = np.ones(len(self), bool)
         if labels is not None:
             wanted = {labels} if isinstance(labels, str) else set(labels)
             unknown = sorted(wanted - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
-            keep = [i for i in keep if self.labels[i] in wanted]
-        columns = self._columns()
-        wanted_values = {"split": split, "group": group, "query": query, "gallery": gallery}
-        for name, value in wanted_values.items():
-            if value is not None:
-                if name not in columns:
-                    raise ValueError(f"this catalogue has no {name} column to filter by")
-                keep = [i for i in keep if columns[name][i] == value]
+            keep &= self._coded("labels").among(wanted)
+        for name, text in (("split", split), ("group", group)):
+            if text is not None:
+                self._need(name)
+                keep &= self._coded(FIELDS[name]).among([text])
+        for name, flag in (("query", query), ("gallery", gallery)):
+            if flag is not None:
+                self._need(name)
+                keep &= np.asarray(getattr(self, FIELDS[name]), bool) == flag
         return self.subset(keep)
+
+    def _need(self, column: str) -> None:
+        if getattr(self, FIELDS[column]) is None:
+            raise ValueError(f"this catalogue has no {column} column to filter by")
 
     def split_classes(
         self,
@@ -162,7 +184,7 @@ class Catalog:
         pieces = []
         for part, name in enumerate(names):
             piece = self.subset(part_of[self.codes] == part)
-            pieces.append(replace(piece, splits=(name,) * len(piece)))
+            pieces.append(replace(piece, splits=Coded.constant(name, len(piece))))
         return tuple(pieces)
 
     def missing_files(self) -> list[int]:
@@ -171,12 +193,9 @@ class Catalog:
 
     def shared_classes(self) -> list[str]:
         """Say which splits have classes in common, and which."""
-        classes: dict[str, set[str]] = {}
-        for split, label in zip(self.splits, self.labels, strict=True):
-            classes.setdefault(split, set()).add(label)
-        found = []
-        for a, b in combinations([split for split in SPLITS if split in classes], 2):
-            shared = sorted(classes[a] & classes[b])
+        images, found = self._images_of_splits, []
+        for a, b in combinations(images, 2):
+            shared = self._named((images[a] > 0) & (images[b] > 0))
             if shared:
                 count = f"{len(shared)} class{'es' if len(shared) > 1 else ''}"
                 found.append(
@@ -185,30 +204,43 @@ class Catalog:
                 )
         return found
 
+    @cached_property
+    def _images_of_splits(self) -> dict[str, npt.NDArray[np.int64]]:
+        """By split, in the order of `SPLITS`, the number of images of each class."""
+        import numpy as np
+
+        labels, splits, size = self._coded("labels"), self._coded("splits"), len(self.class_names)
+        return {
+            split: np.bincount(labels.codes[splits.among([split])], minlength=size)
+            for split in SPLITS
+            if split in splits
+        }
+
+    def _named(self, classes: npt.NDArray[np.bool_]) -> list[str]:
+        return [self.class_names[code] for code in classes.nonzero()[0].tolist()]
+
     def remarks(self) -> list[str]:
         """Return what every command tells about these images: `layout` and `notes`."""
         return [self.layout, *self.notes] if self.layout else [*self.notes]
 
     def describe(self) -> str:
         """Say in a few lines how many images and classes there are, and in which splits."""
-        rows = list(zip(self.labels, self.splits, strict=True))
-        parts = {s: Counter(label for label, split in rows if split == s) for s in SPLITS}
-        parts = {split: sizes for split, sizes in parts.items() if sizes}
         lines = [
             f"{len(self)} images of {len(self.class_names)} classes in {self.root}",
             _line("split", "images", "classes", "smallest", "median", "largest"),
         ]
-        together = {"together": Counter(self.labels)} if len(parts) > 1 else {}
-        for name, sizes in (parts | together).items():
-            n = sizes.values()
+        parts = self._images_of_splits
+        together = {"together": self._coded("labels").counts()} if len(parts) > 1 else {}
+        for name, images in (parts | together).items():
+            n = images[images > 0].tolist()
             lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
         for a, b in combinations(parts, 2):
-            if not parts[a].keys() & parts[b].keys():
+            if not ((parts[a] > 0) & (parts[b] > 0)).any():
                 lines.append(f"{a} and {b} share no class")
         if self.queries is not None and self.galleries is not None:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
-            lines.append(f"{len(set(self.groups))} groups")
+            lines.append(f"{len(self._coded('groups').distinct)} groups")
         notes = (*self.notes, *self.shared_classes())
         lines += [f"note: {note}" for note in dict.fromkeys(notes)]
         return "\n".join([self.layout, *lines] if self.layout else lines)
@@ -235,35 +267,68 @@ class Catalog:
 
     @classmethod
     def from_csv(
-        cls, file: AnyPath, root: AnyPath | None = None, *, check_files: bool = True
+        cls,
+        file: AnyPath,
+        root: AnyPath | None = None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        check_files: bool = True,
+        allow_missing: bool = False,
+        progress: Progress | None = None,
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
         Columns: path, label; if wanted split, query, gallery, group. Others become `columns`:
         numbers where all of their values are numbers, else text; None where nothing is written.
-        `root` is the CSV's own folder unless given.
+
+        Args:
+            file: the table.
+            root: the folder that paths start from; the table's own unless given.
+            columns: what such a column is called there, where it has another name:
+                {"path": "file", "label": "category"}.
+            check_files: look whether every image is there, and there once.
+            allow_missing: keep images that are not there, for whoever leaves out what it cannot
+                read.
+            progress: called meanwhile with (images looked for, images in all).
         """
-        return cls._from_table(read_csv(Path(file)), file, root, check_files)
+        catalog = cls._from_table(read_csv(Path(file), columns), file, root)
+        return catalog._checked(file, allow_missing, progress) if check_files else catalog
 
     @classmethod
     def from_parquet(
-        cls, file: AnyPath, root: AnyPath | None = None, *, check_files: bool = True
+        cls,
+        file: AnyPath,
+        root: AnyPath | None = None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        check_files: bool = True,
+        allow_missing: bool = False,
+        progress: Progress | None = None,
     ) -> Catalog:
-        """Read a Parquet table; columns as in `from_csv`, with the kinds that they have there."""
-        return cls._from_table(read_parquet(Path(file)), file, root, check_files)
+        """Read a Parquet table, as `from_csv` does; further columns keep the kinds they have there.
+
+        Labels may be of any kind and become text: whole numbers as 7, also those that are kept as
+        7.0, truth values as True and False, categories as what they stand for.
+        """
+        catalog = cls._from_table(read_parquet(Path(file), columns), file, root)
+        return catalog._checked(file, allow_missing, progress) if check_files else catalog
+
+    def _checked(self, table: AnyPath, allow_missing: bool, progress: Progress | None) -> Catalog:
+        try:
+            _check_files(self, allow_missing, progress)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(table)}: {error}") from None
+        return self
 
     @classmethod
-    def _from_table(
-        cls, fields: dict[str, Any], file: AnyPath, root: AnyPath | None, check_files: bool
-    ) -> Catalog:
+    def _from_table(cls, fields: dict[str, Any], file: AnyPath, root: AnyPath | None) -> Catalog:
         try:
             catalog = cls(root=Path(file).parent if root is None else Path(root), **fields)
-            if check_files:
-                _check_files(catalog)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
-        homes = ("" if split == "all" else split for split in catalog.splits)
-        return replace(catalog, layout=layout(zip(homes, catalog.labels, strict=True)))
+        found = {split: catalog._named(n > 0) for split, n in catalog._images_of_splits.items()}
+        homes = {"" if split == "all" else split: names for split, names in found.items()}
+        return replace(catalog, layout=layout(homes))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""
@@ -273,7 +338,7 @@ class Catalog:
         """Write the table for `from_parquet`; paths stay relative to `root`."""
         write_parquet(Path(file), self._columns())
 
-    def _columns(self) -> dict[str, tuple[Any, ...]]:
+    def _columns(self) -> dict[str, Sequence[Any]]:
         ours = {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
         return {**ours, **self.columns}
 
@@ -295,6 +360,9 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     return [b - a for a, b in zip([0, *edges], edges, strict=False)]
 
 
+_TOLD = 1000  # files between two reports of progress
+
+
 def _identity(path: str) -> tuple[object, ...] | None:
     """Return what is the same for two paths of one image; None where there is no image."""
     file, member = split_shard_path(path)
@@ -309,20 +377,32 @@ def _identity(path: str) -> tuple[object, ...] | None:
     return (status.st_dev, status.st_ino, member)
 
 
-def _check_files(catalog: Catalog) -> None:
+def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | None) -> None:
     """Refuse images that do not exist, and those that are listed twice under other paths."""
-    rows: dict[tuple[object, ...] | None, list[int]] = {}
-    for i in range(len(catalog)):
-        rows.setdefault(_identity(catalog.file(i)), []).append(i)
-    missing = rows.pop(None, [])
-    if missing:
-        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
+    import numpy as np
+
+    total, missing = len(catalog), []
+    # Of millions of files only a number each is kept; those with equal ones are looked at again.
+    keys = np.zeros(total, np.int64)
+    for i, path in enumerate(catalog.paths):
+        identity = _identity(os.path.join(catalog.root, path))
+        # No image is the same as no other, so each has a number of its own.
+        keys[i] = hash(identity) if identity is not None else hash((None, i))
+        if identity is None:
+            missing.append(i)
+        if progress is not None and i % _TOLD == _TOLD - 1:
+            progress(i + 1, total)
+    if missing and not allow_missing:
+        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing[:5]])
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        hint = "; --data.bad-images skip leaves them out" if len(missing) < total else ""
         raise ValueError(
-            f"{len(missing)} of {len(catalog)} images do not exist below {catalog.root}: {names}"
+            f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{more}"
+            f"{hint}"
         )
     # Two names of one file on the disk are copies of it, which may be meant.
     places: dict[str, int] = {}
-    for i in sorted(i for same in rows.values() if len(same) > 1 for i in same):
+    for i in equal_rows(keys).tolist():
         file, member = split_shard_path(catalog.file(i))
         first = places.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
         if first != i:
@@ -347,42 +427,75 @@ def _check(catalog: Catalog) -> None:
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
-    if len(problems) > 5:
-        problems[5:] = [f"and {len(problems) - 5} more"]
-    if problems:
-        raise ValueError("; ".join(problems))
+    count = sum(len(rows) for rows, _ in problems)
+    shown = [tell(int(row)) for rows, tell in problems for row in rows[:_SHOWN]][:_SHOWN]
+    if count > _SHOWN:
+        shown.append(f"and {count - _SHOWN} more")
+    if shown:
+        raise ValueError("; ".join(shown))
 
 
-def _problems(catalog: Catalog) -> Iterator[str]:
-    for column, values in (
-        ("path", catalog.paths),
-        ("label", catalog.labels),
-        ("group", catalog.groups),
-    ):
-        for i, value in enumerate(values or ()):
-            if not _is_text(value) or not (value or column == "group"):
-                yield f"row {i + 1}, column {column}: {value!r} is not a usable text"
-    for i, split in enumerate(catalog.splits):
-        if split not in SPLITS:
-            yield f"row {i + 1}, column split: {split!r} is none of {', '.join(SPLITS)}"
-    for column, flags in (("query", catalog.queries), ("gallery", catalog.galleries)):
-        for i, flag in enumerate(flags or ()):
-            if not isinstance(flag, bool):
-                yield f"row {i + 1}, column {column}: {flag!r} is neither true nor false"
-    yield from _problems_elsewhere(catalog)
-    # The same picture twice would be its own nearest neighbour.
-    counts = Counter(catalog.paths)
-    for i, path in enumerate(catalog.paths if len(counts) < len(catalog) else ()):
-        if counts[path] > 1:
-            yield f"row {i + 1}, column path: {path!r} is listed {counts[path]} times"
+_SHOWN = 5  # problems that are told
 
 
-def _problems_elsewhere(catalog: Catalog) -> Iterator[str]:
+def _problems(catalog: Catalog) -> Iterator[tuple[Rows, Callable[[int], str]]]:
+    """Give rows in which something is wrong, and what tells it of one of them."""
+
+    def told(column: str, values: Sequence[Any], what: str) -> Callable[[int], str]:
+        return lambda i: f"row {i + 1}, column {column}: {values[i]!r} {what}"
+
+    for column in ("path", "label", "group"):
+        values = getattr(catalog, FIELDS[column]) or ()
+        rows = _no_text(values, empty=column == "group")
+        yield rows, told(column, values, "is not a usable text")
+    splits = catalog.splits
+    if isinstance(splits, Coded):
+        odd: Rows = splits.where(lambda split: split not in SPLITS).nonzero()[0]
+    else:
+        odd = [i for i, split in enumerate(splits) if split not in SPLITS]
+    yield odd, told("split", splits, f"is none of {', '.join(SPLITS)}")
+    for column in ("query", "gallery"):
+        flags = getattr(catalog, FIELDS[column]) or ()
+        fine = isinstance(flags, Numbers) and flags.array.dtype == bool and flags.missing is None
+        wrong = [] if fine else [i for i, flag in enumerate(flags) if type(flag) is not bool]
+        yield wrong, told(column, flags, "is neither true nor false")
     for column, values in catalog.columns.items():
-        for i, value in enumerate(values):
-            text = isinstance(value, str) and _is_text(value.replace("\0", ""))
-            if not (text or value is None or _is_number(value)):
-                yield f"row {i + 1}, column {column}: {value!r} is neither a text nor a number"
+        fine = isinstance(values, Numbers | Texts)  # of one kind, which has been looked at
+        bad = [] if fine else [i for i, value in enumerate(values) if not _is_plain(value)]
+        yield bad, told(column, values, "is neither a text nor a number")
+    # The same picture twice would be its own nearest neighbour.
+    paths = catalog.paths
+    if isinstance(paths, Texts) and len(paths.repeated):
+        counts = Counter(paths[i] for i in paths.repeated.tolist())
+        yield (
+            paths.repeated,
+            lambda i: told("path", paths, f"is listed {counts[paths[i]]} times")(i),
+        )
+
+
+def _is_whole(values: Sequence[Any]) -> bool:
+    """Whether these are texts, with none missing."""
+    return not len(values) or (isinstance(values, Texts) and values.missing is None)
+
+
+def _no_text(values: Sequence[Any], *, empty: bool) -> Rows:
+    """Return the rows that hold no text, or an empty one unless that is allowed."""
+
+    def usable(value: object) -> bool:
+        return _is_text(value) and bool(value or empty)
+
+    if isinstance(values, Texts) and _is_whole(values) and not empty:
+        return values.unusable
+    if isinstance(values, Coded):
+        if _is_text("".join(values.distinct)) and (empty or "" not in values.distinct[:1]):
+            return []  # all of them at once, since there may be a million classes
+        return values.where(lambda text: not usable(text)).nonzero()[0]
+    return [i for i, value in enumerate(values) if not usable(value)]
+
+
+def _is_plain(value: object) -> bool:
+    text = isinstance(value, str) and _is_text(value.replace("\0", ""))
+    return text or value is None or _is_number(value)
 
 
 def _is_number(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ def scan_folder(root: Path) -> Scan:
         tuple("/".join(path) for path in paths),
         tuple(labels),
         tuple(splits),
-        layout(zip(places, labels, strict=True), sorted(tree.left_out)),
+        layout(by_place(zip(places, labels, strict=True)), sorted(tree.left_out)),
         tuple(notes),
     )
 
@@ -144,16 +144,21 @@ def _holds_images(root: Path, name: str, depth: int) -> bool:
     )
 
 
-def layout(rows: Iterable[tuple[str, str]], left_out: Sequence[str] = ()) -> str:
-    """Say in one sentence what was taken to be what.
-
-    Args:
-        rows: of each image the split, in the words of its source, and the class.
-        left_out: what was not taken for images of a class.
-    """
+def by_place(rows: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Put together the classes of each split, in the words of its source, for `layout`."""
     classes: dict[str, set[str]] = {}
     for home, label in rows:
         classes.setdefault(home, set()).add(label)
+    return classes
+
+
+def layout(classes: Mapping[str, Collection[str]], left_out: Sequence[str] = ()) -> str:
+    """Say in one sentence what was taken to be what.
+
+    Args:
+        classes: by split, in the words of its source, the classes in it.
+        left_out: what was not taken for images of a class.
+    """
     order = ["", *_SPLITS]
     told = []
     for home in sorted(classes, key=lambda home: order.index(home.lower().strip("/"))):

@@ -9,6 +9,7 @@ The key stands for the bytes of the images, and all that is kept follows from th
 could not be opened, which may pass.
 
     contents/<states>   digests of the bytes of all images, by names, sizes and times of the files
+    <key>.used          who used a store, and when (`cache_records`)
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from proximetry._common import (
     some,
     writing,
 )
+from proximetry.data.cache_records import InUse, note_use
 from proximetry.data.catalog import Catalog
 from proximetry.data.decoding import Array, decode_all
 from proximetry.data.images import (
@@ -92,6 +94,7 @@ class PixelCache:
             raise ValueError(f"{len(catalog)} rows in the catalogue, {len(index)} images")
         self.catalog, self.flat, self.bad = catalog, flat, bad
         self.index, self._folder = index, folder
+        self._use: InUse | None = None
         self.offsets, self.heights, self.widths = (index[:, i] for i in range(3))
 
     @classmethod
@@ -146,6 +149,8 @@ class PixelCache:
                     found = find()
         if found is None:
             raise OSError(f"{store()} does not hold what was just written to it")
+        about = f"short side {short_side}, {interpolation}"
+        found._use = note_use(store(), catalog.root, len(catalog), about)
         found.bad = _all_bad(found.bad, catalog, contents)
         if found.bad and (policy == "error" or len(found) == 0):
             listed = some([f"{path}: {reason}" for path, reason in found.bad])

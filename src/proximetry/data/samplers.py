@@ -4,7 +4,6 @@ Samplers keep no state of their own, so any batch can be had at any time: proces
 slices of the same global batch, and a run continues where it stopped.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ Indices = npt.NDArray[np.int64]
 
 # Separate streams of random numbers from one seed.
 _SHUFFLE, _CLASSES, _IMAGES = 0, 1, 2
+_MOST_DECKS = 1 << 16
 
 
 class _BatchSampler(ABC):
@@ -103,30 +103,41 @@ class ClassBalanced(_BatchSampler):
                 "classes_per_batch and images_per_class must be positive, "
                 f"got {classes_per_batch} and {images_per_class}"
             )
-        _, places, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-        if classes_per_batch > len(sizes):
+        # The images class by class, and where each class begins: millions of classes are no
+        # millions of objects.
+        self._images = np.argsort(labels, kind="stable")
+        in_order = labels[self._images]
+        begins = np.flatnonzero(in_order[1:] != in_order[:-1]) + 1
+        self._starts = np.concatenate([[0], begins, [labels.size]])
+        self._classes = len(self._starts) - 1
+        if classes_per_batch > self._classes:
             raise ValueError(
-                f"a batch of {classes_per_batch} classes needs as many, there are {len(sizes)}; "
-                f"use at most {len(sizes)} classes per batch"
+                f"a batch of {classes_per_batch} classes needs as many, there are {self._classes}; "
+                f"use at most {self._classes} classes per batch"
             )
         size = classes_per_batch * images_per_class
         super().__init__(size, max(1, labels.size // size), seed)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
-        members = np.split(np.argsort(places, kind="stable"), np.cumsum(sizes)[:-1])
-        self._round = _Deck(np.arange(len(sizes)), classes_per_batch, (seed, _CLASSES))
-        self._decks = [
-            _Deck(images, images_per_class, (seed, _IMAGES, code))
-            for code, images in enumerate(members)
-        ]
+        self._round = _Deck(np.arange(self._classes), classes_per_batch, (seed, _CLASSES))
+        self._decks: dict[int, _Deck] = {}
 
     def batch(self, epoch: int, number: int) -> Indices:
         """Return the images of one batch, class by class."""
         turn = epoch * len(self) + number
         slots = turn * self.classes_per_batch + np.arange(self.classes_per_batch)
         # Every class comes once per round, so its own turn is the number of the round.
-        rounds = slots // len(self._decks)
+        rounds = slots // self._classes
         pairs = zip(self._round.turn(turn).tolist(), rounds.tolist(), strict=True)
-        return np.concatenate([self._decks[code].turn(n) for code, n in pairs])
+        return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
+
+    def _deck(self, code: int) -> "_Deck":
+        """The images of a class; a deck that was put away is dealt again just as it was."""
+        if code not in self._decks:
+            if len(self._decks) >= _MOST_DECKS:
+                self._decks.clear()
+            images = self._images[self._starts[code] : self._starts[code + 1]]
+            self._decks[code] = _Deck(images, self.images_per_class, (self.seed, _IMAGES, code))
+        return self._decks[code]
 
 
 class _Deck:
@@ -134,36 +145,50 @@ class _Deck:
 
     Turn after turn `count` items are taken. Where a turn runs over the end of one shuffle, the
     next shuffle is arranged so that the turn has no item twice. So a shuffle depends on the one
-    before; but now and then a turn ends exactly with a shuffle, and all turns from one such end to
-    the next are dealt together.
+    before; but now and then a turn ends exactly with a shuffle, and from there on nothing depends
+    on what was before. The last two shuffles are kept.
     """
 
-    __slots__ = ("_count", "_dealt", "_items", "_period", "_seed")
+    __slots__ = ("_count", "_items", "_orders", "_seed")
 
     def __init__(self, items: Indices, count: int, seed: tuple[int, ...]) -> None:
         self._items, self._count, self._seed = items, count, seed
-        self._period, self._dealt = -1, items[:0]
+        self._orders: dict[int, Indices] = {}
 
     def turn(self, number: int) -> Indices:
         """Return the items of one turn."""
-        period, place = divmod(number, len(self._items) // math.gcd(len(self._items), self._count))
-        if period != self._period:
-            self._period, self._dealt = period, self._deal(period)
-        taken: Indices = self._dealt[place]
+        shuffle, begin = divmod(number * self._count, len(self._items))
+        taken = self._order(shuffle)[begin : begin + self._count]
+        while len(taken) < self._count:
+            shuffle += 1
+            taken = np.concatenate([taken, self._order(shuffle)[: self._count - len(taken)]])
         return taken
 
-    def _deal(self, period: int) -> Indices:
-        """Return all turns [turn, item] of a period."""
-        size, count = len(self._items), self._count
-        shuffles = count // math.gcd(size, count)
-        orders: list[Indices] = []
-        for i in range(shuffles):
-            draw = np.random.default_rng([*self._seed, period * shuffles + i])
-            order = draw.permutation(self._items)
-            begun = i * size % count
-            if begun and count <= size:
-                # As many others as the begun turn needs come first; the rest stays as shuffled.
-                others = np.flatnonzero(~np.isin(order, orders[-1][-begun:]))[: count - begun]
-                order = np.concatenate([order[others], np.delete(order, others)])
-            orders.append(order)
-        return np.concatenate(orders).reshape(-1, count)
+    def _order(self, shuffle: int) -> Indices:
+        """Return the items as one shuffle has them."""
+        first = shuffle
+        while first not in self._orders and self._begun(first):
+            first -= 1
+        for number in range(first, shuffle + 1):
+            if number not in self._orders:
+                order = self._shuffled(number)
+                before = self._orders.get(number - 1)
+                self._orders = {number: order}
+                if before is not None:
+                    self._orders[number - 1] = before
+        return self._orders[shuffle]
+
+    def _begun(self, shuffle: int) -> int:
+        """How many items of the turn that a shuffle begins in are of the one before."""
+        size = len(self._items)
+        return shuffle * size % self._count if self._count <= size else 0
+
+    def _shuffled(self, shuffle: int) -> Indices:
+        order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
+        begun = self._begun(shuffle)
+        if begun:
+            # As many others as the begun turn needs come first; the rest stays as shuffled.
+            seen = np.isin(order, self._orders[shuffle - 1][-begun:])
+            others = np.flatnonzero(~seen)[: self._count - begun]
+            order = np.concatenate([order[others], np.delete(order, others)])
+        return order

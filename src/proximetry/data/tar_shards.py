@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from proximetry.data.folders import Scan, is_image, layout, split_called
+from proximetry.data.folders import Scan, by_place, is_image, layout, split_called
 
 Stream: TypeAlias = io.BufferedReader | io.BytesIO
 
@@ -116,6 +116,6 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
         tuple(path for path, _, _ in rows),
         tuple(label for _, label, _ in rows),
         tuple(split_called(home) or "" if divided else "all" for _, _, home in rows),
-        layout([(f"{home}/" if divided else "", label) for _, label, home in rows], stray),
+        layout(by_place((f"{home}/" if divided else "", one) for _, one, home in rows), stray),
         (),
     )

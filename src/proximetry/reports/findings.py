@@ -26,7 +26,7 @@ from proximetry.training.comparison import (
     with_needed_roles,
 )
 from proximetry.training.data import divide, open_catalog
-from proximetry.training.evaluator import doubts, encode_catalog, means, score_queries
+from proximetry.training.evaluator import doubts, encode_readable, means, score_queries
 
 Rows = npt.NDArray[np.int64]
 
@@ -182,22 +182,13 @@ def examine(
     whole = _open(record, source, root)
     catalog, split, train, notes = _evaluated_images(record, embedder, whole, source)
     notes += check_comparison(catalog, wanted.metrics)
-    bad: dict[int, Exception] = {}
     if vectors is None:
-        vectors = encode_catalog(
-            embedder,
-            catalog,
-            progress=lambda done, total: steps("embedding", done, total),
-            on_error=bad.__setitem__,
+        vectors, catalog, bad = encode_readable(
+            embedder, catalog, progress=lambda done, total: steps("embedding", done, total)
         )
-    if len(bad) == len(catalog):
-        raise ValueError(f"none of the {len(bad)} images can be read: {bad[0]}")
-    if bad:
-        kept = [row for row in range(len(catalog)) if row not in bad]
-        catalog = catalog.subset(kept)
-        why = some((str(bad[row]) for row in sorted(bad)), 3)
-        notes.append(f"{len(bad)} images cannot be read and are left out: {why}")
-        check_comparison(catalog, wanted.metrics)
+        if bad:
+            notes.append(f"{len(bad)} images cannot be read and are left out: {some(bad, 3)}")
+            check_comparison(catalog, wanted.metrics)
     catalog = with_needed_roles(catalog)
     similarity = embedder.architecture.similarity
     dims = [dim for dim in wanted.eval_dims if dim < embedder.dim]
@@ -245,7 +236,8 @@ def _open(record: RunRecord, source: str | None, root: Path | None) -> Catalog:
     if source is not None:
         return open_dataset(*resolve_source(source, root))
     if root is not None:
-        return open_dataset(record.recipe.data.dataset, root)
+        moved = record.recipe.override({"data.root": str(root)})
+        return open_catalog(moved)
     return open_catalog(record.recipe)
 
 

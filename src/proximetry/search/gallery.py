@@ -62,6 +62,8 @@ Queries = Sequence[ImageSource] | Tensor | npt.NDArray[Any]
 _FLOATING = {*map(np.dtype, ("f2", "f4", "f8")), torch.float32, torch.float64}
 _FLOATING |= {torch.float16, torch.bfloat16}
 
+LEFT_OUT = "left out "
+"""How a report on an image that was left out begins."""
 # Segments of up to so many rows are merged as they pile up: writing them takes a second.
 MERGED = 65_536
 _BLOCK = 65_536
@@ -304,7 +306,7 @@ class Gallery:
         """Add images, and return their ids; arguments as those of `build`.
 
         Images that are there already are refused; `update` embeds them again. What is there is
-        not written anew.
+        not written anew. Where all have to be left out, there is no id.
         """
         return self._extend(images, vectors, bad_images, batch_size, steps, report, renew=False)
 
@@ -345,7 +347,10 @@ class Gallery:
         fingerprint = self._now.manifest.embedder
         embedder = self.embedder if given is None else None
         work = Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
-        made = work.embed(table, given)
+        try:
+            made = work.embed(table, given)
+        except NothingToAddError:
+            return np.arange(0)
         return self._write(made, renew=renew)
 
     def _check_same(self, now: Version) -> None:
@@ -663,11 +668,17 @@ class Work:
             progress=lambda done, total: self.steps("embedding", done, total),
         )
         for reason in staged.left_out:
-            self.say(f"left out {reason}")
+            self.say(f"{LEFT_OUT}{reason}")
         if not len(staged.kept):
-            raise ValueError(f"none of the {len(table)} images can be read: {staged.left_out[0]}")
+            raise NothingToAddError(
+                f"none of the {len(table)} images can be read: {staged.left_out[0]}"
+            )
         kept = table.take(rows.arrow().array(staged.kept))
         return Made(self, kept, staged.blocks, staged.discard)
+
+
+class NothingToAddError(ValueError):
+    """All images had to be left out."""
 
 
 class Made:

@@ -38,15 +38,16 @@ def with_needed_roles(catalog: Catalog) -> Catalog:
     """
     if catalog.queries is None or catalog.galleries is None:
         return catalog
-    if all(catalog.queries + catalog.galleries) or not any(catalog.queries + catalog.galleries):
+    roles = np.concatenate(_roles(catalog))
+    if roles.all() or not roles.any():
         return replace(catalog, queries=None, galleries=None)
     return catalog
 
 
 def _roles(catalog: Catalog) -> tuple[Mask, Mask]:
-    everything = (True,) * len(catalog)
-    queries, galleries = catalog.queries or everything, catalog.galleries or everything
-    return np.array(queries, bool), np.array(galleries, bool)
+    if catalog.queries is None or catalog.galleries is None:
+        return np.ones(len(catalog), bool), np.ones(len(catalog), bool)
+    return np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
 
 
 def compared(

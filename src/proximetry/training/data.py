@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._common import Progress
 from proximetry.data import Catalog, ClassBalanced, Shuffled, list_datasets, open_dataset
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
@@ -100,12 +101,18 @@ class TrainingData(ABC):
         return labels.pin_memory().to(self.world.device, non_blocking=True)
 
 
-def open_catalog(recipe: Recipe) -> Catalog:
+def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     """Read which images there are."""
     d = recipe.data
     if d.root is None and not list_datasets()[d.dataset].built_in:
         raise RecipeError(f"data.root is missing: where do the images of {d.dataset!r} lie?")
-    return open_dataset(d.dataset, d.root)
+    return open_dataset(
+        d.dataset,
+        d.root,
+        columns=d.columns,
+        allow_missing=d.bad_images == "skip",
+        progress=progress,
+    )
 
 
 class Division(NamedTuple):
@@ -129,13 +136,8 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
     Classes are held out by a fixed draw, the same for every seed of a run, unless the catalogue
     has a split "val" of its own. Without a split at all, everything is there to be trained on.
     """
-    splits, protocol = np.asarray(catalog.splits), recipe.evaluation.protocol
-    train = np.flatnonzero((splits == "train") | (splits == "all"))
-    rows = {
-        "train": train,
-        "held_out": np.flatnonzero(splits == "val"),
-        "test": np.flatnonzero(splits == "test"),
-    }
+    protocol, train = recipe.evaluation.protocol, catalog.rows("train", "all")
+    rows = {"train": train, "held_out": catalog.rows("val"), "test": catalog.rows("test")}
     notes = _drop_unusable_splits(catalog, rows, protocol)
     _check_classes(catalog.subset(train))
     if protocol == "held_out" and len(rows["held_out"]) == 0:
@@ -149,7 +151,8 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
         if reason:
             protocol = "last"
             notes.append(f"{reason}: trained on all of them, the last epoch is taken")
-        out = np.isin(np.asarray(part.labels), names)
+        wanted = set(names)
+        out = np.array([name in wanted for name in part.class_names], bool)[part.codes]
         rows["train"], rows["held_out"] = train[~out], train[out]
         reason = nothing_to_find(part.subset(out)) if out.any() else ""
         if reason:

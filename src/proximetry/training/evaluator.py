@@ -118,10 +118,15 @@ def score_embedder(
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
+    vectors: Tensor | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
-    """Score every query as `evaluate_embedder` does; also return what was compared."""
+    """Score every query as `evaluate_embedder` does; also return what was compared.
+
+    With ``vectors``, those of the images, nothing is embedded.
+    """
     check_comparison(catalog, wanted)
-    vectors = encode_catalog(embedder, catalog, batch_size, progress)
+    if vectors is None:
+        vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     binary = embedder.architecture.binary
     scored = score_queries(
@@ -165,6 +170,24 @@ def encode_catalog(
         progress=None if progress is None else lambda done: progress(done, len(files)),
         on_error=on_error,
     )
+
+
+def encode_readable(
+    embedder: Embedder,
+    catalog: Catalog,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Tensor, Catalog, list[str]]:
+    """Embed the images that can be read; return these too, and why the others cannot."""
+    bad: dict[int, Exception] = {}
+    vectors = encode_catalog(embedder, catalog, batch_size, progress, bad.__setitem__)
+    if len(bad) == len(catalog):
+        raise ValueError(f"none of the {len(bad)} images can be read: {bad[0]}")
+    if not bad:
+        return vectors, catalog, []
+    kept = np.ones(len(catalog), bool)
+    kept[[*bad]] = False
+    return vectors, catalog.subset(kept), [str(bad[row]) for row in sorted(bad)]
 
 
 class Evaluated(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import readable_size, some, spaced, torch_pool
+from proximetry._common import first_few, readable_size, some, spaced, torch_pool
 from proximetry.data import Catalog, CenterCrop, ColorJitter, PixelCache, RandomResizedCrop
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
@@ -50,7 +50,7 @@ class ImageData(TrainingData):
         d = recipe.data
         self.world, self._recipe, self._display = world, recipe, display
         self._filter = preprocessing.interpolation
-        catalog = open_catalog(recipe)
+        catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
         told = catalog.remarks()
         for note in told:
             display.message(note)
@@ -58,7 +58,9 @@ class ImageData(TrainingData):
         cache = self._build(catalog, d.short_side or preprocessing.resize)
         left_out = [f"left out {path}: {why}" for path, why in cache.bad]
         super().__init__(recipe, cache.catalog, world, left_out)
-        for note in self.notes[len(told) :]:
+        remarks = self.catalog.remarks()
+        found = self.notes[len(remarks) + len(left_out) :]
+        for note in [*remarks[len(told) :], *first_few(left_out, "results.json"), *found]:
             display.message(note)
         self.fingerprint = fingerprint(self.catalog, known_contents(catalog, d.cache_dir))
         self._cache = cache

@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from proximetry._common import UsageError, atomic_write, closest, read_text, shorten, shown, some
+from proximetry.data.csv_parquet import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.names import (
@@ -143,6 +144,10 @@ class DataConfig(Section):
 
     dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
     root: Text | None = _key(None, "where the images lie; glyphs need none", role="place")
+    columns: dict[str, Text] = _key(
+        {},
+        "what a table calls its columns where these have other names: path=file,label=category",
+    )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; default: model.resize"
     )
@@ -179,13 +184,21 @@ class DataConfig(Section):
         None, "folder of the pixel cache; default: the user's cache folder", role="place"
     )
     bad_images: Literal["error", "skip"] = _key(
-        "error", "stop at unreadable images, or leave them out and name them"
+        "error", "stop at missing or unreadable images, or leave them out and list them"
     )
 
     @field_validator("root", "cache_dir")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser())
+
+    @field_validator("columns")
+    @classmethod
+    def _known_columns(cls, columns: dict[str, str]) -> dict[str, str]:
+        for name in columns:
+            if name not in FIELDS:
+                raise ValueError(f"has no {shown(name)}{closest(name, FIELDS)}")
+        return columns
 
     @field_validator("dataset")
     @classmethod

@@ -4,10 +4,12 @@ Importing this loads neither torch, numpy nor Pillow: what there is can be liste
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from proximetry._common import UsageError, closest, shown, spaced
+from proximetry._common import Progress, UsageError, closest, shown, spaced
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
@@ -23,6 +25,7 @@ __all__ = [
 ]
 
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".tar": "shards"}
+_TABLES = ("csv", "parquet")
 
 
 @dataset(
@@ -106,19 +109,33 @@ def _dataset_in(folder: Path) -> str:
 
 
 def open_dataset(
-    name: str, root: str | os.PathLike[str] | None = None, *, strict: bool = False
+    name: str,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    allow_missing: bool = False,
+    strict: bool = False,
+    progress: Progress | None = None,
 ) -> Catalog:
-    """Return the catalogue of a public dataset in a folder.
+    """Return the catalogue of a public dataset in a folder, or of a table.
 
     Numbers of images and classes are compared with the published ones. A difference, and what
-    is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error.
+    is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error. The
+    other arguments are for tables: see `Catalog.from_csv`.
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {shown(name)}{closest(name, DATASETS)}")
     info = DATASETS[name]
     if root is None and not info.built_in:
         raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")
-    catalog = info.read(None if root is None else Path(root))
+    options: dict[str, Any] = {}
+    if name in _TABLES:
+        options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
+    elif columns:
+        raise UsageError(
+            f"data.columns says what a table calls its columns, and {name} is none; take it out"
+        )
+    catalog = info.read(None if root is None else Path(root), **options)
     notes = (*catalog.notes, *info.count_notes(catalog))
     if strict and notes:
         raise ValueError("; ".join(notes))

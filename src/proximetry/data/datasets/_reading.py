@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from proximetry._common import some
 from proximetry.data.catalog import Catalog
 
-Reader = TypeVar("Reader", bound=Callable[[Any], Catalog])
+Reader = TypeVar("Reader", bound=Callable[..., Catalog])
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DatasetInfo:
     """
 
     name: str
-    read: Callable[[Any], Catalog]
+    read: Callable[..., Catalog]
     title: str
     layout: str
     about: str = ""
