@@ -35,10 +35,13 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Fill in the parts of docs/ that the code declares, and the page of results.
+# Fill in the parts of docs/ that the code declares, and the page of results; then build site/.
+# Material for MkDocs warns of MkDocs 2, which pyproject.toml keeps out.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m benchmarks.results_page
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The documentation is in site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.losses
@@ -49,4 +52,4 @@ pins: $(READY)
 	  --constraint pins.in pyproject.toml --output-file constraints.txt
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis site

@@ -185,6 +185,13 @@ def recipe_keys(section: str) -> str:
     return table(("key", "default", "meaning"), rows)
 
 
+def recipes() -> str:
+    """Return the table of the shipped recipes."""
+    every = {name: recipe.plain_values(name) for name in recipe.shipped_recipes()}
+    rows = [(f"`{n}`", one["data"]["dataset"], one["about"]) for n, one in every.items()]
+    return table(("recipe", "dataset", "about"), rows)
+
+
 def default(value: Any) -> str:
     """Return a default as YAML writes it."""
     if value in (None, ""):
@@ -196,6 +203,7 @@ def default(value: Any) -> str:
 PARTS: dict[str, Callable[..., str]] = {
     "datasets": datasets_table,
     "recipe_keys": recipe_keys,
+    "recipes": recipes,
     "signature": signature,
     "settings": settings,
     "use": use,

@@ -144,6 +144,7 @@ PROMISES = {
     "map": "import numpy; from proximetry.metrics import map_embeddings; import openTSNE",
     "report": "import proximetry.reports, openTSNE; assert proximetry.reports.write_report",
     "web": "import fastapi, multipart, uvicorn",
+    "docs": "import material, mkdocs, mkdocstrings, mkdocstrings_handlers.python",
 }
 MISSING = {
     "pairs": "from proximetry.losses.pair_losses import PairLoss; PairLoss('triplet')",

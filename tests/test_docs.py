@@ -72,12 +72,13 @@ def home(tmp_path_factory):
 
 NAMED = ("pictures", "other")
 COMMAND = re.compile(r"^proximetry .+$", re.MULTILINE)
-ASKED = COMMAND.findall((generate.DOCS / "faq.md").read_text(encoding="utf-8"))
+PAGES = [(generate.DOCS / page).read_text(encoding="utf-8") for page in ("folder.md", "faq.md")]
+ASKED = list(dict.fromkeys(line for page in PAGES for line in COMMAND.findall(page)))
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_questions_work(home, monkeypatch, capsys):
-    assert len(ASKED) >= 14
+def test_the_commands_of_the_first_steps_and_the_questions_work(home, monkeypatch, capsys):
+    assert len(ASKED) >= 15
     monkeypatch.chdir(home)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("HF_TOKEN", raising=False)

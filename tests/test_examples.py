@@ -1,6 +1,10 @@
 """The examples run, and show what they claim."""
 
+from pathlib import Path
+
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from examples import lightning_example, regularface_digits
 
@@ -18,3 +22,20 @@ def test_the_exclusive_term_spreads_three_digits(monkeypatch, tmp_path):
         assert with_term.smallest_angle > 110 > without.smallest_angle
     regularface_digits.draw(panels, str(tmp_path / "digits.png"))
     assert (tmp_path / "digits.png").stat().st_size > 10_000
+
+
+NOTEBOOKS = sorted(Path(lightning_example.__file__).parent.glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebooks_run(notebook, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where they put their pictures and runs
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    cells = nbformat.read(notebook, 4)
+    for cell in cells.cells:  # what is committed has no outputs
+        assert not cell.get("outputs")
+        assert not cell.get("execution_count")
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(cells, timeout=300, kernel_name="python3", resources=place).execute()

@@ -32,7 +32,7 @@ from proximetry.reproduce.options import ReproduceOptions
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
     """Train on the built-in glyphs and look for characters never seen in training.
 
-    Takes about two minutes on two CPU cores and needs no download. Also writes the report of the
+    Takes two to three minutes on two CPU cores and needs no download. Also writes the report of the
     run, and a gallery of those characters to search.
 
     Args:

@@ -42,7 +42,8 @@ class Catalog:
         labels: class names.
         splits: "train", "val" or "test"; "all" for images that are not divided yet.
         root: the folder that relative paths start from.
-        queries, galleries: roles in retrieval, for sets that prescribe them (In-Shop).
+        queries: which images are queries, for sets that prescribe it (In-Shop).
+        galleries: which images are searched, likewise.
         groups: anything coarser than a class, such as the kind of product.
         notes: what the reader of the data has to say, such as missing images.
         layout: one sentence on what was taken for classes and splits, where that was found out.
@@ -257,7 +258,7 @@ class Catalog:
 
     @classmethod
     def from_shards(cls, files: Sequence[AnyPath]) -> Catalog:
-        """Read tar files that hold <class>/<image>; the images stay where they are.
+        """Read tar files that hold ``<class>/<image>``; the images stay where they are.
 
         A class may be spread over several shards. The class is the folder next to the image;
         train, val and test around the classes are the splits.

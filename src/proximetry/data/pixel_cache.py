@@ -79,7 +79,9 @@ class PixelCache:
         bad: path and reason of those that could not.
         flat: all pixels in one row, uint8; a memory map, or memory of a device after `to`.
         index: offset in `flat`, height and width of each image.
-        offsets, heights, widths: the columns of `index`.
+        offsets: the first column of `index`.
+        heights: the second.
+        widths: the third.
     """
 
     def __init__(

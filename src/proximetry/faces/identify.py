@@ -36,7 +36,8 @@ class People:
     """Who is looked for and among whom; nothing is embedded yet.
 
     Attributes:
-        files, labels: the probes and who they are, at least two images of each.
+        files: the probes, at least two images of each person.
+        labels: who they are.
         distractors: image files, or vectors.
         source: where the distractors come from.
         notes: what a reader of the result has to know.

@@ -37,8 +37,8 @@ class PairForm:
 #: When to use them.
 USE = "As baselines, and where classes are open-ended; batches hold several images per class."
 
-#: The pair losses by name.
 PAIR_LOSSES: dict[str, PairForm] = {}
+"""The pair losses by name."""
 
 
 def _pair_loss(

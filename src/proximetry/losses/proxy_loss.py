@@ -30,8 +30,8 @@ _reduction = checks.one_of(*get_args(Reduction))
 #: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
 DENSE_ENTRIES = 2**20
 
-#: Every proxy loss by its name in recipes and on the command line.
 LOSSES: dict[str, "type[ProxyLoss]"] = {}
+"""Every proxy loss by its name in recipes and on the command line."""
 
 
 class ProxyLoss(Declared):

@@ -154,7 +154,7 @@ def evaluate_queries(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Like :func:`evaluate`, keeping the score of every query."""
+    """Like `evaluate`, keeping the score of every query."""
     if metrics.one_set() and queries is not None:
         raise ValueError(f"{metrics.one_set()} takes one set, not queries and a gallery")
     if metrics.one_set() and similarity == "hamming":
@@ -222,7 +222,7 @@ def evaluate_codes(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Like :func:`evaluate_queries`, searching by the Hamming distance of :func:`binary_codes`.
+    """Like `evaluate_queries`, searching by the Hamming distance of `binary_codes`.
 
     Args:
         embeddings: the vectors, as for ``labels``, ``queries`` and what is not named here.
@@ -275,12 +275,12 @@ def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
     """Measure retrieval. All values are fractions between 0 and 1.
 
     Args:
-        embeddings: see :func:`retrieve`, as for ``labels``, ``queries``, ``query_labels``,
+        embeddings: see `retrieve`, as for ``labels``, ``queries``, ``query_labels``,
             ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
-        metrics: what to compute; see :class:`Metrics`.
+        metrics: what to compute; see `Metrics`.
         expand: search for each query moved towards so many of its nearest items
-            (:func:`expand_queries`).
-        rerank: order the 100 nearest items of each query by :func:`k_reciprocal_distances` among
+            (`expand_queries`).
+        rerank: order the 100 nearest items of each query by `k_reciprocal_distances` among
             these and the query; the rest follows as it was.
         group: the process group over which embeddings (and queries) are spread, such as
             ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.

@@ -203,7 +203,7 @@ class RetrievalResult:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RetrievalResult:
-        """Read what :meth:`save` wrote."""
+        """Read what `save` wrote."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))

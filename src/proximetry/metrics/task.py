@@ -285,7 +285,7 @@ def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
 
 
 def from_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The similarities and indices that :func:`to_keys` was given."""
+    """The similarities and indices that `to_keys` was given."""
     bits = (keys >> 32).to(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)

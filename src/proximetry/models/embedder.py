@@ -127,7 +127,9 @@ class Embedder(nn.Module):
         width: dimension of the pooled features.
         dim: dimension of the vectors.
         bits: length of the binary codes that were trained, or None.
-        class_names, metrics, recipe: what was saved with it, for people and for other packages.
+        class_names: the classes it was trained on, if they were saved with it.
+        metrics: what was saved with it, for people and for other packages.
+        recipe: the same.
     """
 
     def __init__(

@@ -52,7 +52,8 @@ class Findings:
         scores: the means of those.
         neighbors: the nearest images of each query.
         train: the images that the run was trained on, if they are among the same data.
-        queries, gallery: the rows of the catalogue that are queries and that are searched.
+        queries: the rows of the catalogue that are queries.
+        gallery: the rows that are searched.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: what there is to say about the images and the figures.
     """

@@ -87,7 +87,8 @@ class RunFolder:
         metrics: one JSON object per line and epoch.
         results: what came out: metrics, protocol, selected epoch.
         embedder: the folder of the trained embedder.
-        last, best: the newest checkpoint, and that of the selected epoch so far.
+        last: the newest checkpoint.
+        best: that of the selected epoch so far.
         lock: held by the process that writes here.
     """
 

@@ -47,7 +47,10 @@ class DatasetInfo:
         title: its full name.
         layout: what its folder holds.
         about: what it shows.
-        train, test, query, gallery: published sizes, where there are any.
+        train: published size of that part, where there is any.
+        test: the same.
+        query: the same.
+        gallery: the same.
         homes: the files by which its folder is known, where there are such.
         built_in: whether it needs no folder.
     """
