@@ -106,7 +106,7 @@ if __name__ == "__main__":
         log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.close(0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it starts would close standard input
         os.environ.update(asked["environment"])
         sys.argv = ["-", *asked["arguments"]]
         exec(compile(asked["code"], "code", "exec"), {"__name__": "__main__"})

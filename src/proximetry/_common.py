@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from threading import Barrier, Lock
+from threading import Barrier, Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -389,7 +389,7 @@ def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-_random = Lock()
+_random = RLock()
 
 
 @contextmanager

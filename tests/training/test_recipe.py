@@ -170,7 +170,7 @@ def test_the_last_epoch_can_be_asked_of_a_recipe_that_stops_early():
 def test_the_epoch_is_selected_by_map_at_r_unless_a_paper_did_otherwise():
     assert Recipe().evaluation.select_by == "map@r"
     for name in shipped_recipes():
-        own = ("default", "default-cpu", "dinov2", "dinov3", "glyphs", "siglip")
+        own = ("default", "default-cpu", "dinov2", "dinov3", "glyphs", "siglip", "vectors")
         published = name not in own
         expected = "recall@1" if published else "map@r"
         evaluation = Recipe.load(name).evaluation

@@ -25,7 +25,7 @@ from proximetry.cli.output import (
 from proximetry.cli.recipe_options import RecipeOptions
 from proximetry.cli.serve import serve
 from proximetry.metrics.scores import Metrics
-from proximetry.models.names import LARGEST_DIM
+from proximetry.models.names import LARGEST_DIM, Similarity
 from proximetry.reproduce.options import ReproduceOptions
 
 
@@ -65,11 +65,12 @@ def train(
 
     Args:
         images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
-            name; or a recipe, shipped or a YAML file, that names them or gets --data.root.
+            name; or vectors instead of images (.npz, .npy, .parquet, as `proximetry embed` writes
+            them); or a recipe, shipped or a YAML file, that names them or gets --data.root.
         out: folder of the run; a run that is there is continued. Default: below runs/, named
             after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
-            default: default on a GPU, default-cpu elsewhere.
+            default: default on a GPU, default-cpu elsewhere; vectors for vectors.
         device: cpu, cuda or cuda:1; default: cuda where there is a GPU.
         fresh: remove a run that is there and start over.
         config: a YAML file with overrides; those on the command line come after it.
@@ -108,9 +109,10 @@ def train(
 
 def evaluate(
     embedder: Path,
-    source: str,
+    source: str | None = None,
     *,
     root: Path | None = None,
+    similarity: Similarity | None = None,
     split: Literal["test", "train", "val", "all"] | None = None,
     metrics: Annotated[Metrics, Parameter(name="*")] = Metrics(),  # noqa: B008
     eval_dims: Annotated[tuple[int, ...], Parameter(validator=Number(gte=1, lte=LARGEST_DIM))] = (),
@@ -126,13 +128,16 @@ def evaluate(
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how well an embedder finds images of the same class again.
+    """Measure how well an embedder finds images of the same class again, or vectors themselves do.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or hub:owner/name.
+        embedder: folder of a run or of a saved embedder, or hub:owner/name; or, alone, a file of
+            vectors with labels from anywhere: .npz, .npy or .parquet, as `proximetry embed` writes.
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
-            `proximetry datasets` lists.
+            `proximetry datasets` lists; for an embedder of vectors, a file of these.
         root: where the images of such a dataset lie.
+        similarity: of vectors alone, how they are compared, cosine (the default) or euclidean; an
+            embedder knows.
         split: which images; default: test if there are such, else all.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
         per_class: also show the classes with the worst metrics; with --json and --out, all.
@@ -146,44 +151,58 @@ def evaluate(
         out: also write the JSON document to this file.
     """
     from proximetry.cli import evaluation, ways
-    from proximetry.cli.vectors import load_embedder, open_images
-    from proximetry.data import resolve_source
+    from proximetry.cli.vectors import check_alone, load_embedder, open_images
+    from proximetry.data import VectorCatalog, resolve_source
     from proximetry.training.comparison import check_comparison, choose_split
     from proximetry.training.evaluator import (
         doubts,
         encode_catalog,
         encode_readable,
         score_embedder,
+        score_vectors,
     )
 
+    given = str(embedder) if source is None else source
     if out is not None:
-        check_out(out, [source])
-    name, place = resolve_source(source, root)
-    model = load_embedder(embedder, device)
-    if eval_dims and max(eval_dims) >= model.dim:
-        raise UsageError(
-            f"--eval-dims must be below the embedding's {model.dim} dimensions, "
-            f"got {max(eval_dims)}"
-        )
+        check_out(out, [given])
+    if source is None:
+        check_alone(embedder)
+    name, place = resolve_source(given, root)
+    model = None if source is None else load_embedder(embedder, device)
+    if model is not None and similarity is not None:
+        raise UsageError(f"--similarity is for vectors alone: the embedder in {embedder} knows")
+    near = model.architecture.similarity if model is not None else similarity or "cosine"
     asked = ways.Ways(binary, expand, rerank)
-    asked.check(model)
+    asked.check(near)
     skip, left_out = bad_images == "skip", list[str]()
-    catalog, chosen = choose_split(open_images(name, place, columns, skip), split, source)
-    check_comparison(catalog, metrics)
-    with progress_bar("evaluating") as report:
-        if skip:
-            vectors, catalog, left_out = encode_readable(model, catalog, batch_size, report)
-        else:
-            with advice_to_skip():
-                vectors = encode_catalog(model, catalog, batch_size, report)
-        notes = [*check_comparison(catalog, metrics), *doubts(model, catalog)]
-        scored, compared = score_embedder(
-            model, catalog, metrics, eval_dims, batch_size, report, vectors
+    catalog, chosen = choose_split(open_images(name, place, columns, skip), split, given)
+    dim = model.dim if model is not None else 0
+    if model is None and isinstance(catalog, VectorCatalog):
+        dim = catalog.vectors.shape[1]
+    if eval_dims and max(eval_dims) >= dim:
+        raise UsageError(
+            f"--eval-dims must be below the embedding's {dim} dimensions, got {max(eval_dims)}"
         )
+    notes = check_comparison(catalog, metrics)
+    with progress_bar("evaluating") as report:
+        if model is None and isinstance(catalog, VectorCatalog):
+            scored, compared = score_vectors(catalog, near, metrics, eval_dims, report)
+        elif model is not None:
+            if skip:
+                vectors, catalog, left_out = encode_readable(model, catalog, batch_size, report)
+                notes = check_comparison(catalog, metrics)
+            else:
+                with advice_to_skip():
+                    vectors = encode_catalog(model, catalog, batch_size, report)
+            notes += doubts(model, catalog)
+            scored, compared = score_embedder(
+                model, catalog, metrics, eval_dims, batch_size, report, vectors
+            )
         plain = next(iter(scored.values()))
         rows = ways.make_rows(asked, plain, compared, metrics, report)
     document: dict[str, Any] = {
-        "embedder": str(embedder),
+        "embedder": str(embedder) if source else None,
+        "similarity": near,
         "dataset": name,
         "root": str(catalog.root),
         "split": chosen,
@@ -197,7 +216,7 @@ def evaluate(
     }
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
-    tell(as_json, document, evaluation.as_text(document, Path(source).name or source))
+    tell(as_json, document, evaluation.as_text(document, Path(given).name or given))
 
 
 def embed(
@@ -217,7 +236,8 @@ def embed(
 
     Args:
         embedder: folder of a run or of a saved embedder, or hub:owner/name.
-        images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
+        images: image files, folders to be searched for them, CSV or Parquet tables, tar files;
+            for an embedder of vectors, one file of these.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
             class folders or a table, labels; .npy the vectors, with paths and labels in a .json
             file beside it; .parquet the columns path, label and vector.
@@ -229,6 +249,7 @@ def embed(
     from proximetry.cli.vectors import (
         Embedded,
         embed_files,
+        embed_vectors,
         find_images,
         find_writer,
         left_out_file,
@@ -244,7 +265,10 @@ def embed(
         raise UsageError(f"no images below {', '.join(images) or 'nothing'}; name some")
     paths = [path for path, _ in files]
     with processes(device) as world, progress_bar("embedding", shown=world.leads) as report:
-        vectors, bad = embed_files(world, embedder, paths, batch_size, flip, skip, report)
+        found = embed_vectors(embedder, images, batch_size, flip, str(world.device))
+        if found is None:
+            found = embed_files(world, embedder, paths, batch_size, flip, skip, report)
+        vectors, bad = found
     if not world.leads:
         return
     if not len(vectors):
@@ -280,8 +304,11 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     check_out(out)
     model = load_embedder(embedder, "cpu")
     model.export_onnx(out, opset=opset)
-    height, width = model.preprocessing.crop
-    print(f"{out}: RGB 0…255, float32 [N, 3, {height}, {width}] → [N, {model.dim}], checked")
+    taken = str(model.preprocessing)
+    if model.takes_images:
+        height, width = model.preprocessing.crop
+        taken = f"RGB 0…255, float32 [N, 3, {height}, {width}]"
+    print(f"{out}: {taken} → [N, {model.dim}], checked")
 
 
 def push(

@@ -18,7 +18,7 @@ from proximetry.training.recipe import (
     shipped_recipes,
 )
 
-ON_GPU, ON_CPU = "default", "default-cpu"
+ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
 # Names that say nothing about the images in the folder.
 _GENERIC = {"data", "dataset", "images", "imgs", "photos", "pictures", "train", "training"}
@@ -68,6 +68,9 @@ def make_plan(
     if asked is not None:
         recipe = Recipe.load(asked, changes)
         return Plan(recipe, *_place(out, name, (dataset, root), (recipe.name,)))
+    if dataset == "vectors":
+        folder, lines = _place(out, name, (dataset, root), (FOR_VECTORS,))
+        return Plan(Recipe.load(FOR_VECTORS, changes), folder, (f"recipe {FOR_VECTORS}", *lines))
     folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
     chosen, why = _choose_recipe(folder, device, fresh)
     return Plan(Recipe.load(chosen, changes), folder, (*why, *lines))

@@ -43,6 +43,36 @@ def open_images(
         )
 
 
+def check_alone(file: Path) -> None:
+    """Refuse anything but a file of vectors where no embedder is named."""
+    from proximetry.data.vectors import SUFFIXES, holds_vectors
+
+    if not (file.is_file() and holds_vectors(file)):
+        raise UsageError(
+            f"{file} is no file of vectors ({', '.join(SUFFIXES)}), and without images there is "
+            "nothing to evaluate: proximetry evaluate EMBEDDER IMAGES, or proximetry evaluate "
+            "VECTORS"
+        )
+
+
+def embed_vectors(
+    folder: Path, words: Sequence[str], batch_size: int, flip: bool, device: str
+) -> "tuple[npt.NDArray[np.float32], dict[int, str]] | None":
+    """Return the embeddings of a file of vectors, if the embedder takes vectors."""
+    from proximetry.data import VectorCatalog
+    from proximetry.data.vectors import holds_vectors
+
+    if not any(holds_vectors(Path(word)) for word in words):
+        return None
+    embedder = load_embedder(folder, device)
+    if embedder.takes_images:
+        return None
+    if len(words) > 1:
+        raise UsageError("one file of vectors at a time, please")
+    vectors = VectorCatalog.read(Path(words[0]).expanduser()).vectors
+    return embedder.encode(vectors, batch_size, concat_flip=flip).numpy(), {}
+
+
 def find_images(
     words: Iterable[str], columns: Mapping[str, str] | None = None, *, allow_missing: bool = False
 ) -> tuple[list[Image], list[str]]:

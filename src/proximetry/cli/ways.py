@@ -25,7 +25,7 @@ from proximetry.metrics import (
 from proximetry.metrics.codes import FEWEST, candidates
 from proximetry.metrics.reranking import ALPHA, K1, K2, RERANKED, WEIGHT
 from proximetry.metrics.scores import COUNTS
-from proximetry.models import Embedder
+from proximetry.models.names import Similarity
 from proximetry.training.reporting import metrics_table
 
 TIMED = 100
@@ -43,12 +43,11 @@ class Ways:
     expand: int
     rerank: bool
 
-    def check(self, embedder: Embedder) -> None:
-        """Refuse what this embedder cannot be searched by."""
-        similarity = embedder.architecture.similarity
+    def check(self, similarity: Similarity) -> None:
+        """Refuse what vectors that are compared so cannot be searched by."""
         if self.expand and similarity != "cosine":
             raise UsageError(
-                f"--expand is for embedders that are compared by the cosine, not {similarity}"
+                f"--expand is for embeddings that are compared by the cosine, not {similarity}"
             )
 
 

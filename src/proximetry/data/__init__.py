@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
     from proximetry.data.pixel_cache import PixelCache
     from proximetry.data.samplers import ClassBalanced, Shuffled
+    from proximetry.data.vectors import VectorCatalog
 
 __all__ = [
     "Catalog",
@@ -31,6 +32,7 @@ __all__ = [
     "PixelCache",
     "RandomResizedCrop",
     "Shuffled",
+    "VectorCatalog",
     "glyphs",
     "list_datasets",
     "open_dataset",
@@ -49,6 +51,7 @@ __getattr__ = lazy_exports(
         "images": ("ImageError", "open_image", "resize_and_center_crop"),
         "pixel_cache": ("PixelCache",),
         "samplers": ("ClassBalanced", "Shuffled"),
+        "vectors": ("VectorCatalog",),
     },
     extra="images",
 )

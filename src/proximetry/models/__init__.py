@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from proximetry.models.batchnorm import evaluating, freeze_batchnorm, set_batchnorm_momentum
     from proximetry.models.embedder import Architecture, Embedder
     from proximetry.models.pooling import GeM
-    from proximetry.models.preprocessing import Preprocessing
+    from proximetry.models.preprocessing import Preprocessing, Tensors
     from proximetry.models.weights import WeightsError, WeightsRecord
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Embedder",
     "GeM",
     "Preprocessing",
+    "Tensors",
     "WeightsError",
     "WeightsRecord",
     "evaluating",
@@ -36,7 +37,7 @@ __getattr__ = lazy_exports(
         "batchnorm": ("evaluating", "freeze_batchnorm", "set_batchnorm_momentum"),
         "embedder": ("Architecture", "Embedder"),
         "pooling": ("GeM",),
-        "preprocessing": ("Preprocessing",),
+        "preprocessing": ("Preprocessing", "Tensors"),
         "weights": ("WeightsError", "WeightsRecord"),
     },
     extra="images",

@@ -88,6 +88,8 @@ def _table(head: str, rows: Mapping[str, str]) -> str:
 
 def _use(embedder: Embedder, repo_id: str) -> str:
     kind = embedder.architecture.similarity
+    what = "images" if embedder.takes_images else str(embedder.preprocessing)
+    given = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
     classes = embedder.class_names
     trained = f", trained on {spaced(len(classes))} classes" if classes else ""
     codes = (
@@ -98,17 +100,17 @@ def _use(embedder: Embedder, repo_id: str) -> str:
     )
     return f"""# {repo_id}
 
-An image embedder: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
+An embedder of {what}: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
 
-**Intended use**: finding images that show the same thing, by {kind} similarity of their
-embeddings, among images like those it was trained on; on others, measure it before you rely on \
+**Intended use**: finding {what} of the same class again, by {kind} similarity of their
+embeddings, among {what} like those it was trained on; on others, measure it before you rely on \
 it.{codes}
 
 ```python
 from proximetry.models import Embedder
 
 embedder = Embedder.from_hub("{repo_id}")
-vectors = embedder.encode(["one.jpg", "other.jpg"])
+vectors = embedder.encode({given})
 ```
 
 On the command line `hub:{repo_id}` stands for it: `proximetry evaluate hub:{repo_id} FOLDER`."""
@@ -153,6 +155,8 @@ def _making(embedder: Embedder) -> str:
 
 def _pixels(embedder: Embedder) -> str:
     wanted = embedder.preprocessing
+    if not embedder.takes_images:
+        return f"## Preprocessing\n\nNone: it takes {wanted}, as float32, as they are."
     height, width = wanted.crop
     rows = {
         "short side": f"{wanted.resize} pixels, {wanted.interpolation}",

@@ -3,12 +3,12 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import timm
@@ -37,17 +37,26 @@ from proximetry.models.backbones import (
     has_class_token,
     prepare,
 )
+from proximetry.models.backbones.vectors import build_for_vectors
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.encoding import embed_images
+from proximetry.models.encoding import embed_images, embed_tensors
 from proximetry.models.names import (
     LARGEST_BITS,
     LARGEST_DIM,
+    OWN,
     POOLINGS,
     SIMILARITIES,
+    VECTOR_BACKBONES,
     Similarity,
 )
 from proximetry.models.pooling import make_pooling
-from proximetry.models.preprocessing import ImageSource, Preprocessing
+from proximetry.models.preprocessing import (
+    ImageSource,
+    Input,
+    Preprocessing,
+    Tensors,
+    input_from_json,
+)
 from proximetry.models.storage import (
     DESCRIPTION,
     find_embedder,
@@ -58,13 +67,17 @@ from proximetry.models.weights import WeightsRecord, load_backbone
 
 _LARGEST_HEAD = 2**30  # weights: 4 GB
 
+Stage = Literal["pixels", "normalized", "features"]
+"""How far a batch is on its way: pixels 0…255, what the network takes, or pooled features."""
+
 
 @dataclass(frozen=True)
 class Architecture:
     """What an embedder is made of, in the words of `Embedder.create`.
 
     A `dim` of 0 means no linear head; the `pooling` of an embedder is never "auto". With `binary`
-    the signs of the `dim` dimensions are trained to be codes of so many bits.
+    the signs of the `dim` dimensions are trained to be codes of so many bits. The `backbone` is a
+    name of timm, one for vectors, or "own:" and the class of a module given to `Embedder.wrap`.
     """
 
     backbone: str
@@ -117,12 +130,13 @@ class NoFeatureMapError(ValueError):
 class Embedder(nn.Module):
     """Turn images into vectors in which near means alike.
 
-    Made by `Embedder.create` or read by `Embedder.load`. The network is backbone → pooling →
+    Made by `Embedder.create`, by `Embedder.wrap` around a network of one's own, or read by
+    `Embedder.load`. The network is backbone → pooling →
     LayerNorm without affine (optional) → linear to `dim` (optional) → L2 (optional).
 
     Attributes:
         architecture: names and settings the network is made of.
-        preprocessing: the pixels it takes.
+        preprocessing: the pixels it takes; `Tensors` if it takes no images.
         weights: what the backbone started from.
         width: dimension of the pooled features.
         dim: dimension of the vectors.
@@ -136,7 +150,7 @@ class Embedder(nn.Module):
         self,
         model: nn.Module,
         architecture: Architecture,
-        preprocessing: Preprocessing,
+        preprocessing: Input,
         weights: WeightsRecord,
     ) -> None:
         super().__init__()
@@ -146,13 +160,14 @@ class Embedder(nn.Module):
                 f"pooling 'cls-avg' is for transformers with a class token, and "
                 f"{architecture.backbone} has none: use pooling='auto'"
             )
-        features = prepare(model, architecture.backbone, preprocessing.crop, with_class)
+        features = _look_at(model, architecture.backbone, preprocessing, with_class)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
         if pooling == "flatten":
             width *= prod(features.size or ())
         self.architecture = replace(architecture, pooling=pooling)
-        self.preprocessing = preprocessing
+        # Who asks for more than both have in common works with images alone.
+        self.preprocessing = cast(Preprocessing, preprocessing)
         self.weights = weights
         self.width = width
         self.dim = architecture.dim or width
@@ -190,11 +205,13 @@ class Embedder(nn.Module):
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
+        input_dim: int | None = None,
     ) -> Self:
         """Make an embedder.
 
         Args:
-            backbone: any name of `list_backbones()`.
+            backbone: any name of `list_backbones()`; for vectors instead of images "vectors", a
+                linear head, or "vectors_mlp", a small MLP before it.
             dim: dimension of the vectors; None or 0 leaves the pooled features as they are.
             bits: for binary codes, 64, 128, 256 or another multiple of 8: the vectors have so many
                 dimensions instead of `dim`, and `encode(…, binary=True)` gives their signs.
@@ -213,10 +230,12 @@ class Embedder(nn.Module):
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.
             resize: short side before the crop when evaluating; None keeps the usual proportion.
+            input_dim: dimension of the vectors that the embedder takes, for "vectors" and
+                "vectors_mlp" alone.
         """
-        check_name(backbone)
         dim = dim if bits is None else bits
-        for name, value in (("dim", dim or 1), ("image_size", image_size), ("resize", resize)):
+        sizes = {"dim": dim or 1, "image_size": image_size, "resize": resize}
+        for name, value in (sizes | {"input_dim": input_dim}).items():
             if value is not None and (isinstance(value, bool) or value < 1 or value != int(value)):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         similarity = similarity or ("cosine" if normalize else "euclidean")
@@ -230,10 +249,78 @@ class Embedder(nn.Module):
             similarity,
             bits is not None,
         )
+        if (input_dim is not None) != (backbone in VECTOR_BACKBONES):
+            needs = "needs input_dim" if input_dim is None else "takes images: leave out input_dim"
+            raise ValueError(f"backbone {backbone!r} {needs}")
+        if input_dim is not None:
+            model, record = build_for_vectors(backbone, input_dim), _RANDOM
+            return cls(model, architecture, Tensors((input_dim,)), record)
+        check_name(backbone)
         crop = (image_size, image_size) if image_size else None
         model, preprocessing, record = load_backbone(backbone, weights, crop, resize)
         check_patches(model, backbone, preprocessing.crop)
         return cls(model, architecture, preprocessing, record)
+
+    @classmethod
+    def wrap(
+        cls,
+        module: nn.Module,
+        preprocessing: Preprocessing | Tensors | Sequence[int],
+        dim: int,
+        *,
+        normalize: bool = True,
+        similarity: Similarity | None = None,
+    ) -> Self:
+        """Make an embedder of a network of one's own, which is tried at once.
+
+        The module itself becomes its `backbone`; there is no head. Its code is not saved with it:
+        `Embedder.load` takes it again as ``module``.
+
+        Args:
+            module: takes normalised pixels [B, 3, H, W], or tensors [B, *shape], and returns
+                [B, dim].
+            preprocessing: how images become pixels (`Preprocessing`); or, where they are none, the
+                shape of one tensor that the module takes, as (1, 28, 28).
+            dim: dimension of the vectors.
+            normalize: L2-normalise the vectors.
+            similarity: as in `create`.
+
+        Raises:
+            ValueError: if it cannot take that, or does not give finite vectors [B, dim].
+        """
+        if isinstance(module, cls):
+            raise ValueError("module is an Embedder already: there is nothing to wrap")
+        if not isinstance(module, nn.Module):
+            what = "a class: write Net()" if isinstance(module, type) else shown(module)
+            raise ValueError(f"module must be a torch.nn.Module, got {what}")
+        if not isinstance(preprocessing, Preprocessing | Tensors):
+            if not isinstance(preprocessing, Sequence) or isinstance(preprocessing, str):
+                raise ValueError(
+                    "preprocessing must be a Preprocessing, or the shape of a tensor that the "
+                    f"module takes, got {shown(preprocessing)}"
+                )
+            preprocessing = Tensors(tuple(preprocessing))
+        name = f"{OWN}{type(module).__name__}"
+        near = similarity or ("cosine" if normalize else "euclidean")
+        architecture = Architecture(name, 0, "token", False, normalize, similarity=near)
+        record = WeightsRecord("own", type(module).__name__, None, 0, [])
+        embedder = cls(module, architecture, preprocessing, record)
+        if embedder.dim != dim:
+            raise ValueError(
+                f"{type(module).__name__} gives vectors of {embedder.dim} dimensions, not dim "
+                f"{shown(dim)}"
+            )
+        return embedder
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the network is one of the user's, whose code is not saved (see `wrap`)."""
+        return self.architecture.backbone.startswith(OWN)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it takes images, and not tensors as they are."""
+        return isinstance(self.preprocessing, Preprocessing)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Embed normalised pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
@@ -269,18 +356,31 @@ class Embedder(nn.Module):
         # Half precision may do the network; lengths and losses need float32.
         return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
 
+    def features_from(self, batch: Tensor, stage: Stage) -> Tensor:
+        """Return the pooled features [B, width] of a batch, however far it is on its way."""
+        if stage == "features":
+            return batch
+        if stage == "pixels":
+            batch = self.preprocessing.normalize(batch)
+        # A network in half precision takes pixels in half precision.
+        return self.features(batch.to(self._weight.dtype))
+
     @torch.no_grad()
-    def pixel_features(self, pixels: Tensor) -> Tensor:
+    def pixel_features(self, pixels: Tensor, stage: Stage = "pixels") -> Tensor:
         """Return the pooled features [B, width] of uint8 pixels [B, 3, H, W], in evaluation mode.
 
         The first half of `embed`; `project` is the second.
         """
-        # One memory layout, so that equal pixels give equal bits wherever they come from.
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
-        # A network in half precision takes pixels in half precision.
-        dtype = next(self.parameters()).dtype
+        if pixels.ndim == 4:
+            # One memory layout, so that equal pixels give equal bits wherever they come from.
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
         with evaluating(self):
-            return self.features(self.preprocessing.normalize(pixels).to(dtype))
+            return self.features_from(pixels, stage)
+
+    @property
+    def _weight(self) -> Tensor:
+        """Any weight, which tells the device and the precision of all."""
+        return next(self.parameters(), torch.empty(0))
 
     @torch.no_grad()
     def embed(self, pixels: Tensor) -> Tensor:
@@ -302,7 +402,8 @@ class Embedder(nn.Module):
     ) -> Tensor:
         """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
 
-        Each is turned upright, made RGB, resized and cropped as `preprocessing` says.
+        Each is turned upright, made RGB, resized and cropped as `preprocessing` says. An embedder
+        that takes vectors or other tensors gets these instead: an array [N, *shape], or several.
 
         Args:
             images: any number of images.
@@ -323,7 +424,10 @@ class Embedder(nn.Module):
             ValueError: for an image that cannot be read, unless there is an `on_error`, and for
                 embeddings with NaN or infinity, naming the image and the weights to blame.
         """
-        _refuse_one_image(images)
+        if self.takes_images:
+            _refuse_one_image(images)
+        elif concat_flip:
+            raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
@@ -331,16 +435,22 @@ class Embedder(nn.Module):
         made = binary_codes if binary else lambda vectors: vectors
         vectors = [made(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
         done = 0
-        batches = embed_images(
-            self.embed,
-            images,
-            self.preprocessing,
-            device=next(self.parameters()).device,
-            batch_size=batch_size,
-            concat_flip=concat_flip,
-            on_error=on_error,
-            blame=lambda: why_not_finite(self),
-        )
+        shared: Any = {
+            "device": self._weight.device,
+            "batch_size": batch_size,
+            "blame": lambda: why_not_finite(self),
+        }
+        if isinstance(images, np.ndarray | Tensor) and not self.takes_images:
+            batches = embed_tensors(self.embed, images, **shared)
+        else:
+            batches = embed_images(
+                self.embed,
+                images,
+                self.preprocessing,
+                concat_flip=concat_flip,
+                on_error=on_error,
+                **shared,
+            )
         for places, found in batches:
             vectors.append(made(found))
             done += len(places)
@@ -417,34 +527,49 @@ class Embedder(nn.Module):
         return Path(folder)
 
     @classmethod
-    def load(cls, folder: str | PathLike[str], device: str | torch.device = "cpu") -> Self:
+    def load(
+        cls,
+        folder: str | PathLike[str],
+        device: str | torch.device = "cpu",
+        *,
+        module: nn.Module | None = None,
+    ) -> Self:
         """Read what `save` wrote, ready to encode. Downloads nothing and runs no stored code.
 
-        ``folder`` may also be that of the run that saved it.
+        ``folder`` may also be that of the run that saved it. A network that was given to `wrap`
+        is given again as ``module``, in the same shape; it gets the saved weights.
         """
-        return cls._read(find_embedder(Path(folder)), device)
+        return cls._read(find_embedder(Path(folder)), device, module)
 
     @classmethod
-    def _read(cls, folder: Path, device: str | torch.device) -> Self:
+    def _read(
+        cls, folder: Path, device: str | torch.device, module: nn.Module | None = None
+    ) -> Self:
         description, tensors = read_embedder(folder)
+        _check_module(folder, description, module)
         try:
             architecture = Architecture(**description["architecture"])
-            preprocessing = Preprocessing.from_json(description["preprocessing"])
+            preprocessing = input_from_json(description["preprocessing"])
             record = WeightsRecord(**description["weights"])
             extras = {name: _extra(description, name, kind) for name, kind in _EXTRAS.items()}
             # The random start of the layers is overwritten; the caller's generator stays as it is.
             with random_numbers_kept():
-                model = build(architecture.backbone, preprocessing.crop)
+                model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
         except KeyError as error:
             raise ValueError(f"{folder / DESCRIPTION} is damaged: {error} is missing") from error
         except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
             # A network of timm raises whatever an impossible size of images makes it trip over.
             reason = shorten(str(error), 500)
+            if module is not None:
+                raise ValueError(f"module does not fit {folder}: {reason}") from error
             raise ValueError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
+            if module is not None:
+                reason = shorten(" ".join(str(error).split()), 500)
+                raise ValueError(f"the weights in {folder} do not fit module: {reason}") from error
             raise ValueError(
                 f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes "
                 f"it (saved with {shown(description.get('versions'))}): {shorten(str(error), 500)}"
@@ -498,6 +623,75 @@ class Embedder(nn.Module):
 
         write_onnx(self, Path(path), opset)
         return Path(path)
+
+
+_RANDOM = WeightsRecord("none", "random", None, 0, [])
+
+
+def _look_at(model: nn.Module, name: str, preprocessing: Input, with_class: bool) -> Features:
+    """Find out what a network gives for what it takes."""
+    if name in VECTOR_BACKBONES and isinstance(preprocessing, Tensors):
+        return Features(preprocessing.shape[0], None)
+    if name.startswith(OWN):
+        return Features(try_module(model, preprocessing), None)
+    assert isinstance(preprocessing, Preprocessing)
+    return prepare(model, name, preprocessing.crop, with_class)
+
+
+def _build(name: str, preprocessing: Input) -> nn.Module:
+    if isinstance(preprocessing, Tensors):
+        return build_for_vectors(name, preprocessing.shape[0])
+    return build(name, preprocessing.crop)
+
+
+def try_module(module: nn.Module, preprocessing: Input) -> int:
+    """Let a module of the user's embed two made-up inputs; return the dimension of its vectors.
+
+    Raises:
+        ValueError: if it cannot, or gives anything but finite vectors, one for each input.
+    """
+    name = type(module).__name__
+    made_up = preprocessing.sample(2, torch.Generator().manual_seed(0))
+    device = next((value.device for value in module.parameters()), torch.device("cpu"))
+    batch = preprocessing.normalize(made_up).to(device)
+    return check_vectors(name, module, batch)
+
+
+@torch.no_grad()
+def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
+    """Return the dimension of the vectors that a module gives for a batch that it takes."""
+    took = f"{name}, given {list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    try:
+        with evaluating(module), random_numbers_kept():
+            found = module(batch)
+    except Exception as error:  # whatever the user's network trips over
+        reason = shorten(" ".join(str(error).split()), 300)
+        raise ValueError(f"{took}, raises {type(error).__name__}: {reason}") from error
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{took}, gives {kind}, not a float tensor [batch, dim]")
+    if found.ndim != 2 or len(found) != len(batch) or found.shape[1] == 0:
+        raise ValueError(f"{took}, gives {list(found.shape)}, not [{len(batch)}, dim]")
+    if not torch.isfinite(found).all():
+        raise ValueError(f"{took}, gives NaN or infinite values")
+    return found.shape[1]
+
+
+def _check_module(folder: Path, description: Mapping[str, Any], module: nn.Module | None) -> None:
+    """Refuse a saved network of the user's without its module, and a module for any other."""
+    made = description.get("architecture")
+    name = made.get("backbone") if isinstance(made, dict) else None
+    own = isinstance(name, str) and name.startswith(OWN)
+    if own and module is None:
+        kind = str(name).removeprefix(OWN)
+        raise UsageError(
+            f"{folder} holds a network of one's own, {shown(kind)}, whose code is not saved with "
+            f"it: in Python, Embedder.load({str(folder)!r}, module={kind}(…)) reads it"
+        )
+    if module is not None and not own:
+        raise ValueError(f"{folder} holds {shown(name)}, which needs no module: leave it out")
+    if module is not None and not isinstance(module, nn.Module):
+        raise ValueError(f"module must be a torch.nn.Module, got {shown(module)}")
 
 
 def versions() -> dict[str, str]:

@@ -4,13 +4,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import cores
+from proximetry._common import chunks, cores
 from proximetry.models.preprocessing import ImageSource, Preprocessing
 
+Array = npt.NDArray[Any]
 OnError = Callable[[int, Exception], None]
 
 
@@ -49,6 +53,32 @@ def embed_images(
                 f"the embedding of image {place}{name} has NaN or infinite values: {blame()}"
             )
         yield [place for place, _ in batch], vectors
+
+
+def embed_tensors(
+    embed: Callable[[Tensor], Tensor],
+    tensors: Array | Tensor,
+    *,
+    device: torch.device,
+    batch_size: int,
+    blame: Callable[[], str],
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the numbers of vectors or other tensors and their embeddings, as `embed_images`."""
+    for part in chunks(len(tensors), batch_size):
+        batch = (
+            torch.as_tensor(np.array(tensors[part]))
+            if isinstance(tensors, np.ndarray)
+            else tensors[part]
+        )
+        vectors = embed(batch.to(device)).cpu()
+        finite = torch.isfinite(vectors).all(1).tolist()
+        if not all(finite):
+            place = part.start + finite.index(False)
+            raise ValueError(
+                f"the embedding of row {place + 1} has NaN or infinite values: so has the row, or "
+                f"{blame()}"
+            )
+        yield list(range(part.start, part.start + len(batch))), vectors
 
 
 def _read_batches(

@@ -44,8 +44,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
         raise UsageError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
     network = _FromPixels(embedder)
     random = torch.Generator().manual_seed(0)
-    sample = torch.rand(3, 3, *embedder.preprocessing.crop, generator=random) * 255
-    sample = sample.to(next(embedder.parameters()).device)
+    sample = embedder.preprocessing.sample(3, random).to(next(embedder.parameters()).device)
     with evaluating(network):
         with torch.inference_mode():
             expected = network(sample).cpu()
@@ -65,8 +64,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
 
 def _metadata(embedder: Embedder) -> dict[str, str]:
     """All that a deployment needs to know, and which embedder this is."""
-    made, inside = embedder.architecture, asdict(embedder.preprocessing)
-    before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+    made = embedder.architecture
     length = "of unit length" if made.normalize else "not normalized"
     codes = (
         f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > 0, "
@@ -76,14 +74,12 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
     )
     return {
         "proximetry": "embedder",
-        "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
-        "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
-        "std) is inside the graph and must not be applied again.",
+        **_input(embedder),
         "output": f"float32 [batch, {embedder.dim}]: embeddings, {length}, to be compared by "
         f"{made.similarity} similarity.{codes}",
         "graph": json.dumps(
             {
-                "normalization": True,
+                "normalization": embedder.takes_images,
                 "flip_tta": made.flip_tta,
                 "layer_norm": made.layer_norm,
                 "pca_dim": _pca_dim(embedder),
@@ -91,15 +87,29 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
                 "bits": embedder.bits,
             }
         ),
+        "similarity": made.similarity,
+        "architecture": json.dumps(made.to_json()),
+        "versions": json.dumps(versions()),
+        "fingerprint": embedder.fingerprint(),
+    }
+
+
+def _input(embedder: Embedder) -> dict[str, str]:
+    """What goes into the graph, and how images become that."""
+    inside = asdict(embedder.preprocessing)
+    if not embedder.takes_images:
+        shape = inside["shape"]
+        return {"input": f"float32 [batch, {', '.join(map(str, shape))}], as they are."}
+    before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+    return {
+        "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
+        "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
+        "std) is inside the graph and must not be applied again.",
         "preprocessing": json.dumps(before),
         "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
         "short), filter = interpolation",
         "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
         "normalization": json.dumps(inside),
-        "similarity": made.similarity,
-        "architecture": json.dumps(made.to_json()),
-        "versions": json.dumps(versions()),
-        "fingerprint": embedder.fingerprint(),
     }
 
 

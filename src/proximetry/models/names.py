@@ -26,4 +26,9 @@ POOLINGS: tuple[str, ...] = (
     "cls-avg",
 )
 
+OWN = "own:"
+"""What stands before the name of a dataset, network or loss of one's own, in place of ours."""
+VECTOR_BACKBONES: tuple[str, ...] = ("vectors", "vectors_mlp")
+"""Networks that take vectors instead of images: a head alone, or one behind a small MLP."""
+
 WEIGHTS_SOURCES: tuple[str, ...] = ("auto", "package", "hub", "none")  # or a path

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import floor, inf
+from math import floor, inf, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from proximetry.data.images import (
 from proximetry.models.names import LARGEST_SIDE
 
 _LARGEST_PIXEL = 1e9  # whose square float32 still holds
+_LARGEST_TENSOR = 2**28  # values: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
 
@@ -122,6 +123,17 @@ class Preprocessing:
         factor = _per_channel([self.scale / value for value in self.std], pixels.device)
         return (pixels.float() - shift) * factor
 
+    def transform(self) -> "Transform":
+        """Return the transform for a Dataset of one's own: image in, float32 [3, H, W] out.
+
+        What the embedder sees of an image in evaluation, to the last bit.
+        """
+        return Transform(self)
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Made-up pixels 0…255, float32 [count, 3, height, width]."""
+        return torch.rand(count, 3, *self.crop, generator=generator) * 255
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `dataclasses.asdict` gave, also after a trip through a JSON file."""
@@ -131,3 +143,64 @@ class Preprocessing:
             raise ValueError(f"preprocessing has missing or unknown keys: {some(wrong)}")
         pairs = {name: tuple(values[name]) for name in ("crop", "mean", "std")}
         return cls(**{**values, **pairs})
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`Preprocessing.pixels` and `Preprocessing.normalize` of one image; made by `transform()`."""
+
+    preprocessing: Preprocessing
+
+    def __call__(self, source: ImageSource) -> Tensor:
+        """Turn a path, a PIL image or a uint8 array into what the network takes, [3, H, W]."""
+        return self.preprocessing.normalize(self.preprocessing.pixels(source)[None])[0]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one shape that a network takes as they are: vectors, spectrograms, own pixels.
+
+    It stands in the place of `Preprocessing` for embedders that do not take images.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        whole = all(type(side) is int and side >= 1 for side in self.shape)
+        if not self.shape or not whole or prod(self.shape) > _LARGEST_TENSOR:
+            raise ValueError(f"shape must be whole numbers of at least 1, got {shown(self.shape)}")
+
+    def __str__(self) -> str:
+        if len(self.shape) == 1:
+            return f"vectors of {self.shape[0]} dimensions"
+        return f"tensors of shape {list(self.shape)}"
+
+    def pixels(self, source: Any) -> Tensor:
+        """Return one of them as float32."""
+        if not isinstance(source, np.ndarray | Tensor | Sequence) or isinstance(source, str):
+            raise TypeError(f"this embedder takes {self}, got {shown(source)}")
+        return self.normalize(torch.as_tensor(source)[None])[0].cpu()
+
+    def normalize(self, batch: Tensor) -> Tensor:
+        """Return a batch [B, *shape] as float32; raise ValueError for any other shape."""
+        if tuple(batch.shape[1:]) != self.shape:
+            raise ValueError(
+                f"this embedder takes {self}, got a batch of shape {list(batch.shape)}"
+            )
+        return batch.float()
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Made-up values, float32 [count, *shape]."""
+        return torch.randn(count, *self.shape, generator=generator)
+
+
+Input: TypeAlias = Preprocessing | Tensors
+"""What an embedder takes."""
+
+
+def input_from_json(values: Mapping[str, Any]) -> Input:
+    """Read what `dataclasses.asdict` gave of either."""
+    if set(values) == {"shape"}:
+        return Tensors(tuple(values["shape"]))
+    return Preprocessing.from_json(values)

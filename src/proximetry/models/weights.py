@@ -49,8 +49,8 @@ class WeightsError(UsageError):
 class WeightsRecord:
     """What the backbone started from."""
 
-    source: Literal["none", "package", "hub", "file"]
-    origin: str  # package, repository or file
+    source: Literal["none", "package", "hub", "file", "own"]
+    origin: str  # package, repository, file, or the class of a module of one's own
     sha256: str | None
     loaded: int  # tensors taken
     skipped: list[str]  # names in the file that the backbone has no place for

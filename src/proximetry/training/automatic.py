@@ -87,7 +87,7 @@ def _own_facts(world: "World") -> DeviceFacts:
 
 
 def choose(
-    recipe: Recipe, device: DeviceFacts, *, images: int, pixels: int
+    recipe: Recipe, device: DeviceFacts, *, images: int, pixels: int, kept: str = ""
 ) -> tuple[Recipe, list[str]]:
     """Put values in the place of every ``auto``; return the recipe, and what to say about it.
 
@@ -98,6 +98,7 @@ def choose(
         device: what it runs on.
         images: number of images to train on.
         pixels: bytes of all pixel caches of the run.
+        kept: where rows are read from, in words, where that is not ``data.cache``'s to say.
     """
     asked = flatten(recipe.to_dict())
     cache, where = _choose_cache(recipe, device, pixels)
@@ -113,7 +114,7 @@ def choose(
         "training.epochs": epochs,
         "schedule.every": math.ceil(epochs / 3),
     }
-    lines = [f"on {device.name}: {where}, {how}{recorded}"]
+    lines = [f"on {device.name}: {kept or where}, {how}{recorded}"]
     if recipe.training.epochs == AUTO:
         lines.append(f"{epochs} epochs, by the number of training images ({spaced(images)})")
     changes = {key: value for key, value in chosen.items() if asked[key] == AUTO}

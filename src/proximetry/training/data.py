@@ -11,6 +11,8 @@ from torch import Tensor
 
 from proximetry._common import Progress
 from proximetry.data import Catalog, ClassBalanced, Shuffled, list_datasets, open_dataset
+from proximetry.models.embedder import Stage
+from proximetry.models.names import OWN
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
 from proximetry.training.recipe import Protocol, Recipe, RecipeError
@@ -52,6 +54,10 @@ class TrainingData(ABC):
     """
 
     fingerprint: dict[str, Any]
+    stage: Stage = "pixels"
+    """How far batches are on their way to the embedder's features."""
+    kept = ""
+    """Where rows are read from, in words, if that is not for ``data.cache`` to say."""
 
     def __init__(
         self, recipe: Recipe, catalog: Catalog, world: World, left_out: Sequence[str] = ()
@@ -85,6 +91,9 @@ class TrainingData(ABC):
     def put(self, place: str) -> None:
         """Bring them to where ``data.cache`` says."""
 
+    def close(self) -> None:  # noqa: B027
+        """Let go of what reads rows; nothing is read afterwards."""
+
     def _batch(self, epoch: int, number: int) -> Batch:
         chosen = self.sampler.batch(epoch, number)
         seed = derive_seed(self._recipe.training.seed, epoch, number)
@@ -104,6 +113,11 @@ class TrainingData(ABC):
 def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     """Read which images there are."""
     d = recipe.data
+    if d.dataset.startswith(OWN):
+        raise RecipeError(
+            f"the run was trained on data of its own, {d.dataset.removeprefix(OWN)!r}, which are "
+            "not here: in Python, train(data=…) takes them"
+        )
     if d.root is None and not list_datasets()[d.dataset].built_in:
         raise RecipeError(f"data.root is missing: where do the images of {d.dataset!r} lie?")
     return open_dataset(

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from proximetry._common import readable_size, spaced
+from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.pixel_cache import cache_home, estimate
 from proximetry.models import Embedder
+from proximetry.models.embedder import Stage
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.data import (
     Division,
@@ -21,10 +23,11 @@ from proximetry.training.data import (
 )
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import check_space, second_cache
+from proximetry.training.parts import check_vectors_fit, take_parts
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Trackers
 from proximetry.training.run import (
-    check_network,
+    check_abilities,
     first_stage,
     guest_of_torch,
     make_embedder,
@@ -58,27 +61,34 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     folder.check(recipe, resume)
     Trackers.check(recipe)
     torch.manual_seed(recipe.training.seed)
-    embedder = make_embedder(recipe.model, recipe.evaluation.similarity, notes.append)
-    embedder.to(world.device)
-    check_network(recipe, embedder)
+    recipe, _ = take_parts(recipe, None, None, None)  # which are Python's to give
     catalog = open_catalog(recipe)
+    check_vectors_fit(recipe, catalog)
+    embedder = make_embedder(
+        recipe.model,
+        recipe.evaluation.similarity,
+        notes.append,
+        input_dim=catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None,
+    )
+    embedder.to(world.device)
+    check_abilities(recipe, embedder)
     division = divide(catalog, recipe)
     parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
     sampler = make_sampler(recipe, parts["train"].codes, world)
 
-    # The caches, as the run would build them.
-    resize = embedder.preprocessing.resize
-    second = second_cache(recipe, division.rows, len(catalog), resize)
-    sizes = [(catalog, recipe.data.short_side or resize), (catalog.subset(second), resize)]
-    place, how = recipe.data.cache_dir, embedder.preprocessing.interpolation
-    caches = [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
+    place = recipe.data.cache_dir
+    caches = _caches(recipe, embedder, catalog, division) if embedder.takes_images else []
     missing = sum(size for there, size in caches if not there)
     pixels = sum(size for _, size in caches)
     free = check_space(recipe, missing)
 
     facts = device_facts(world)
-    recipe, lines = choose(recipe, facts, images=len(parts["train"]), pixels=pixels)
-    updater = make_updater(recipe, embedder, parts["train"].class_names, world, notes.append)
+    images, kept = len(parts["train"]), "" if embedder.takes_images else "vectors from memory"
+    recipe, lines = choose(recipe, facts, images=images, pixels=pixels, kept=kept)
+    stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
+    updater = make_updater(
+        recipe, embedder, parts["train"].class_names, world, notes.append, stage=stage
+    )
     counts = {name: len(part) for name, part in parts.items()}
     classes = len(parts["train"].class_names)
     state, done = _state(folder, recipe, resume)
@@ -93,7 +103,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "notes": [*catalog.remarks(), *division.notes, *notes],
         "recipe": recipe.to_dict(),
         "dim": division.pca_dim or recipe.model.dim,
-        "image_size": embedder.preprocessing.crop[0],
+        "image_size": embedder.preprocessing.crop[0] if embedder.takes_images else None,
         "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
         "device": lines[0],
         "folder": {"path": str(out), "state": state},
@@ -110,6 +120,17 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
             "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
     }
+
+
+def _caches(
+    recipe: Recipe, embedder: Embedder, catalog: Catalog, division: Division
+) -> list[tuple[bool, int]]:
+    """Whether the caches that the run would build are there, and their bytes."""
+    resize, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
+    second = second_cache(recipe, division.rows, len(catalog), resize)
+    sizes = [(catalog, recipe.data.short_side or resize), (catalog.subset(second), resize)]
+    place = recipe.data.cache_dir
+    return [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
 
 
 def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
@@ -143,27 +164,38 @@ def _measure(
     embedder, on_cuda = updater.embedder, world.device.type == "cuda"
     own = max(1, min(recipe.data.batch_size, images) // world.size)
     batch = own if on_cuda else min(own, CPU_BATCH)
-    height, width = embedder.preprocessing.crop
-    side = recipe.data.crop_size
-    crop = (side, side) if side else (height, width)
-    pixels = torch.randint(0, 256, (batch, 3, *crop), dtype=torch.uint8, device=world.device)
+    pixels, views = _made_up(recipe, embedder, updater.stage, batch, world)
     labels = (torch.arange(batch, device=world.device) // 2) % classes
     before = _peak_memory()
     updater.freeze_backbone(False)
     embedder.train()
     training = _rate(lambda step: updater(pixels, labels, step), batch * world.size, world)
-    views = torch.zeros((batch, 3, height, width), dtype=torch.uint8, device=world.device)
     evaluation = _rate(
-        lambda step: _embed(embedder, views, recipe.training.precision), batch * world.size, world
+        lambda step: _embed(updater, views, recipe.training.precision), batch * world.size, world
     )
     if on_cuda:
         return (training, evaluation), torch.cuda.max_memory_reserved(world.device)
     return (training, evaluation), before + (_peak_memory() - before) * own // batch
 
 
-def _embed(embedder: Embedder, pixels: torch.Tensor, precision: str) -> None:
+def _made_up(
+    recipe: Recipe, embedder: Embedder, stage: Stage, batch: int, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as training sees it, and one as evaluation does."""
+    if stage == "features" or not embedder.takes_images:
+        shape = (embedder.width,) if stage == "features" else tuple(embedder.preprocessing.shape)  # type: ignore[attr-defined]
+        rows = torch.randn(batch, *shape, device=world.device)
+        return rows, rows
+    side, crop = recipe.data.crop_size, embedder.preprocessing.crop
+    seen = (side, side) if side else crop
+    kind: Any = {"dtype": torch.uint8, "device": world.device}
+    return torch.randint(0, 256, (batch, 3, *seen), **kind), torch.zeros((batch, 3, *crop), **kind)
+
+
+def _embed(updater: Updater, pixels: torch.Tensor, precision: str) -> None:
+    embedder = updater.embedder
     with torch.no_grad(), autocast(precision, pixels.device):
-        embedder.project(embedder.pixel_features(pixels))
+        embedder.project(embedder.pixel_features(pixels, updater.stage))
 
 
 def _rate(step: Callable[[int], Any], images: int, world: World) -> float:
@@ -209,7 +241,8 @@ def describe(found: dict[str, Any]) -> str:
     lines = {
         "data": counted,
         "recipe": [
-            f"{recipe.name}: {m.backbone}, {found['image_size']} px, "
+            f"{recipe.name}: {m.backbone}, "
+            f"{_side(found['image_size'])}"
             f"{found['dim']}{'-d' if m.bits is None else ' bits'}, "
             f"{recipe.loss.name}",
             f"{t.epochs} epochs, batches of {recipe.data.batch_size}",
@@ -234,6 +267,10 @@ def describe(found: dict[str, Any]) -> str:
         for number, line in enumerate(several)
     ]
     return "\n".join([*found["notes"], *text, "Nothing was written."])
+
+
+def _side(pixels: int | None) -> str:
+    return "" if pixels is None else f"{pixels} px, "
 
 
 def _count(number: int, what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from proximetry import metrics
-from proximetry._common import Progress, some
+from proximetry._common import Progress, UsageError, some
 from proximetry.cuda.graphs import GraphedInference
-from proximetry.data import Catalog
+from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.pixel_cache import describe_copies
 from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
@@ -135,6 +135,20 @@ def score_embedder(
     return scored, compared(vectors, catalog, similarity)
 
 
+def score_vectors(
+    catalog: VectorCatalog,
+    similarity: Similarity,
+    wanted: Metrics,
+    eval_dims: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> tuple[Scored, dict[str, Any]]:
+    """Score every query of vectors as they are; also return what was compared."""
+    check_comparison(catalog, wanted)
+    rows, vectors = with_needed_roles(catalog), torch.from_numpy(catalog.vectors)
+    scored = score_queries(vectors, rows, similarity, wanted, eval_dims, progress=progress)
+    return scored, compared(vectors, rows, similarity)
+
+
 def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
     """Say why figures may be better than those of unseen images: known classes, and copies."""
     known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
@@ -143,7 +157,8 @@ def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
         f"the embedder was trained on {count}, going by their names, so this does not measure "
         f"unseen classes only: {some(known)}"
     )
-    return [note for note in (known and seen, describe_copies(catalog)) if note]
+    copies = "" if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    return [note for note in (known and seen, copies) if note]
 
 
 def encode_catalog(
@@ -163,7 +178,10 @@ def encode_catalog(
         if type(trained) is not int or not 1 <= trained <= LARGEST_BATCH:
             trained = EvaluationConfig().batch_size
         batch_size = trained
-    files = [catalog.file(row) for row in range(len(catalog))]
+    _check_input(embedder, catalog)
+    files: Any = [catalog.file(row) for row in range(len(catalog))]
+    if isinstance(catalog, VectorCatalog) and not embedder.takes_images:
+        files = catalog.vectors
     return embedder.encode(
         files,
         batch_size,
@@ -188,6 +206,25 @@ def encode_readable(
     kept = np.ones(len(catalog), bool)
     kept[[*bad]] = False
     return vectors, catalog.subset(kept), [str(bad[row]) for row in sorted(bad)]
+
+
+def _check_input(embedder: Embedder, catalog: Catalog) -> None:
+    """Refuse vectors where the embedder takes images that are not there, and the reverse."""
+    if embedder.takes_images:
+        if isinstance(catalog, VectorCatalog) and catalog.root.is_file():  # it has no paths
+            raise UsageError(
+                f"{catalog.root} holds vectors, and this embedder takes images; without the "
+                "embedder, `proximetry evaluate` judges the vectors themselves"
+            )
+        return
+    wanted = embedder.preprocessing
+    if not isinstance(catalog, VectorCatalog):
+        raise UsageError(f"this embedder takes {wanted}, and {catalog.root} holds images")
+    if tuple(catalog.vectors.shape[1:]) != getattr(wanted, "shape", ()):
+        raise UsageError(
+            f"this embedder takes {wanted}, and those of {catalog.root} have "
+            f"{catalog.vectors.shape[1]}"
+        )
 
 
 class Evaluated(NamedTuple):
@@ -216,7 +253,7 @@ class Evaluator:
         self._trained = embedder
         self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
         self._group = dist.group.WORLD if world.size > 1 else None
-        features = embedder.pixel_features
+        features = self._plain_features = partial(embedder.pixel_features, stage=data.stage)
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
@@ -378,7 +415,7 @@ class Evaluator:
         left = len(rows)
         # A graph is recorded in the usual precision, at its first call.
         usual = not full_precision or self.recipe.training.precision == "float32"
-        features = self._features if usual else self.embedder.pixel_features
+        features = self._features if usual else self._plain_features
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
             with self._autocast(full_precision):
                 found = features(pixels)[:left]  # a batch may be filled up

@@ -46,11 +46,13 @@ class ImageData(TrainingData):
         preprocessing: Preprocessing,
         world: World,
         display: Display,
+        catalog: Catalog | None = None,
     ) -> None:
         d = recipe.data
         self.world, self._recipe, self._display = world, recipe, display
         self._filter = preprocessing.interpolation
-        catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
+        if catalog is None:
+            catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
         told = catalog.remarks()
         for note in told:
             display.message(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -48,6 +49,11 @@ class Run:
     state: TrainState
     report: Callable[[str], None]
     callbacks: Sequence[Callback] = ()
+    stopping: bool = False
+
+    def stop(self) -> None:
+        """End the run after the present step, with a checkpoint; the same call continues it."""
+        self.stopping = True
 
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""
@@ -67,7 +73,8 @@ class Run:
     def notify(self, event: str, *values: Any) -> None:
         """Tell every callback about an event."""
         for callback in self.callbacks:
-            getattr(callback, event)(self, *values)
+            # One of the user's own need not have them all.
+            getattr(callback, event, lambda *_: None)(self, *values)
 
     def check_finite(self, *, weights: bool = False) -> None:
         """Stop if a loss was not finite, naming the step and its images; waits for the device.
@@ -196,7 +203,7 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
         else:
             seen += len(labels) * run.world.size
         run.notify("on_step_end", loss)
-        if any_rank(stop_requested(), run.world):
+        if any_rank(run.stopping or stop_requested(), run.world):
             run.world.heart.leave_to_main()
             run.clock.enter("other")
             run.notify("on_stop")
@@ -363,7 +370,7 @@ def _restore_selected(run: Run) -> list[str]:
         load_checkpoint(path, run.modules())
         return []
     if run.world.first(lambda: _saved_selected(run) is not None):
-        saved = Embedder.load(run.folder.embedder, device=run.world.device)
+        saved = _load_saved(run).to(run.world.device)
         run.evaluator.embedder.load_state_dict(saved.state_dict())
         note = f"{lost}: epoch {epoch} is taken from the embedder that was saved then"
     else:
@@ -381,13 +388,19 @@ def _saved_selected(run: Run) -> Embedder | None:
     if run.data.pca_dim is not None or run.recipe.model.lora_rank is not None:
         return None
     try:
-        saved = Embedder.load(run.folder.embedder)
+        saved = _load_saved(run)
         recipe = Recipe.load(saved.recipe or {})
     except ValueError:
         return None
     found = (saved.metrics or {}).get("epoch"), saved.class_names, recipe.essence()
     wanted = run.state.best_epoch, run.data.class_names, run.recipe.essence()
     return saved if found == wanted else None
+
+
+def _load_saved(run: Run) -> Embedder:
+    own = run.updater.embedder
+    module = copy.deepcopy(own.backbone) if own.is_own else None
+    return Embedder.load(run.folder.embedder, module=module)
 
 
 def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:

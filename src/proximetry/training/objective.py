@@ -16,11 +16,23 @@ class Objective(nn.Module):
         config: what to minimise.
         class_names: of the classes, in the order of their labels.
         dim: dimension of the embedding.
+        own: the user's loss, in place of that of the config.
     """
 
-    def __init__(self, config: LossConfig, class_names: Sequence[str], dim: int) -> None:
+    def __init__(
+        self,
+        config: LossConfig,
+        class_names: Sequence[str],
+        dim: int,
+        own: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.loss = _make_loss(config, class_names, dim)
+        self.loss: nn.Module = _make_loss(config, class_names, dim) if own is None else own
+        # Parameters of a loss of one's own are proxies, or learn like them.
+        self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
+        if isinstance(self.loss, losses.ProxyLoss):
+            self.loss.check_labels = False  # they come from the catalogue
+            self.loss.proxies.names = list(class_names)
         proxies = self.loss.proxies if isinstance(self.loss, losses.ProxyLoss) else None
         wanting = [
             f"loss.{key}"
@@ -73,7 +85,4 @@ def _make_loss(
 ) -> losses.ProxyLoss | PairLoss:
     if config.name.startswith("pairs/"):
         return PairLoss(config.name.removeprefix("pairs/"), dim=dim, **config.settings)  # type: ignore[arg-type]
-    loss = losses.create(config.name, len(class_names), dim, **config.settings)
-    loss.check_labels = False  # they come from the catalogue
-    loss.proxies.names = list(class_names)
-    return loss
+    return losses.create(config.name, len(class_names), dim, **config.settings)

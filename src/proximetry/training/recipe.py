@@ -40,7 +40,9 @@ from proximetry.models.names import (
     LARGEST_BITS,
     LARGEST_DIM,
     LARGEST_SIDE,
+    OWN,
     POOLINGS,
+    VECTOR_BACKBONES,
     WEIGHTS_SOURCES,
     Similarity,
 )
@@ -204,7 +206,7 @@ class DataConfig(Section):
     @classmethod
     def _known_dataset(cls, name: str) -> str:
         known = list_datasets()
-        if name not in known:
+        if name not in known and not name.startswith(OWN):
             raise ValueError(f"is {shown(name)}{closest(name, known)}")
         return name
 
@@ -226,7 +228,11 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The embedder."""
 
-    backbone: Text = _key("tf_efficientnet_lite0", "a model that `proximetry backbones` lists")
+    backbone: Text = _key(
+        "tf_efficientnet_lite0",
+        "a model that `proximetry backbones` lists; for vectors instead of images vectors (a "
+        "linear head) or vectors_mlp (a small MLP before it)",
+    )
     dim: Dim = _key(512, "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
         None,
@@ -271,6 +277,11 @@ class ModelConfig(Section):
     freeze_batchnorm: Flag = _key(
         False, "keep the running statistics of batch normalisation as they are"
     )
+    freeze_backbone: Flag = _key(
+        False,
+        "train the head alone, on features of the backbone that are computed once, without "
+        "augmentation, and kept in memory",
+    )
     flip_tta: Flag = _key(
         False,
         "test-time augmentation: average the features of the image and its horizontal flip "
@@ -292,6 +303,18 @@ class ModelConfig(Section):
             raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha:g} goes with lora_rank: give both")
+        if self.freeze_backbone and self.lora_rank is not None:
+            raise ValueError(
+                f"freeze_backbone and lora_rank {self.lora_rank} exclude each other: LoRA trains "
+                "the backbone; leave one of them out"
+            )
+        if self.freeze_backbone and self.pooling == "gem-learned":
+            raise ValueError(
+                "freeze_backbone keeps pooled features, but pooling gem-learned learns; use gem"
+            )
+        if self.backbone in VECTOR_BACKBONES and (self.freeze_backbone or self.flip_tta):
+            key = "freeze_backbone" if self.freeze_backbone else "flip_tta"
+            raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         if self.bits is not None and self.dim != self.bits:
             raise ValueError(
                 f"dim {self.dim} and bits {self.bits} disagree: a code has one bit for each "
@@ -346,13 +369,16 @@ class LossConfig(Section):
     def _known_loss(cls, name: str) -> str:
         from proximetry.losses import loss_settings  # imports torch, which help does not need
 
-        loss_settings(name)
+        if not name.startswith(OWN):
+            loss_settings(name)
         return name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         from proximetry.losses import check_settings
 
+        if self.name.startswith(OWN):
+            return self
         try:
             check_settings(self.name, self.settings)
         except ValueError as error:

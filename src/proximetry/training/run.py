@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from proximetry.cuda.fused import fuse
+from proximetry.data import Catalog, VectorCatalog
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
 from proximetry.models.backbones import check_patches, takes_one_size
-from proximetry.models.embedder import NoFeatureMapError
+from proximetry.models.embedder import NoFeatureMapError, Stage
 from proximetry.models.lora import add_lora
-from proximetry.models.names import Similarity
+from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
-from proximetry.training.callbacks import Callback
+from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
+from proximetry.training.data import TrainingData, open_catalog
+from proximetry.training.datasets import DatasetData, OwnDatasets
 from proximetry.training.distributed import World, join_processes, watching
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.images import ImageData
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
+from proximetry.training.parts import (
+    Parts,
+    check_loss,
+    check_network,
+    check_vectors_fit,
+    take_parts,
+)
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import FIRST_STAGE, Continuation, RunError, RunFolder
@@ -34,16 +46,20 @@ from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, find_best, restore_state, save_state
 from proximetry.training.stopping import stop_requests
 from proximetry.training.update import Updater
+from proximetry.training.vectors import CachedFeatures, VectorData
 
 
 def train(
     recipe: Recipe,
     out: str | Path,
     *,
+    data: Catalog | Dataset[Any] | Mapping[str, Dataset[Any]] | None = None,
+    embedder: Embedder | None = None,
+    loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
     device: str | None = None,
     resume: bool = True,
     display: Display | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback | Any] = (),
 ) -> dict[str, Any]:
     """Train as the recipe says, write everything to the folder ``out``, return the results.
 
@@ -56,14 +72,25 @@ def train(
     Args:
         recipe: what to do.
         out: folder of the run.
+        data: in place of the recipe's: a `Catalog`; or a map-style torch Dataset that gives
+            (image, label), an image being a PIL image or uint8 [H, W, 3], which are augmented and
+            preprocessed like files, or a float tensor, which the network takes as it is; or a
+            mapping of such datasets by "train", "val" and "test".
+        embedder: in place of the recipe's model: any `Embedder`, as `Embedder.wrap` makes it of a
+            network of your own. Yours stays as it is; the trained one is in ``out``.
+        loss: in place of the recipe's: anything called as ``loss(embeddings, labels)`` that gives
+            a scalar. Labels are 0…C−1 in the order of the names of the training classes. Its
+            parameters learn at the proxies' rate. Yours stays as it is.
         device: cpu, cuda or cuda:1; None takes CUDA where there is a GPU.
         resume: whether to continue a run that is in the folder; else it is removed.
         display: shows progress.
-        callbacks: called while the run goes on.
+        callbacks: called while the run goes on; see `Callback`.
     """
+    callbacks = check_callbacks(callbacks)
+    recipe, parts = take_parts(recipe, data, embedder, loss)
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
-    stage = partial(_train_stage, world, resume, shown, callbacks)
+    stage = partial(_train_stage, world, resume, shown, callbacks, parts)
     world.heart.tidy = shown.__exit__
     with guest_of_torch(world, out, recipe.training.rank_timeout, shown.message), shown:
         if recipe.training.two_stages:
@@ -76,6 +103,7 @@ def _train_stage(
     resume: bool,
     display: Display,
     callbacks: Sequence[Callback],
+    parts: Parts,
     recipe: Recipe,
     folder: RunFolder,
     outdates: RunFolder | None = None,
@@ -88,7 +116,7 @@ def _train_stage(
         # Where there is a run, at once: nobody should decode for hours to be refused then.
         if world.first(folder.lock.exists):
             world.first(lambda: folder.acquire(display.message))
-        return _train_alone(world, resume, display, callbacks, recipe, folder, outdates)
+        return _train_alone(world, resume, display, callbacks, parts, recipe, folder, outdates)
     finally:
         folder.release()
 
@@ -98,6 +126,7 @@ def _train_alone(
     resume: bool,
     display: Display,
     callbacks: Sequence[Callback],
+    parts: Parts,
     recipe: Recipe,
     folder: RunFolder,
     outdates: RunFolder | None,
@@ -114,7 +143,24 @@ def _train_alone(
         return results
     world.first(lambda: Trackers.check(recipe))
     # A graph that was not asked for by name may also fail.
-    run = prepare(recipe, folder, world, display, needs_graph=asked.training.cuda_graph is True)
+    needs_graph = asked.training.cuda_graph is True
+    run = prepare(recipe, folder, world, display, parts, needs_graph=needs_graph)
+    try:
+        return _go(run, world, resume, display, callbacks, folder, outdates)
+    finally:
+        run.data.close()
+
+
+def _go(
+    run: Run,
+    world: World,
+    resume: bool,
+    display: Display,
+    callbacks: Sequence[Callback],
+    folder: RunFolder,
+    outdates: RunFolder | None,
+) -> dict[str, Any]:
+    """Begin a run or continue it, and train to its end."""
     trackers = [Trackers()] if world.leads else []
     run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
     world.first(lambda: folder.acquire(display.message))
@@ -169,6 +215,7 @@ def prepare(
     folder: RunFolder,
     world: World,
     display: Display,
+    parts: Parts = Parts(),  # noqa: B008
     *,
     needs_graph: bool = False,
 ) -> Run:
@@ -177,18 +224,17 @@ def prepare(
     Unless the run ``needs_graph``, a CUDA graph that cannot be recorded is done without.
     """
     clock = Stopwatch()
-    torch.manual_seed(recipe.training.seed)
-    similarity = recipe.evaluation.similarity
-    embedder = make_embedder(recipe.model, similarity, display.message).to(world.device)
-    check_network(recipe, embedder)
-    data = ImageData(recipe, embedder.preprocessing, world, display)
+    embedder, data = make_data(recipe, world, display, parts)
     facts = device_facts(world)
-    recipe, lines = choose(recipe, facts, images=len(data.rows["train"]), pixels=data.nbytes)
+    images, pixels = len(data.rows["train"]), data.nbytes
+    recipe, lines = choose(recipe, facts, images=images, pixels=pixels, kept=data.kept)
     for line in lines:
         display.message(line)
     data.put(recipe.data.cache)
     on_failure = None if needs_graph else display.message
-    updater = make_updater(recipe, embedder, data.class_names, world, on_failure)
+    updater = make_updater(
+        recipe, embedder, data.class_names, world, on_failure, parts.make_loss(), data.stage
+    )
     evaluated = embedder if updater.average is None else updater.average
     initial = [group["lr"] for group in updater.optimizer.param_groups]
     return Run(
@@ -205,12 +251,57 @@ def prepare(
     )
 
 
+def make_data(
+    recipe: Recipe, world: World, display: Display, parts: Parts
+) -> tuple[Embedder, TrainingData]:
+    """The embedder, and what it is trained on; of a backbone that is frozen, its features."""
+    own = parts.data
+    if isinstance(own, OwnDatasets):
+        catalog = own.catalog(display)
+    else:
+        looking = partial(display.progress, "looking for the images")
+        catalog = own if own is not None else open_catalog(recipe, looking)
+    check_vectors_fit(recipe, catalog)
+    torch.manual_seed(recipe.training.seed)
+    embedder = parts.make_embedder()
+    if embedder is None:
+        width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
+        embedder = make_embedder(
+            recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
+        )
+    elif recipe.model.freeze_batchnorm:
+        freeze_batchnorm(embedder)
+    embedder.to(world.device)
+    check_abilities(recipe, embedder)
+    if isinstance(own, OwnDatasets):
+        data: TrainingData = DatasetData(recipe, own, catalog, embedder, world, display)
+    elif isinstance(catalog, VectorCatalog):
+        data = VectorData(recipe, catalog, world, display)
+    else:
+        data = ImageData(recipe, embedder.preprocessing, world, display, catalog)
+    try:
+        check_network(embedder, data)
+        if parts.loss is not None:
+            check_loss(parts.loss, data.class_names, embedder.dim, recipe.data.batch_size)
+    except BaseException:
+        data.close()
+        raise
+    if recipe.model.freeze_backbone:
+        if not embedder.parameter_parts()["head"]:
+            raise RunError("model.freeze_backbone leaves nothing to train: there is no head")
+        source, data = data, CachedFeatures(data, embedder, display)
+        source.close()
+    return embedder, data
+
+
 def make_updater(
     recipe: Recipe,
     embedder: Embedder,
     class_names: Sequence[str],
     world: World,
     on_graph_failure: Callable[[str], None] | None,
+    loss: nn.Module | None = None,
+    stage: Stage = "pixels",
 ) -> Updater:
     """Loss, optimiser and how the network runs on its device."""
     on_cuda = world.device.type == "cuda"
@@ -222,22 +313,33 @@ def make_updater(
     graph = recipe.training.cuda_graph and alone
     if graph:
         fuse(embedder)
-    objective = Objective(recipe.loss, class_names, embedder.dim).to(world.device)
+    objective = Objective(recipe.loss, class_names, embedder.dim, loss).to(world.device)
     optimizer = make_optimizer(recipe.optimizer, embedder, objective)
-    return Updater(recipe, embedder, objective, optimizer, world, graph, on_graph_failure)
+    return Updater(recipe, embedder, objective, optimizer, world, graph, on_graph_failure, stage)
 
 
 def make_embedder(
     m: ModelConfig,
     similarity: Similarity = "cosine",
     report: Callable[[str], None] = lambda line: None,
+    input_dim: int | None = None,
 ) -> Embedder:
     """The network, with the statistics of batch normalisation frozen or not.
 
     A transformer pools its tokens itself, whatever a recipe says that was made for feature maps.
+    One for vectors has no pooling, and takes those of ``input_dim`` dimensions.
     """
-    of_training = {"pca_dim", "dropout", "freeze_batchnorm", "lora_rank", "lora_alpha"}
+    of_training = {
+        "pca_dim",
+        "dropout",
+        "freeze_batchnorm",
+        "freeze_backbone",
+        "lora_rank",
+        "lora_alpha",
+    }
     given: dict[str, Any] = m.model_dump(exclude=of_training) | {"similarity": similarity}
+    if m.backbone in VECTOR_BACKBONES:
+        given |= {"input_dim": input_dim, "pooling": "auto"}
     try:
         embedder = Embedder.create(**given)
     except NoFeatureMapError as error:
@@ -250,8 +352,17 @@ def make_embedder(
     return embedder
 
 
-def check_network(recipe: Recipe, embedder: Embedder) -> None:
+def check_abilities(recipe: Recipe, embedder: Embedder) -> None:
     """Refuse what the recipe asks of the network and it cannot do, before images are decoded."""
+    if recipe.model.lora_rank is not None and embedder.is_own:
+        raise RecipeError("model.lora_rank is for networks of timm, not for one of your own")
+    if recipe.optimizer.layer_decay != 1.0:
+        try:
+            embedder.backbone_layers()
+        except ValueError as error:
+            raise RecipeError(f"optimizer.layer_decay must be 1: {error}") from error
+    if not embedder.takes_images:
+        return
     side, network = recipe.data.crop_size, embedder.architecture.backbone
     size = embedder.preprocessing.crop
     if side is not None and (side, side) != size:
@@ -261,11 +372,6 @@ def check_network(recipe: Recipe, embedder: Embedder) -> None:
                 f"{size[0]}×{size[1]}: leave data.crop_size out"
             )
         check_patches(embedder.backbone, network, (side, side), "data.crop_size")
-    if recipe.optimizer.layer_decay != 1.0:
-        try:
-            embedder.backbone_layers()
-        except ValueError as error:
-            raise RecipeError(f"optimizer.layer_decay must be 1: {error}") from error
 
 
 def make_optimizer(
@@ -281,6 +387,8 @@ def make_optimizer(
         layer_decay=o.layer_decay,
         require_proxies=False,
     )
+    if objective.learns_as_proxies:
+        groups = [part for group in groups for part in _at_proxies_rate(group, o, objective)]
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
     # One launch for all parameters; on the CPU the plain form is kept.
@@ -290,6 +398,18 @@ def make_optimizer(
         return torch.optim.SGD(groups, momentum=o.momentum, **shared)
     kind = torch.optim.AdamW if o.name == "adamw" else torch.optim.Adam
     return kind(groups, eps=o.eps, **shared)
+
+
+def _at_proxies_rate(
+    group: dict[str, Any], o: OptimizerConfig, objective: Objective
+) -> Iterator[dict[str, Any]]:
+    """Let parameters of a loss of one's own learn at the proxies' rate."""
+    own = {*objective.loss.parameters()} if group["name"] == "loss" else set()
+    rates = (False, group["lr"]), (True, o.lr * o.proxy_multiplier)
+    for wanted, lr in rates:
+        members = [value for value in group["params"] if (value in own) == wanted]
+        if members:
+            yield {**group, "params": members, "lr": lr}
 
 
 def first_stage(recipe: Recipe) -> Recipe:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from proximetry._common import chunks
 from proximetry.cuda.graphs import GraphedNetwork
 from proximetry.models import Embedder
+from proximetry.models.embedder import Stage
 from proximetry.training.data import derive_seed
 from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
@@ -27,17 +28,19 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class TrainingNetwork(nn.Module):
-    """Pixels 0…255 to embeddings, as they are trained: in the recipe's precision, with dropout."""
+    """Batches to embeddings, as they are trained: in the recipe's precision, with dropout."""
 
-    def __init__(self, embedder: Embedder, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self, embedder: Embedder, recipe: Recipe, device: torch.device, stage: Stage
+    ) -> None:
         super().__init__()
-        self.embedder, self.device = embedder, device
+        self.embedder, self.device, self.stage = embedder, device, stage
         self.precision, self.dropout = recipe.training.precision, recipe.model.dropout
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalise and embed."""
+        """Normalise, where that is to be done, and embed."""
         with autocast(self.precision, self.device):
-            features = self.embedder.features(self.embedder.preprocessing.normalize(pixels))
+            features = self.embedder.features_from(pixels, self.stage)
             if self.dropout:
                 features = F.dropout(features, self.dropout)
             return self.embedder.project(features)
@@ -62,25 +65,33 @@ class Updater:
         world: World,
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
+        stage: Stage = "pixels",
     ) -> None:
-        self.recipe, self.world = recipe, world
+        self.recipe, self.world, self.stage = recipe, world, stage
         self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
         self.average = copy.deepcopy(embedder) if recipe.training.ema else None
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=recipe.training.precision == "float16"
         )
-        self._plain = TrainingNetwork(embedder, recipe, world.device)
+        self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
-        self._frozen = recipe.schedule.warmup_epochs > 0  # as the first epoch wants it
+        self._frozen = False
+        self._set_frozen(recipe.schedule.warmup_epochs > 0)  # as the first epoch wants it
         self.network = self._wrap()
 
     def freeze_backbone(self, frozen: bool) -> bool:
         """Train the backbone or not; return whether that is new, and the next step thus slow."""
-        changed = frozen != self._frozen
-        if changed:
-            self._frozen = frozen
+        before = self._frozen
+        self._set_frozen(frozen)
+        if before != self._frozen:
             self.network = self._wrap()
-        return changed
+        return before != self._frozen
+
+    def _set_frozen(self, frozen: bool) -> None:
+        # Of features that are computed already the backbone learns nothing; without a head there
+        # is nothing else to train.
+        headed = bool(self.embedder.parameter_parts()["head"])
+        self._frozen = (frozen and headed) or self.stage == "features"
 
     def _wrap(self) -> nn.Module:
         # CUDA graphs and DistributedDataParallel note which parameters are trained.
@@ -126,19 +137,22 @@ class Updater:
         count = self.recipe.training.accumulate
         everyone = gather(labels, self.world)
         if count == 1:
-            return self._loss(self.network(pixels), everyone)
+            return self._loss(self.network(pixels), everyone, step)
         parts = list(chunks(len(pixels), -(-len(pixels) // count)))
         with torch.no_grad():
             found = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
         embeddings = torch.cat(found).requires_grad_()
-        loss = self._loss(embeddings, everyone)
+        loss = self._loss(embeddings, everyone, step)
         assert embeddings.grad is not None
         for i, part in enumerate(parts):
             again = self._embed_chunk(pixels[part], step, i)
             again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
         return loss
 
-    def _loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
+        if self.world.size > 1:
+            # All compute the same loss, also one that draws random numbers.
+            torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         loss: Tensor = self.objective(gather(embeddings, self.world), labels)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach().double()
@@ -162,8 +176,10 @@ class Updater:
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
-        slow: list[Tensor] = list(self.average.parameters())
-        fast: list[Tensor] = list(self.embedder.parameters())
+        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
+        trained = [(kept, new) for kept, new in pairs if new.requires_grad]  # others are equal
+        slow: list[Tensor] = [kept for kept, _ in trained]
+        fast: list[Tensor] = [new for _, new in trained]
         torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
         for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
             kept.copy_(new)

@@ -14,6 +14,7 @@ from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
 from proximetry.data.folders import class_folders
+from proximetry.data.vectors import VectorCatalog, holds_vectors
 
 __all__ = [
     "DatasetInfo",
@@ -24,7 +25,13 @@ __all__ = [
     "resolve_source",
 ]
 
-_SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".tar": "shards"}
+_SUFFIXES = {
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".tar": "shards",
+    ".npz": "vectors",
+    ".npy": "vectors",
+}
 _TABLES = ("csv", "parquet")
 
 
@@ -55,6 +62,13 @@ dataset("parquet", title="your own table", layout="a Parquet file with the same 
 )
 
 
+dataset(
+    "vectors",
+    title="vectors of anything, with labels",
+    layout="a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
+)(VectorCatalog.read)
+
+
 @dataset(
     "shards",
     title="your own images in tar files",
@@ -76,7 +90,7 @@ def resolve_source(
 
     The word is the name of a dataset, which comes with a root unless it is built in, or where
     images lie: a folder of class folders, one of tar shards, one that holds a public dataset as
-    it is published, or a .csv, .parquet or .tar file.
+    it is published, or a .csv, .parquet or .tar file; or it is a file of vectors.
     """
     word = os.fspath(source)
     place = Path(word).expanduser()
@@ -89,6 +103,8 @@ def resolve_source(
         )
     if place.is_dir():
         return _dataset_in(place), place
+    if place.is_file() and holds_vectors(place):
+        return "vectors", place
     if place.is_file() and place.suffix.lower() in _SUFFIXES:
         return _SUFFIXES[place.suffix.lower()], place
     if place.exists():

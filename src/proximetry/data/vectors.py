@@ -1,0 +1,236 @@
+"""Vectors from anywhere, with labels: .npz, .npy and .parquet files, as `embed` writes them."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from proximetry._common import UsageError, need, read_json, shorten, some
+from proximetry.data.catalog import Catalog
+from proximetry.data.csv_parquet import FIELDS
+
+if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
+    import numpy as np
+    import numpy.typing as npt
+
+SUFFIXES = (".npz", ".npy", ".parquet")
+COLUMN = "vector"
+_LARGEST_JSON = 2_000_000_000
+_MISSING = ("", "nan", "NaN", "None", "<NA>")
+
+
+@dataclass(frozen=True, repr=False)
+class VectorCatalog(Catalog):
+    """A catalogue whose rows are vectors instead of images.
+
+    Attributes:
+        vectors: float32 [rows, dim].
+    """
+
+    vectors: npt.NDArray[np.float32] = field(default=None, compare=False)  # type: ignore[arg-type]
+
+    def subset(
+        self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
+    ) -> VectorCatalog:
+        """Return the given rows, by number or by a mask, in the order given."""
+        import numpy as np
+
+        chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
+        part = super().subset(rows)
+        assert isinstance(part, VectorCatalog)
+        return replace(part, vectors=self.vectors[chosen])
+
+    def file(self, i: int) -> str:
+        """Name one row."""
+        return os.path.join(self.root, self.paths[i])
+
+    @classmethod
+    def from_arrays(
+        cls,
+        vectors: Any,
+        labels: Iterable[Any],
+        *,
+        source: str = "vectors",
+        **others: Iterable[Any] | None,
+    ) -> VectorCatalog:
+        """Check arrays and make a catalogue of them.
+
+        Args:
+            vectors: [N, dim], of numbers.
+            labels: N classes, texts or numbers.
+            source: what to call them in errors.
+            others: if wanted N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
+        """
+        return _make(cls, source, Path(source), vectors, {"labels": labels, **others})
+
+    @classmethod
+    def read(cls, file: str | os.PathLike[str]) -> VectorCatalog:
+        """Read a file of vectors: what `proximetry embed` writes, or arrays of your own.
+
+        - .npz: arrays `vectors`, `labels`, if wanted `splits`, `queries`, `galleries`, `paths`;
+        - .npy: the vectors, and beside it a .json file with lists of those names;
+        - .parquet: columns `vector` (lists of one length), `label`, if wanted `split`, `query`,
+          `gallery`, `path`.
+        """
+        place = Path(file)
+        try:
+            vectors, fields = _READERS[place.suffix.lower()](place)
+        except KeyError:
+            raise UsageError(f"{place} must end in {', '.join(SUFFIXES)}") from None
+        except FileNotFoundError:
+            raise UsageError(f"there is no file {place}") from None
+        return _make(cls, str(place), place, vectors, fields)
+
+
+def holds_vectors(file: Path) -> bool:
+    """Whether a file is one of vectors, going by its name and, of Parquet, by its columns."""
+    if file.suffix.lower() != ".parquet":
+        return file.suffix.lower() in SUFFIXES
+    arrow = need("pyarrow", "parquet", "Reading Parquet")
+    parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
+    try:
+        schema = parquet.read_schema(file)
+    except (arrow.ArrowException, OSError, ValueError):  # whoever reads it will say why
+        return False
+    return COLUMN in schema.names and arrow.types.is_nested(schema.field(COLUMN).type)
+
+
+def _make(
+    kind: type[VectorCatalog], source: str, root: Path, vectors: Any, fields: dict[str, Any]
+) -> VectorCatalog:
+    import numpy as np
+
+    array = np.asarray(vectors)
+    if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
+        raise UsageError(
+            f"{source}: vectors must be numbers [rows, dim], got {array.dtype} {list(array.shape)}"
+        )
+    array = np.require(array, np.float32, ["C", "W"])  # torch wants memory it could write to
+    bad = np.flatnonzero(~np.isfinite(array).all(1))
+    if len(bad):
+        raise UsageError(
+            f"{source}: {len(bad)} vectors have NaN or infinity, row {bad[0] + 1} first"
+        )
+    given = {name: list(values) for name, values in fields.items() if values is not None}
+    for name, values in given.items():
+        if len(values) != len(array):
+            raise UsageError(f"{source}: {len(values)} {name} for {len(array)} vectors")
+    if "labels" not in given:
+        name = "a column label" if root.suffix == ".parquet" else "labels"
+        raise UsageError(f"{source} has no labels; give them as {name}")
+    labels = label_names(given["labels"])
+    missing = [str(row + 1) for row, label in enumerate(labels) if label in _MISSING]
+    if missing:
+        raise UsageError(f"{source}: no label in row {some(missing)}; fill it in, or leave it out")
+    paths = [str(path) for path in given.get("paths", ())]
+    # The same image may have been embedded twice, or rows may have no name.
+    if not paths or max(Counter(paths).values()) > 1:
+        paths = [f"row {row + 1}" for row in range(len(array))]
+    else:
+        root = root.parent
+    others: dict[str, Any] = {
+        name: tuple(map(read, given[name]))
+        for name, read in (("queries", _flag), ("galleries", _flag), ("groups", str))
+        if name in given
+    }
+    splits = tuple(str(split) for split in given.get("splits", ["all"] * len(array)))
+    try:
+        return kind(tuple(paths), labels, splits, root, vectors=array, **others)
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def label_names(labels: Iterable[Any]) -> tuple[str, ...]:
+    """Labels as texts; whole numbers in their order, whatever their length."""
+    plain = [label.item() if hasattr(label, "item") else label for label in labels]
+    whole = all(type(label) is int and label >= 0 for label in plain)
+    width = max((len(str(label)) for label in plain), default=0) if whole else 0
+    return tuple("" if label is None else str(label).rjust(width, "0") for label in plain)
+
+
+def _flag(value: Any) -> Any:
+    plain = value.item() if hasattr(value, "item") else value
+    return bool(plain) if plain in (0, 1) else plain
+
+
+def _load(file: Path) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(file, allow_pickle=False, mmap_mode="r")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = shorten(str(error), 200)
+        raise UsageError(f"{file} is no NumPy file of plain arrays: {reason}") from error
+
+
+def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
+    arrays = _load(file)
+    if not hasattr(arrays, "files"):
+        raise UsageError(f"{file} is no .npz file")
+    with arrays:
+        if "vectors" not in arrays.files:
+            raise UsageError(f"{file} has no array 'vectors'; it has {some(arrays.files)}")
+        try:
+            fields = {name: arrays[name] for name in FIELDS.values() if name in arrays.files}
+            return arrays["vectors"], fields
+        except (ValueError, OSError, zipfile.BadZipFile) as error:
+            reason = shorten(str(error), 200)
+            raise UsageError(f"{file}: an array cannot be read: {reason}") from error
+
+
+def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
+    vectors, beside = _load(file), file.with_suffix(".json")
+    if not beside.exists():
+        raise UsageError(
+            f"{file} has no labels: there is no {beside.name} beside it with a list of labels"
+        )
+    try:
+        found = read_json(beside, _LARGEST_JSON)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    lists = isinstance(found, dict) and all(isinstance(v, list) for v in found.values())
+    if not lists:
+        raise UsageError(f"{beside} must hold lists: labels, if wanted splits and paths")
+    return vectors, {name: found[name] for name in FIELDS.values() if name in found}
+
+
+def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
+    import numpy as np
+
+    arrow = need("pyarrow", "parquet", "Reading Parquet")
+    parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
+    try:
+        names = parquet.read_schema(file).names
+        if COLUMN not in names:
+            raise UsageError(f"{file} has no column {COLUMN!r}; it has {some(names)}")
+        table = parquet.read_table(file, columns=[COLUMN, *(n for n in FIELDS if n in names)])
+        column = table[COLUMN].combine_chunks()
+        sizes = {len(row) if row is not None else 0 for row in column}
+        if len(sizes) != 1:
+            raise UsageError(f"{file}: the vectors have {len(sizes)} different lengths")
+        flat = column.flatten().to_numpy(zero_copy_only=False)
+        fields = {
+            FIELDS[name]: [_text(value) for value in table[name].to_pylist()]
+            for name in table.column_names
+            if name != COLUMN
+        }
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UsageError | FileNotFoundError):
+            raise
+        raise UsageError(f"{file}: not a Parquet file that can be read: {error}") from error
+    return np.asarray(flat).reshape(len(column), sizes.pop()), fields
+
+
+def _text(value: Any) -> Any:
+    """Text that is not UTF-8 is bytes in Parquet."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+
+
+_READERS = {".npz": _read_npz, ".npy": _read_npy, ".parquet": _read_parquet}

@@ -1,0 +1,110 @@
+"""Vectors to train on: those of a file, or the features of a backbone that is not trained."""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from proximetry._common import gather_rows, readable_size, spaced
+from proximetry.data import VectorCatalog
+from proximetry.models import Embedder, evaluating
+from proximetry.training.automatic import PIXELS_SHARE
+from proximetry.training.data import Rows, TrainingData
+from proximetry.training.distributed import World, share_buffers
+from proximetry.training.fingerprint import fingerprint
+from proximetry.training.recipe import Recipe
+from proximetry.training.reporting import Display
+
+
+class VectorData(TrainingData):
+    """The vectors of a run, all in memory: on the GPU where they fit."""
+
+    def __init__(
+        self, recipe: Recipe, catalog: VectorCatalog, world: World, display: Display
+    ) -> None:
+        super().__init__(recipe, catalog, world)
+        for note in self.notes:
+            display.message(note)
+        contents = hashlib.sha256(np.ascontiguousarray(catalog.vectors).data).hexdigest()
+        self.fingerprint = fingerprint(catalog, contents)
+        self._vectors = torch.from_numpy(catalog.vectors)
+        self.kept = f"vectors from memory ({readable_size(self.nbytes)})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all vectors."""
+        return self._vectors.nbytes
+
+    def put(self, place: str) -> None:
+        """Bring them to the GPU of the run if they fit there with room to spare."""
+        device = self.world.device
+        if (
+            device.type == "cuda"
+            and self.nbytes <= PIXELS_SHARE * torch.cuda.mem_get_info(device)[0]
+        ):
+            self._vectors = self._vectors.to(device)
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Vectors and labels of this process's part of each batch, from batch ``start`` on."""
+        for number in range(start, len(self.sampler)):
+            batch = self._batch(epoch, number)
+            yield self._rows(batch.rows), self._send(batch.labels)
+
+    def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
+        """Rows in batches; on a GPU the last one is filled up, for the sake of CUDA graphs."""
+        missing = -len(rows) % batch_size
+        if self.world.device.type == "cuda" and missing:
+            rows = np.concatenate([rows, np.full(missing, rows[-1])])
+        for start in range(0, len(rows), batch_size):
+            yield self._rows(rows[start : start + batch_size])
+
+    def _rows(self, rows: Rows) -> Tensor:
+        chosen = torch.from_numpy(rows).to(self._vectors.device)
+        return self._vectors[chosen].to(self.world.device)
+
+
+class CachedFeatures(VectorData):
+    """The features that a frozen backbone gives for the rows of other data, computed once."""
+
+    stage = "features"
+
+    def __init__(self, source: TrainingData, embedder: Embedder, display: Display) -> None:
+        same = ("catalog", "rows", "protocol", "pca_dim", "notes", "class_names", "sampler")
+        for name in (*same, "world", "fingerprint", "_recipe", "_codes"):
+            setattr(self, name, getattr(source, name))
+        self._vectors = _features(source, embedder, self._recipe.evaluation.batch_size, display)
+        self.kept = f"features from memory ({readable_size(self.nbytes)})"
+
+
+def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: Display) -> Tensor:
+    """Features of all rows, on the CPU; each process computes a share of every split.
+
+    In the batches and the precision in which evaluation would compute them: the figures of the
+    saved embedder are the same to the last digit.
+    """
+    world = data.world
+    total = sum(map(len, data.rows.values()))
+    display.message(
+        f"computing the features of {spaced(total)} images once (the backbone is frozen: no "
+        "augmentation)"
+    )
+    found = torch.zeros(len(data.catalog), embedder.width)
+    done = 0
+    share_buffers(embedder, world)
+    with torch.no_grad(), evaluating(embedder):
+        for rows in data.rows.values():
+            own = slice(*(len(rows) * rank // world.size for rank in (world.rank, world.rank + 1)))
+            parts, left = [torch.empty(0, embedder.width)], len(rows[own])
+            for batch in data.views(rows[own], batch_size):
+                features = embedder.pixel_features(batch, data.stage)[:left].float().cpu()
+                left -= len(features)
+                done += len(features)
+                parts.append(features)
+                display.progress("features", min(done * world.size, total), total)
+            features = torch.cat(parts)
+            if world.size > 1:
+                features = gather_rows(features.to(world.device))[0].cpu()
+            found[torch.from_numpy(rows)] = features
+    return found

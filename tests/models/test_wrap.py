@@ -1,0 +1,127 @@
+"""Networks of one's own as embedders, the transform for own datasets, embedders of vectors."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from proximetry.models import Embedder, Preprocessing, Tensors
+
+PIXELS = Preprocessing(28, (24, 24), (0.5, 0.4, 0.3), (0.5, 0.6, 0.7), interpolation="bilinear")
+
+
+class Net(nn.Module):
+    def __init__(self, dim=8, channels=3):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 6, 3, stride=2)
+        self.norm = nn.BatchNorm2d(6)
+        self.linear = nn.Linear(6, dim)
+
+    def forward(self, pixels):
+        return self.linear(self.norm(self.conv(pixels)).relu().mean((2, 3)))
+
+
+def image(height=40, width=30):
+    draw = np.random.default_rng(height)
+    return draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_a_wrapped_network_is_saved_and_loaded_with_its_module(tmp_path):
+    embedder = Embedder.wrap(Net(), PIXELS, 8)
+    pictures = [image(), Image.fromarray(image(50, 60))]
+    embedder.save(tmp_path / "e", class_names=["a"])
+    again = Embedder.load(tmp_path / "e", module=Net())
+    assert again.fingerprint() == embedder.fingerprint()
+    assert again.class_names == ["a"]
+    assert torch.equal(again.encode(pictures), embedder.encode(pictures))
+    assert {path.suffix for path in (tmp_path / "e").iterdir()} == {".json", ".safetensors"}
+    with pytest.raises(ValueError, match=r"'Net', whose code is not saved.*module=Net\("):
+        Embedder.load(tmp_path / "e")
+    with pytest.raises(ValueError, match="do not fit module"):
+        Embedder.load(tmp_path / "e", module=Net(9))
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
+        Embedder.load(tmp_path / "e", module=Net)
+
+
+def test_what_a_wrapped_network_computes_is_the_network_itself():
+    net = Net()
+    pixels = PIXELS.pixels(image())[None]
+    found = Embedder.wrap(net, PIXELS, 8, normalize=False).eval()(PIXELS.normalize(pixels))
+    assert torch.equal(found, net.eval()(PIXELS.normalize(pixels)))
+
+
+def test_a_wrapped_network_is_exported(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    embedder = Embedder.wrap(Net(channels=1), (1, 20, 20), 8)
+    file = embedder.export_onnx(tmp_path / "net.onnx")
+    inputs = np.random.default_rng(0).normal(size=(4, 1, 20, 20)).astype(np.float32)
+    (found,) = onnxruntime.InferenceSession(file).run(None, {"pixels": inputs})
+    np.testing.assert_allclose(found, embedder.encode(inputs).numpy(), atol=1e-5)
+
+
+class Gives(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, pixels):
+        return self.give(pixels)
+
+
+@pytest.mark.parametrize(
+    ("module", "preprocessing", "dim", "sentence"),
+    [
+        (Net, PIXELS, 8, r"got a class: write Net\(\)"),
+        (Net(), PIXELS, 9, "gives vectors of 8 dimensions, not dim 9"),
+        (Net(), (4,), 8, r"Net, given \[2, 4\] float32, raises RuntimeError"),
+        (Net(), "imagenet", 8, "preprocessing must be a Preprocessing"),
+        (Net(), (3, 0, 4), 8, "whole numbers of at least 1"),
+        (nn.Flatten(0), PIXELS, 8, r"gives \[3456\], not \[2, dim\]"),
+        (Gives(lambda x: x.mean((2, 3)) / 0 * 0), PIXELS, 3, "NaN or infinite"),
+        (Gives(lambda x: [x]), PIXELS, 3, "gives list, not a float tensor"),
+        (Gives(lambda x: x.flatten(1).argmax(1)), PIXELS, 3, "gives torch.int64"),
+    ],
+)
+def test_a_network_of_the_wrong_shape_is_refused(module, preprocessing, dim, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Embedder.wrap(module, preprocessing, dim)
+
+
+def test_the_transform_is_what_the_embedder_sees_and_can_be_pickled(tmp_path):
+    Image.fromarray(image()).save(tmp_path / "one.png")
+    transform = pickle.loads(pickle.dumps(PIXELS.transform()))
+    wanted = PIXELS.normalize(PIXELS.pixels(image())[None])[0]
+    for source in (image(), Image.fromarray(image()), tmp_path / "one.png"):
+        assert torch.equal(transform(source), wanted)
+    assert wanted.shape == (3, 24, 24)
+    assert "resize=28, crop=(24, 24)" in repr(transform)
+
+
+@pytest.mark.parametrize("backbone", ["vectors", "vectors_mlp"])
+def test_embedders_of_vectors(backbone, tmp_path):
+    embedder = Embedder.create(backbone, 4, input_dim=16)
+    vectors = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    found = embedder.encode(vectors, 2)
+    assert found.shape == (5, 4)
+    torch.testing.assert_close(found, embedder.encode(list(vectors)))
+    embedder.save(tmp_path / "e")
+    again = Embedder.load(tmp_path / "e")
+    assert again.preprocessing == Tensors((16,))
+    assert torch.equal(again.encode(vectors, 2), found)
+    with pytest.raises(ValueError, match="takes vectors of 16 dimensions, got 'a'"):
+        again.encode(["a"])
+    with pytest.raises(ValueError, match="vectors of 16 dimensions, got a batch of shape"):
+        embedder.encode(vectors[:, :3])
+    vectors[3, 2] = np.nan
+    with pytest.raises(ValueError, match="embedding of row 4 has NaN"):
+        embedder.encode(vectors)
+
+
+def test_vectors_need_their_dimension_and_images_have_none():
+    with pytest.raises(ValueError, match="'vectors' needs input_dim"):
+        Embedder.create("vectors", 4)
+    with pytest.raises(ValueError, match="takes images: leave out input_dim"):
+        Embedder.create("small_convnet", 4, input_dim=3, weights="none")

@@ -1,0 +1,363 @@
+"""Data, networks, losses and callbacks of one's own in `train`."""
+
+import multiprocessing
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from proximetry import losses
+from proximetry.data import Catalog
+from proximetry.models import Embedder, Preprocessing
+from proximetry.training import Callback, Recipe, RunError, RunFolder, Stopped, train
+from tests.training.ranks import Ranks
+from tests.training.runs import OnStep, Said, assert_same_run, fail
+from tests.training.tiny import make_recipe, tiny_values
+
+PIXELS = Preprocessing(24, (24, 24), (0.5,) * 3, (0.25,) * 3)
+
+
+class Pictures(Dataset):
+    """As those of torchvision: a folder of class folders, PIL images, `targets` and a transform."""
+
+    def __init__(self, root, transform=None, lists=True):
+        catalog = Catalog.from_folder(root)
+        self.files = [catalog.file(row) for row in range(len(catalog))]
+        self.codes = catalog.codes.tolist()
+        if lists:
+            self.targets = self.codes
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, row):
+        image = Image.open(self.files[row])
+        image = image if self.transform is None else self.transform(image)
+        return image, self.codes[row]
+
+
+class Net(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 12, 5, stride=2)
+        self.norm = nn.BatchNorm2d(12)
+        self.linear = nn.Linear(24, dim)
+
+    def forward(self, pixels):
+        x = self.norm(self.conv(pixels)).relu()
+        return self.linear(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
+
+
+class Centers(nn.Module):
+    """A loss with parameters, a buffer that counts, and random numbers."""
+
+    def __init__(self, classes, dim, scale=10.0):
+        super().__init__()
+        self.scale = scale
+        self.centers = nn.Parameter(torch.randn(classes, dim))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, embeddings, labels):
+        self.calls += 1
+        noise = 0.01 * torch.randn(())
+        logits = self.scale * embeddings @ nn.functional.normalize(self.centers).t()
+        return nn.functional.cross_entropy(logits + noise, labels)
+
+
+def noisy(image):
+    """Random numbers of all three kinds."""
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    pixels = pixels + 0.05 * torch.randn(()) + 0.05 * random.random() + 0.05 * np.random.rand()
+    return pixels.float()
+
+
+@pytest.fixture
+def tiny(cache):
+    """A recipe whose own data, model and loss will be replaced."""
+    return Recipe.load(tiny_values(cache, data={"batch_size": 12}, training={"epochs": 2}))
+
+
+def test_a_dataset_of_pictures_is_the_folder_to_the_bit(images, cache, tmp_path):
+    recipe = make_recipe(images, cache, training={"epochs": 2}, data={"color_jitter": 0.3})
+    train(recipe, tmp_path / "folder")
+    said = Said()
+    train(recipe, tmp_path / "own", data=Pictures(images), display=said)
+    assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
+    assert RunFolder(tmp_path / "own").begun().data.dataset == "own:Pictures"
+    assert any("images from the dataset" in line for line in said.lines)
+
+
+def assert_same_run_of_other_names(one, two):
+    """The weights and the figures are the same, though classes have other names."""
+    histories = [
+        [{k: v for k, v in line.items() if "second" not in k} for line in RunFolder(f).history()]
+        for f in (one, two)
+    ]
+    assert histories[0] == histories[1]
+    assert len(histories[0]) == 3
+
+
+def own_run(images, tiny, out, **others):
+    torch.manual_seed(5)
+    return train(
+        tiny,
+        out,
+        data=Pictures(images, noisy, lists=False),
+        embedder=Embedder.wrap(Net(), PIXELS, 8),
+        loss=Centers(9, 8),
+        **others,
+    )
+
+
+def test_own_parts_killed_in_the_middle_continue_bit_for_bit(images, tiny, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    results = own_run(images, tiny, whole)
+    killing = [OnStep(4, lambda: fail(SystemError("killed")))]
+    with pytest.raises(SystemError):
+        own_run(images, tiny, cut, callbacks=killing)
+    own_run(images, tiny, cut)
+    assert_same_run(whole, cut)
+    recipe = RunFolder(whole).begun()
+    assert (recipe.model.backbone, recipe.model.dim) == ("own:Net", 8)
+    assert (recipe.loss.name, recipe.loss.settings) == ("own:Centers", {"scale": 10.0})
+    assert results["weights"]["source"] == "own"
+    trained = Embedder.load(whole, module=Net())
+    data = Pictures(images)
+    vectors = trained.encode([data[row][0] for row in range(4)])
+    assert torch.isfinite(vectors).all()
+    with pytest.raises(RunError, match=r"loss.settings .*10.0.* → .*5.0"):
+        train(
+            tiny,
+            whole,
+            data=Pictures(images, noisy),
+            embedder=Embedder.wrap(Net(), PIXELS, 8),
+            loss=Centers(9, 8, scale=5.0),
+        )
+    with pytest.raises(RunError, match=r"loss\.name 'own:Centers' → 'proxy_anchor'"):
+        train(tiny, whole, data=Pictures(images), embedder=Embedder.wrap(Net(), PIXELS, 8))
+
+
+def test_parts_that_were_given_stay_as_they_are(images, tiny, tmp_path):
+    embedder, loss = Embedder.wrap(Net(), PIXELS, 8), Centers(9, 8)
+    before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
+    rates = {}
+
+    class Look:
+        def on_start(self, run):
+            rates.update({g["name"]: g["lr"] for g in run.updater.optimizer.param_groups})
+
+    split = {"train": Pictures(images), "test": Subset(Pictures(images), range(8))}
+    changes = {"training.epochs": 1, "evaluation.protocol": "last"}
+    loss = Centers(12, 8)
+    before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
+    results = train(
+        tiny.override(changes),
+        tmp_path / "run",
+        data=split,
+        embedder=embedder,
+        loss=loss,
+        callbacks=[Look()],
+    )
+    after = [*embedder.parameters(), *loss.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert rates == {"backbone": 1e-3, "loss": 1e-2}
+    assert results["selected"]["test"]["queries"] == 8
+    assert any("share 2 classes" in note for note in results["notes"])
+
+
+@pytest.mark.parametrize("kind", ["pml", "proxies", "function"])
+def test_losses_of_any_kind(kind, images, tiny, cache, tmp_path):
+    if kind == "pml":
+        pml = pytest.importorskip("pytorch_metric_learning.losses")
+        loss = pml.SupConLoss(temperature=0.2)
+        wanted = ("own:SupConLoss", {"temperature": 0.2})
+    elif kind == "proxies":
+        loss = losses.create("norm_softmax", 9, 8, scale=12.0)
+        wanted = ("own:NormSoftmax", {"scale": 12.0})
+    else:
+
+        def spread(embeddings, labels):
+            return (embeddings @ embeddings.t() - (labels[:, None] == labels).float()).pow(2).mean()
+
+        loss, wanted = spread, ("own:spread", {})
+    recipe = make_recipe(images, cache, training={"epochs": 1})
+    results = train(recipe, tmp_path / "run", loss=loss)
+    found = RunFolder(tmp_path / "run").begun().loss
+    assert found.name == wanted[0]
+    assert wanted[1].items() <= found.settings.items()
+    assert results["last"]["held_out"]["map@r"] > 0
+    assert ("proxies" in results["last"]) == (kind == "proxies")
+
+
+def test_a_catalogue_of_ones_own(images, cache, tmp_path):
+    recipe = make_recipe(images, cache, training={"epochs": 1})
+    train(recipe, tmp_path / "folder")
+    other = recipe.override({"data.root": None})
+    train(other, tmp_path / "own", data=Catalog.from_folder(images))
+    assert_same_run(tmp_path / "folder", tmp_path / "own")
+
+
+class Logs:
+    """Has some of the methods, and no base class."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_epoch_end(self, run, line):
+        self.seen.append(line["epoch"])
+
+    def on_end(self, run, results):
+        self.seen.append(results["epochs"])
+
+
+class Stops(Callback):
+    def on_step_end(self, run, loss):
+        if run.state.step == 2:
+            run.stop()
+
+
+def test_callbacks_log_and_stop(recipe, tmp_path):
+    with pytest.raises(Stopped, match="stopped after step 2, saved in"):
+        train(recipe, tmp_path / "run", callbacks=[Stops()])
+    logs = Logs()
+    train(recipe, tmp_path / "run", callbacks=[logs])
+    assert logs.seen == [1, 2, 3, 3]
+
+
+class Misnamed:
+    def on_epoch(self, run):
+        pass
+
+
+class Misshapen:
+    def on_epoch_end(self, line):
+        pass
+
+
+class Items(Dataset):
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, row):
+        return self.items[row]
+
+
+RGB = np.zeros((24, 24, 3), np.uint8)
+FLOAT = torch.zeros(3, 24, 24)
+
+
+def items(image=RGB, other=RGB):
+    return Items(*((image if i % 2 else other, i // 4) for i in range(40)))
+
+
+class Gives(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, embeddings, labels):
+        return self.give(embeddings, labels)
+
+
+WRONG = {
+    "a class for data": ({"data": Items}, "is a class"),
+    "no dataset": ({"data": 7}, "data must be a Catalog, or a dataset"),
+    "an empty dataset": ({"data": Items()}, "Items is empty"),
+    "other splits": ({"data": {"training": items()}}, "has 'training'"),
+    "no label": ({"data": Items(RGB, RGB)}, r"item 0 of Items must be \(image, label\)"),
+    "a label that is none": ({"data": Items((RGB, 0.5))}, "label must be a whole number or a text"),
+    "a path": ({"data": items("a.jpg", "a.jpg")}, "must be a PIL image, uint8"),
+    "channels first": (
+        {"data": items(RGB.transpose(2, 0, 1), RGB.transpose(2, 0, 1))},
+        r"uint8 images are \[height, width, 3\], got \[3, 24, 24\]; give image.permute",
+    ),
+    "tensors for another network": (
+        {"data": items(torch.zeros(5), torch.zeros(5))},
+        r"given \[2, 5\] float32, raises",
+    ),
+    "NaN": ({"data": items(FLOAT / 0 * 0, FLOAT / 0 * 0)}, "NaN or infinite"),
+    "a bare module": ({"embedder": Net()}, "Embedder.wrap makes one of it"),
+    "no embedder": ({"embedder": "resnet50"}, "embedder must be an Embedder"),
+    "a class for a loss": ({"loss": Centers}, r"loss Centers is a class: write Centers\(…\)"),
+    "no loss": ({"loss": 3}, r"must be called as loss\(embeddings, labels\)"),
+    "too few classes": ({"loss": Centers(8, 8)}, r"labels of 9 classes \(0 to 8\), raises IndexE"),
+    "other dimensions": ({"loss": Centers(9, 4)}, "raises RuntimeError"),
+    "proxies of other classes": (
+        {"loss": losses.create("proxy_anchor", 12, 8)},
+        "is for 12 classes and 8 dimensions, but there are 9 classes",
+    ),
+    "no scalar": ({"loss": Gives(lambda e, t: e.sum(1))}, r"gives \[\d+\], not one number"),
+    "no tensor": ({"loss": Gives(lambda e, t: 1.0)}, "gives float, not one number"),
+    "no gradient": ({"loss": Gives(lambda e, t: e.detach().sum())}, "without gradient"),
+    "not of embeddings": (
+        {"loss": Gives(lambda e, t: torch.ones((), requires_grad=True) * 2)},
+        "does not depend on the embeddings",
+    ),
+    "not finite": ({"loss": Gives(lambda e, t: e.sum() / 0)}, "gives -?inf"),
+    "a callback that is none": ({"callbacks": [3]}, "3 is no callback: it has none of on_start"),
+    "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
+    "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
+    "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch, which is never called"),
+    "a method of another shape": (
+        {"callbacks": [Misshapen()]},
+        r"on_epoch_end of callback Misshapen is called with \(run, line\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_has_the_wrong_shape_is_refused_before_anything_is_written(wrong, recipe, tmp_path):
+    given, sentence = WRONG[wrong]
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        train(recipe, tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_with_parts_of_ones_own_needs_them(recipe, tmp_path):
+    for section, part in (("data.dataset", "data"), ("loss.name", "loss")):
+        with pytest.raises(ValueError, match=rf"{section} 'own:Mine'.*train\({part}=…\)"):
+            train(recipe.override({section: "own:Mine"}), tmp_path / "run")
+
+
+OWN_RANKS = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[3])
+from tests.training.test_parts import Centers, Net, PIXELS, Pictures, noisy
+from proximetry.models import Embedder
+from proximetry.training import Recipe, train
+torch.manual_seed(5)
+train(
+    Recipe.load(sys.argv[1]), sys.argv[2], device="cpu", data=Pictures(sys.argv[4], noisy),
+    embedder=Embedder.wrap(Net(), PIXELS, 8), loss=Centers(9, 8),
+)
+"""
+
+
+def test_two_ranks_with_own_parts_are_one(images, tiny, server, tmp_path):
+    # Batch norm sees another part of the batch on every rank: frozen, nothing differs but rounding.
+    recipe = tiny.override({"model.freeze_batchnorm": True, "training.epochs": 1})
+    recipe.save(tmp_path / "recipe.yaml")
+    root = Path(__file__).parents[2]
+    words = (tmp_path / "recipe.yaml", tmp_path / "two", root, images)
+    ranks = Ranks(server, tmp_path / "home", OWN_RANKS, *words)
+    try:
+        assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
+    finally:
+        ranks.kill()
+    torch.manual_seed(5)
+    own = {"embedder": Embedder.wrap(Net(), PIXELS, 8), "loss": Centers(9, 8)}
+    train(recipe, tmp_path / "one", data=Pictures(images, noisy), **own)
+    one, two = (RunFolder(tmp_path / name).history()[-1] for name in ("one", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["held_out"]["map@r"] == pytest.approx(one["held_out"]["map@r"], abs=0.02)
+    assert multiprocessing.active_children() == []  # no reader outlives its run

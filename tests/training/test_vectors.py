@@ -1,0 +1,237 @@
+"""Vectors instead of images: files of them, training on them, judging them; frozen backbones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from proximetry.cli import main
+from proximetry.data import Catalog, VectorCatalog, resolve_source
+from proximetry.metrics import evaluate as evaluate_metrics
+from proximetry.models import Embedder
+from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
+from proximetry.training.dry_run import dry_run
+from tests.training.runs import OnStep, Said, assert_same_run, fail
+from tests.training.tiny import make_recipe
+
+CLASSES, EACH, DIM = 12, 6, 10
+
+
+def made_up(seed=0):
+    """Classes that a linear map can tell apart, under noise that it must learn to leave out."""
+    draw = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(CLASSES), EACH)
+    signal = draw.normal(size=(CLASSES, DIM // 2))[labels]
+    noise = 2 * draw.normal(size=(len(labels), DIM // 2))
+    vectors = np.concatenate([signal + 0.1 * draw.normal(size=signal.shape), noise], 1)
+    return vectors.astype(np.float32), labels
+
+
+def split_of(labels):
+    return np.where(labels < 9, "train", "test")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same vectors in each kind of file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    home = tmp_path_factory.mktemp("vectors")
+    vectors, labels = made_up()
+    splits = split_of(labels)
+    np.savez(home / "v.npz", vectors=vectors, labels=labels, splits=splits)
+    np.save(home / "v.npy", vectors)
+    beside = {"labels": labels.tolist(), "splits": splits.tolist()}
+    (home / "v.json").write_text(json.dumps(beside))
+    columns = {"vector": list(vectors), "label": labels, "split": splits}
+    parquet.write_table(pyarrow.table(columns), home / "v.parquet")
+    return home
+
+
+def recipe_for(file, **changes):
+    values = {"data.root": str(file), "data.batch_size": 18, "model.dim": 8, "training.epochs": 3}
+    return Recipe.load("vectors", values | {"evaluation.held_out": 0.34} | changes)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".parquet"])
+def test_every_kind_of_file_says_the_same(suffix, files):
+    found = VectorCatalog.read(files / f"v{suffix}")
+    vectors, labels = made_up()
+    np.testing.assert_array_equal(found.vectors, vectors)
+    assert found.labels == tuple(f"{label:02d}" for label in labels)
+    assert found.splits == tuple(split_of(labels))
+    part = found.filter(split="test")
+    np.testing.assert_array_equal(part.vectors, vectors[labels >= 9])
+    assert resolve_source(files / f"v{suffix}")[0] == "vectors"
+    again = VectorCatalog.from_arrays(vectors, labels, splits=split_of(labels))
+    assert (again.labels, again.splits) == (found.labels, found.splits)
+    assert again.file(1) == "vectors/row 2"
+
+
+def test_training_learns_continues_and_evaluates_alike(files, tmp_path, capsys):
+    changes = {"training.epochs": 20, "optimizer.lr": 0.02, "evaluation.protocol": "last"}
+    recipe = recipe_for(files / "v.npz", **changes)
+    results = train(recipe, tmp_path / "run")
+    assert results["selected"]["test"]["map@r"] > results["untrained"]["test"]["map@r"] + 0.05
+    with pytest.raises(SystemError):
+        train(recipe, tmp_path / "cut", callbacks=[OnStep(5, lambda: fail(SystemError("cut")))])
+    train(recipe, tmp_path / "cut")
+    assert_same_run(tmp_path / "run", tmp_path / "cut")
+    embedder = Embedder.load(tmp_path / "run")
+    part = VectorCatalog.read(files / "v.parquet").filter(split="test")
+    assert evaluate_embedder(embedder, part) == results["selected"]["test"]
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), str(files / "v.npy"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == results["selected"]["test"]
+    # Embedded, the file can be judged without the embedder, with the same figures.
+    for suffix in (".npz", ".npy", ".parquet"):
+        out = tmp_path / f"out{suffix}"
+        assert main(["embed", str(tmp_path / "run"), str(files / "v.npz"), "--out", str(out)]) == 0
+        again = VectorCatalog.read(out)
+        np.testing.assert_array_equal(again.vectors, embedder.encode(made_up()[0]).numpy())
+        assert again.labels == tuple(f"{label:02d}" for label in made_up()[1])
+
+
+def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys):
+    words = ["--training.epochs", "1", "--data.batch-size", "18", "--model.dim", "8"]
+    assert main(["train", str(files / "v.parquet"), str(tmp_path / "run"), *words]) == 0
+    said = capsys.readouterr().out
+    assert "recipe vectors" in said
+    assert "vectors from memory" in said
+    assert RunFolder(tmp_path / "run").begun().model.backbone == "vectors"
+    found = dry_run(recipe_for(files / "v.npz"), tmp_path / "dry", device="cpu")
+    assert found["data"]["test"] == {"images": 18, "classes": 3}
+    assert not (tmp_path / "dry").exists()
+
+
+def test_vectors_alone_are_judged_as_the_metrics_judge_them(files, capsys):
+    vectors, labels = made_up()
+    part = labels >= 9
+    for words, similarity in (([], "cosine"), (["--similarity", "euclidean"], "euclidean")):
+        assert main(["evaluate", str(files / "v.npz"), "--json", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        plain = evaluate_metrics(torch.tensor(vectors[part]), labels[part], similarity=similarity)
+        assert found["metrics"] == pytest.approx(plain)
+        assert (found["embedder"], found["similarity"]) == (None, similarity)
+        assert (found["images"], found["classes"], found["split"]) == (18, 3, "test")
+        low, high = found["intervals"]["map@r"]
+        assert low <= plain["map@r"] <= high
+    options = ["--split", "all", "--per-class", "--confusions", "2", "--expand", "1", "--binary"]
+    assert main(["evaluate", str(files / "v.parquet"), *options, "--eval-dims", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "The worst 10 classes" in said
+    assert "query expansion" in said
+
+
+def test_queries_and_gallery_of_vectors(tmp_path, capsys):
+    vectors, labels = made_up()
+    queries = np.arange(len(labels)) % EACH < 2
+    arrays = {"labels": labels, "queries": queries, "galleries": ~queries}
+    np.savez(tmp_path / "v.npz", vectors=vectors, **arrays)
+    assert main(["evaluate", str(tmp_path / "v.npz"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    plain = evaluate_metrics(
+        torch.tensor(vectors[~queries]),
+        labels[~queries],
+        queries=torch.tensor(vectors[queries]),
+        query_labels=labels[queries],
+    )
+    assert found == pytest.approx(plain)
+
+
+def broken(home, name, **arrays):
+    np.savez(home / name, **arrays)
+    return home / name
+
+
+def test_broken_files_are_one_sentence(tmp_path, capsys):
+    vectors, labels = made_up()
+    nan = vectors.copy()
+    nan[4, 2] = np.nan
+    (tmp_path / "text.npz").write_text("no zip")
+    np.save(tmp_path / "bare.npy", vectors)
+    objects = np.array([{}] * len(labels))
+    cases = {
+        broken(tmp_path, "a.npz", vectors=vectors): "has no labels",
+        broken(tmp_path, "b.npz", labels=labels): "has no array 'vectors'; it has labels",
+        broken(tmp_path, "c.npz", vectors=vectors, labels=labels[:9]): "9 labels for 72 vectors",
+        broken(
+            tmp_path, "d.npz", vectors=nan, labels=labels
+        ): "1 vectors have NaN or infinity, row 5",
+        broken(tmp_path, "e.npz", vectors=vectors[0], labels=labels): "must be numbers [rows, dim]",
+        broken(tmp_path, "f.npz", vectors=vectors, labels=objects): "an array cannot be read",
+        broken(tmp_path, "g.npz", vectors=vectors, labels=[*["x"] * 71, ""]): "no label in row 72",
+        broken(
+            tmp_path, "h.npz", vectors=vectors, labels=labels, splits=["tests"] * 72
+        ): "'tests' is none of all, train",
+        tmp_path / "text.npz": "is no NumPy file of plain arrays",
+        tmp_path / "bare.npy": "there is no bare.json beside it",
+    }
+    for file, sentence in cases.items():
+        for words in (["evaluate", str(file)], ["train", str(file), str(tmp_path / "run")]):
+            assert main(words) == 2, file
+            said = capsys.readouterr().err
+            assert sentence in said, said
+            assert str(file) in said
+            assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "is no file of vectors" in capsys.readouterr().err
+
+
+def test_images_are_not_vectors(files, images, cache, recipe, tmp_path, capsys):
+    of_images = make_recipe(
+        images, cache, data={"dataset": "vectors", "root": str(files / "v.npz")}
+    )
+    with pytest.raises(RecipeError, match=r"holds vectors, and .*small_convnet takes"):
+        train(of_images, tmp_path / "run")
+    with pytest.raises(RecipeError, match="takes vectors, and the data are images"):
+        train(recipe_for(images, **{"data.dataset": "folder"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    Embedder.create("vectors", 4, input_dim=7).save(tmp_path / "e")
+    for source, sentence in (
+        (images, "takes vectors of 7 dimensions, and"),
+        (files / "v.npz", "takes vectors of 7 dimensions, and those of"),
+    ):
+        assert main(["evaluate", str(tmp_path / "e"), str(source)]) == 2
+        assert sentence in capsys.readouterr().err
+    Embedder.create("small_convnet", 4, weights="none", image_size=24).save(tmp_path / "i")
+    assert main(["evaluate", str(tmp_path / "i"), str(files / "v.npz")]) == 2
+    assert "holds vectors, and this embedder takes images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backbone", ["small_convnet", "vit_tiny_patch16_224"])
+def test_a_frozen_backbone_trains_its_head_on_features(backbone, images, cache, tmp_path):
+    side = 24 if backbone == "small_convnet" else 32
+    model = {"backbone": backbone, "freeze_backbone": True, "pooling": "auto", "image_size": side}
+    recipe = make_recipe(images, cache, model=model, data={"short_side": side})
+    assert dry_run(recipe, tmp_path / "run", device="cpu")["images_per_second"] > 0
+    said = Said()
+    results = train(recipe, tmp_path / "run", display=said)
+    assert any("computing the features of 48 images once" in line for line in said.lines)
+    assert any("features from memory" in line for line in said.lines)
+    trained = Embedder.load(tmp_path / "run")
+    torch.manual_seed(0)
+    start = Embedder.create(backbone, 8, weights="none", image_size=side)
+    same = {
+        name: torch.equal(value, trained.state_dict()[name])
+        for name, value in start.state_dict().items()
+    }
+    assert not same.pop("head.weight")
+    assert not same.pop("head.bias")
+    assert all(same.values())
+    held = set(Catalog.from_folder(images).labels) - set(trained.class_names)
+    part = Catalog.from_folder(images).filter(labels=held)
+    figures = {k: v for k, v in results["selected"]["held_out"].items() if k != "among_train"}
+    assert evaluate_embedder(trained, part) == figures
+    with pytest.raises(SystemError):
+        train(recipe, tmp_path / "cut", callbacks=[OnStep(5, lambda: fail(SystemError("cut")))])
+    train(recipe, tmp_path / "cut")
+    assert_same_run(tmp_path / "run", tmp_path / "cut")
+
+
+def test_a_frozen_backbone_cannot_learn_its_pooling():
+    with pytest.raises(RecipeError, match="pooling gem-learned learns; use gem"):
+        Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})
