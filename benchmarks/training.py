@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--crop", type=int)
-    parser.add_argument("--cache", default="disk")
+    parser.add_argument("--cache", default="pixels")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--evaluate", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--cuda-graph", action="store_true")

@@ -231,11 +231,16 @@ def test_a_dry_run_refuses_what_the_run_would(capsys, home, wrong):
 def test_too_little_disk_is_said_before_anything_is_decoded(capsys, home, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000}))
     for more in ([], ["--dry-run"]):
-        code, _, err = call(capsys, home / "flowers" / "train", *small(), *more)
+        start = [home / "flowers" / "train", *small(data_cache="pixels")]
+        code, _, err = call(capsys, *start, *more)
         assert code == 1
         assert "the pixel cache needs 83 kB" in err
-        assert "data.cache_dir" in err
+        assert "use data.cache none, name another folder as data.cache_dir" in err
     assert not (home / "here" / "runs").exists()
+    code, out, err = call(capsys, home / "flowers" / "train", *small(), "--dry-run")
+    assert code == 0, err
+    assert "images decoded on the fly (pixels would take 83 kB, 1 kB are free)" in out
+    assert "cache    none" in out
 
 
 def test_a_transformer_takes_the_place_of_a_convolutional_network(capsys, home):

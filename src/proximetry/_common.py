@@ -98,6 +98,13 @@ def readable_size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def readable_seconds(seconds: float) -> str:
+    """Write a time for people: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def need(module: str, extra: str | None, purpose: str) -> Any:
     """Import an optional package, or say what to install: an extra of ours, or the package."""
     try:
@@ -328,6 +335,17 @@ def cores() -> int:
         return max(1, min(count, int(quota) // int(period)))
     except (OSError, ValueError):  # not in a container, or "max"
         return count
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that a program can have without others being swapped out."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 1 << 33  # on Windows: as much as most have
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:

@@ -140,7 +140,7 @@ def test_too_many_pixels_for_a_gpu_is_said_beforehand(gpu):
     pixels = PixelCache.in_memory([np.zeros((1024, 1024, 3), np.uint8)])
     message = (
         "the pixels need 0.003 GiB of cuda:0, of which 0.002 GiB are free; "
-        "use data.cache memory or disk, or a smaller data.short_side"
+        "use data.cache pixels or none, or a smaller data.short_side"
     )
     with pytest.raises(ValueError, match=message):
         pixels.to("cuda:0")

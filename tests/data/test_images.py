@@ -416,3 +416,45 @@ def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):
     ):
         with pytest.raises(ImageError, match=r"line\.png: 1×4000000 pixels is too narrow to scale"):
             scale()
+
+
+@pytest.fixture(scope="module", params=range(1, 9))
+def large_jpeg(request, tmp_path_factory):
+    """A JPEG file of 1601×1205 pixels that looks like something, turned in some way."""
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(draw.integers(0, 256, (12, 16, 3), np.uint8))
+    fine = np.asarray(image.resize((1601, 1205), Image.Resampling.BICUBIC))
+    exif = Image.Exif()
+    exif[0x0112] = request.param
+    file = tmp_path_factory.mktemp("large") / "large.jpg"
+    Image.fromarray(fine).save(file, quality=92, exif=exif)
+    return file
+
+
+def test_large_jpeg_files_are_decoded_at_the_size_that_scaling_needs(large_jpeg):
+    whole = open_image(large_jpeg)
+    for short_side, part in [(64, 8), (150, 4), (200, 2), (400, 1)]:
+        image = open_image(large_jpeg, short_side=short_side)
+        assert min(image.size) == -(-1205 // part) >= 2 * short_side
+        reduced = np.asarray(resize_short_side(image, short_side, "bicubic"), float)
+        expected = np.asarray(resize_short_side(whole, short_side, "bicubic"), float)
+        assert reduced.shape == expected.shape
+        assert np.abs(reduced - expected).mean() < 0.6  # grey levels
+        again = open_image(large_jpeg.read_bytes(), short_side=short_side)
+        assert np.array_equal(np.asarray(again), np.asarray(image))
+        with pytest.raises(ImageError, match="too large: 1601×1205"):
+            open_image(large_jpeg, short_side=short_side, max_pixels=10**6)
+
+
+def test_all_that_scale_a_large_jpeg_see_the_same_bytes(large_jpeg, tmp_path):
+    from proximetry.data import Catalog, CenterCrop, PixelCache
+    from proximetry.data.on_the_fly import OnTheFly
+    from proximetry.models import Preprocessing
+
+    catalog = Catalog((str(large_jpeg),), ("a",), ("all",))
+    cache = PixelCache.build(catalog, 64, tmp_path, interpolation="bicubic")
+    (batch,) = OnTheFly(catalog, 64, "bicubic", largest=1).batches([np.arange(1)])
+    assert np.array_equal(cache[0], batch.tensor(0).numpy())
+    kept = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
+    seen = Preprocessing(resize=64, crop=(56, 56), **kept).pixels(large_jpeg)
+    assert np.array_equal(CenterCrop(56)(cache, [0])[0].numpy(), seen.numpy())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from proximetry.data import ClassBalanced, Shuffled
+from proximetry.data import ClassBalanced, Shuffled, Streamed
 
 
 @st.composite
@@ -58,6 +58,44 @@ def test_shuffled_depends_on_seed_and_epoch_alone():
     assert (first != orders(2)).any(axis=1).all()
     assert (first[0] != first[1]).any()
     assert (Shuffled(40, 8, seed=1).batch(2, 3) == first[2, 24:32]).all()
+
+
+@given(
+    n=st.integers(1, 90),
+    batch_size=st.integers(1, 20),
+    buffer=st.integers(1, 30),
+    run=st.integers(1, 12),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_streamed_takes_every_image_once_from_few_places_at_a_time(
+    n, batch_size, buffer, run, seed, data
+):
+    def make():
+        return Streamed(n, batch_size, buffer=buffer, run=run, drop_last=False, seed=seed)
+
+    sampler = make()
+    epochs = [[sampler.batch(epoch, k) for k in range(len(sampler))] for epoch in (0, 1)]
+    for batches in epochs:
+        drawn = np.concatenate(batches)
+        assert sorted(drawn.tolist()) == list(range(n))
+        for start in range(0, n, buffer):
+            # Of all runs in a buffer only the first and the last are begun or ended elsewhere.
+            runs = np.unique(drawn[start : start + buffer] // run)
+            assert len(runs) <= buffer // run + 3
+    epoch, number = data.draw(st.integers(0, 1)), data.draw(st.integers(0, len(sampler) - 1))
+    assert (make().batch(epoch, number) == epochs[epoch][number]).all()
+
+
+def test_streamed_finds_a_batch_of_ten_million_images_at_once():
+    sampler = Streamed(10_000_000, 256, seed=3)
+    first, last = sampler.batch(0, 0), sampler.batch(7, len(sampler) - 1)
+    assert len({*first.tolist(), *last.tolist()}) > 500
+    assert 50 < len(np.unique(first // 64)) <= 256  # many places are mixed
+    assert (sampler.batch(0, 0) == first).all()
+    assert (sampler.batch(1, 0) != first).any()
+    with pytest.raises(ValueError, match="buffer and run must be positive, got 0 and 64"):
+        Streamed(10, 2, buffer=0)
 
 
 @given(options=balanced())

@@ -151,7 +151,7 @@ def test_a_table_may_decide_what_a_gpu_does(tmp_path):
     values = with_base(table_values(tmp_path), "data", cache="memory")
     table = Table.load(with_base(values, "training", precision="float32"))
     recipe = make_run(table, table.rows[0], 0, "full", on_gpu=True).recipe
-    assert recipe.data.cache == "memory"
+    assert recipe.data.cache == "pixels"  # as it is called by now
     assert recipe.training.precision == "float32"
     assert recipe.training.cuda_graph
     assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size

@@ -6,7 +6,7 @@ import pytest
 
 from proximetry.training import Recipe, RunError, train
 from proximetry.training import automatic as module
-from proximetry.training.automatic import DeviceFacts, choose
+from proximetry.training.automatic import DeviceFacts, StorageFacts, choose
 from proximetry.training.reporting import PlainDisplay
 from tests.training.runs import killed_at
 from tests.training.tiny import with_
@@ -17,6 +17,11 @@ FAST = ("gpu", "bfloat16", True)
 GB = 10**9
 
 
+def roomy(pixels):
+    """Pixels that are not there yet, on a machine that has room for them."""
+    return StorageFacts(int(pixels), int(pixels), disk=1000 * GB, memory=500 * GB)
+
+
 @pytest.mark.parametrize(
     ("device", "asked", "pixels", "chosen", "line"),
     [
@@ -25,7 +30,7 @@ GB = 10**9
             H200,
             {},
             60 * GB,
-            ("disk", "bfloat16", True),
+            ("pixels", "bfloat16", True),
             "pixels from disk (60.0 GB are too much for the GPU, where 140.0 GB are free), "
             "bfloat16, CUDA graph",
         ),
@@ -61,8 +66,8 @@ GB = 10**9
             H200,
             {"data.cache": "memory", "training.precision": "float32", "training.cuda_graph": False},
             GB,
-            ("memory", "float32", False),
-            "pixels from memory, float32, no CUDA graph",
+            ("pixels", "float32", False),
+            "pixels from disk, float32, no CUDA graph",
         ),
         (
             replace(H200, processes=2, free=0),
@@ -71,20 +76,51 @@ GB = 10**9
             ("gpu", "float16", True),
             "pixels on the GPU, float16, no CUDA graph (2 processes)",
         ),
-        (CPU, {}, GB, ("disk", "float32", False), "pixels from disk, float32"),
+        (CPU, {}, GB, ("pixels", "float32", False), "pixels from disk, float32"),
         (
             CPU,
             {"training.precision": "bfloat16"},
             GB,
-            ("disk", "bfloat16", False),
+            ("pixels", "bfloat16", False),
             "pixels from disk, bfloat16",
         ),
     ],
 )
 def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
-    recipe, lines = choose(Recipe.load(asked), device, images=1000, pixels=int(pixels))
+    recipe, lines = choose(Recipe.load(asked), device, images=1000, storage=roomy(pixels))
     assert (recipe.data.cache, recipe.training.precision, recipe.training.cuda_graph) == chosen
     assert lines == [f"on {device.name}: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("device", "storage", "chosen", "line"),
+    [
+        (
+            H200,
+            StorageFacts(30 * GB, 30 * GB, disk=40 * GB, memory=500 * GB),
+            "none",
+            "images decoded on the fly (pixels would take 30.0 GB, 40.0 GB are free)",
+        ),
+        (H200, StorageFacts(30 * GB, 0, 40 * GB, 500 * GB), "gpu", "pixels on the GPU (30.0 GB)"),
+        (
+            H200,
+            StorageFacts(257 * GB, 257 * GB, disk=1000 * GB, memory=200 * GB),
+            "none",
+            "images decoded on the fly (257.0 GB of pixels are too much for the memory)",
+        ),
+        (
+            CPU,
+            StorageFacts(20 * GB, 20 * GB, disk=100 * GB, memory=22 * GB),
+            "none",
+            "images decoded on the fly (20.0 GB of pixels are too much for the memory)",
+        ),
+        (CPU, StorageFacts(20 * GB, 0, 100 * GB, 22 * GB), "pixels", "pixels from disk"),
+    ],
+)
+def test_images_are_decoded_on_the_fly_where_pixels_do_not_fit(device, storage, chosen, line):
+    recipe, lines = choose(Recipe(), device, images=1000, storage=storage)
+    assert recipe.data.cache == chosen
+    assert lines[0].startswith(f"on {device.name}: {line}, ")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +138,7 @@ def test_epochs_go_by_the_device_and_the_number_of_images(device, images, epochs
     asked = Recipe.load(
         {"data.batch_size": 90, "training.epochs": "auto", "schedule.every": "auto"}
     )
-    recipe, lines = choose(asked, device, images=images, pixels=1)
+    recipe, lines = choose(asked, device, images=images, storage=roomy(1))
     assert (recipe.training.epochs, recipe.schedule.every) == (epochs, every)
     assert lines[1].startswith(f"{epochs} epochs, by the number of training images (")
 

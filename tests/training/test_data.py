@@ -25,10 +25,10 @@ def preprocessing_of(recipe):
     ).preprocessing
 
 
-def make_data(recipe, device="cpu"):
-    world = World(device=torch.device(device))
-    data = ImageData(recipe, preprocessing_of(recipe), world, Display())
-    data.put(recipe.data.cache)
+def make_data(recipe, device="cpu", **world):
+    here = World(device=torch.device(device), **world)
+    data = ImageData(recipe, preprocessing_of(recipe), here, Display())
+    data.put("pixels" if recipe.data.cache == "auto" else recipe.data.cache)
     return data
 
 
@@ -60,7 +60,10 @@ def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, maker
 def stand_in_for_streams(monkeypatch):
     """Let what is done on a stream be done at once."""
     nothing = SimpleNamespace(
-        record=lambda: None, wait_event=lambda event: None, wait_stream=lambda stream: None
+        record=lambda: None,
+        synchronize=lambda: None,
+        wait_event=lambda event: None,
+        wait_stream=lambda stream: None,
     )
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: nothing)
     monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
@@ -77,15 +80,18 @@ def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch)
         """Pixels that say they are elsewhere."""
 
         device = torch.device("meta")
+        is_cuda = True
 
-    near = data._cache
+    near = data._source
     far = type(near)(near.catalog, near.flat, near.index)
     monkeypatch.setattr(far, "flat", Far())
     apply = RandomResizedCrop.apply
     monkeypatch.setattr(
         RandomResizedCrop, "apply", lambda self, _, rows, windows: apply(self, near, rows, windows)
     )
-    data._cache = far
+    data._source = far
+    monkeypatch.setattr(data, "world", World(device=torch.device("meta")))
+    monkeypatch.setattr(data, "_send", lambda labels: labels)
     stand_in_for_streams(monkeypatch)
     got, begun = [], []
     for batch in data.batches(0, 0):
@@ -123,28 +129,27 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
         found[:] = [own, own | more]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    world = Rank(size=2)
     more = set()
-    assert len(ImageData(recipe, preprocessing_of(recipe), world, Display()).rows["train"])
+    data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display())
+    data.put("pixels")
     more = {("class00/1.png", "cannot be opened: Too many open files")}
     message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"
     with pytest.raises(RunError, match=message):
-        ImageData(recipe, preprocessing_of(recipe), world, Display())
+        data.put("pixels")
 
 
 def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
-    message = r"data\.cache gpu: the pixels need .* use data\.cache memory or disk"
+    message = r"data\.cache gpu: the pixels need .* use data\.cache pixels or none"
     with pytest.raises(RunError, match=message):
         make_data(with_(recipe, "data", cache="gpu"), "cuda")
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_pixels_are_freed_with_the_data(recipe, place):
-    data = make_data(with_(recipe, "data", cache=place))
+def test_pixels_are_freed_with_the_data(recipe):
+    data = make_data(recipe)
     for _ in data.batches(0, 0):
         break
-    pixels = weakref.ref(data._cache.flat)
+    pixels = weakref.ref(data._source.flat)
     gc.disable()  # nothing may have to be found first
     try:
         del data, _

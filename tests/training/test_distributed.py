@@ -79,7 +79,7 @@ def test_a_run_on_two_ranks_equals_one_and_checkpoints_open_on_either(
     server, images, cache, tmp_path
 ):
     recipe = recipe_for(images, cache)
-    recipe.save(tmp_path / "recipe.yaml")
+    recipe.override({"data.cache": "none"}).save(tmp_path / "recipe.yaml")
     single = train(recipe, tmp_path / "one", device="cpu")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
     assert ranks.ended() == [0, 0], ranks.said(0)

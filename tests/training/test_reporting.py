@@ -55,9 +55,9 @@ def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
     train(recipe, tmp_path / "run", device="cpu", display=display)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("images: 12 classes: class00, ")
-    assert lines[1] == "decoding 48 images into the cache (83 kB)…"
-    assert lines[2].startswith("decoded 48 images in ")
-    assert lines[3].startswith("on the CPU (1 thread): ")
+    assert lines[1].startswith("on the CPU (1 thread): ")
+    assert lines[2] == "decoding 48 images into the cache (83 kB)…"
+    assert lines[3].startswith("decoded 48 images in ")
     assert lines[4].startswith("untrained  held-out R@1")
     assert lines[5].startswith("epoch   1  loss")
     assert re.search(r"held-out R@1 +\d+\.\d  MAP@R +\d+\.\d  among train +\d+\.\d$", lines[5])

@@ -57,7 +57,7 @@ def test_a_run_writes_everything_down(recipe, tmp_path):
     assert results["protocol"] == "held_out"
     assert results["last"]["epoch"] == 3
     assert "test" not in results["selected"]
-    chosen = {"data.cache": "disk", "training": {"precision": "float32", "cuda_graph": False}}
+    chosen = {"data.cache": "pixels", "training": {"precision": "float32", "cuda_graph": False}}
     recipe = recipe.override(chosen)
     assert Recipe.load(out / "recipe.yaml") == recipe
     environment = json.loads((out / "environment.json").read_text())
@@ -482,7 +482,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
         {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
         {"loss": {"exclusive": 1.0, "center": 0.003, "optimization": "projected"}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
-        {"data": {"cache": "memory"}},
+        {"data": {"cache": "none"}},
         {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
         {"optimizer": {"name": "sgd", "clip_value": 1.0}},
         {"schedule": {"name": "cosine", "warmup_epochs": 1}},
@@ -907,11 +907,11 @@ def test_a_run_does_not_start_over_among_files_beside_the_embedder(recipe, tmp_p
 def test_pace_and_places_may_change_when_a_run_continues(recipe, tmp_path):
     train(recipe, tmp_path / "whole")
     killed_at(6, recipe, tmp_path / "cut")
-    changed = recipe.override({"training.checkpoint_steps": 1, "data.cache": "memory"})
+    changed = recipe.override({"training.checkpoint_steps": 1, "data.cache": "none"})
     train(changed, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     recorded = Recipe.load(tmp_path / "cut" / "recipe.yaml")
-    assert (recorded.training.checkpoint_steps, recorded.data.cache) == (1, "memory")
+    assert (recorded.training.checkpoint_steps, recorded.data.cache) == (1, "none")
 
 
 @pytest.mark.parametrize("schedule", ["step", "plateau"])

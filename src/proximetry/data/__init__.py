@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proximetry.data.datasets.glyphs import glyphs
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
     from proximetry.data.pixel_cache import PixelCache
-    from proximetry.data.samplers import ClassBalanced, Shuffled
+    from proximetry.data.samplers import ClassBalanced, Shuffled, Streamed
     from proximetry.data.vectors import VectorCatalog
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "PixelCache",
     "RandomResizedCrop",
     "Shuffled",
+    "Streamed",
     "VectorCatalog",
     "glyphs",
     "list_datasets",
@@ -50,7 +51,7 @@ __getattr__ = lazy_exports(
         "datasets.glyphs": ("glyphs",),
         "images": ("ImageError", "open_image", "resize_and_center_crop"),
         "pixel_cache": ("PixelCache",),
-        "samplers": ("ClassBalanced", "Shuffled"),
+        "samplers": ("ClassBalanced", "Shuffled", "Streamed"),
         "vectors": ("VectorCatalog",),
     },
     extra="images",

@@ -1,33 +1,56 @@
-"""Many image files decoded in order by all cores.
+"""Many image files decoded by all cores.
 
 Some of Pillow's decoders (WebP's) keep all other threads of a process waiting. So each thread has
 a process of its own to decode for it: a fresh Python that imports this file, not the user's script
-and not torch, and that ends with its standard input, that is with whoever started it.
+and not torch, and that ends with its standard input, that is with whoever started it. It answers
+with pixels, or puts them into memory that it shares with whoever asked.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import mmap
+import os
 import subprocess
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from proximetry._common import Progress, cores
-from proximetry.data.images import ImageError, Interpolation, open_image, resize_short_side
+from proximetry.data.images import (
+    ImageError,
+    Interpolation,
+    check_header,
+    open_image,
+    resize_short_side,
+)
+from proximetry.data.tar_shards import Member, read_member
 
 Array: TypeAlias = npt.NDArray[np.uint8]
-Decoder: TypeAlias = "Callable[[str], Array | ImageError]"
+File: TypeAlias = "str | Member"
+
+
+class Placed(NamedTuple):
+    """Where in the shared memory an image was put."""
+
+    offset: int
+    height: int
+    width: int
+
+
+Decoded: TypeAlias = "Array | ImageError | Placed"
+Here: TypeAlias = "partial[Array | ImageError]"
 
 IMAGES_PER_PROCESS = 100  # fewer are decoded before another process has started
 # With the same sys.path it finds the same proximetry and the same Pillow.
@@ -37,12 +60,42 @@ from proximetry.data.decoding import serve
 serve()"""
 
 
-def decode(file: str, short_side: int, interpolation: Interpolation) -> Array | ImageError:
-    """Return the scaled image, or why there is none."""
+ENCODED = "JPEG 95"
+"""How images are compressed again: WebP takes half the bytes, but four times as long to decode."""
+
+
+def decode(
+    file: File, short_side: int, interpolation: Interpolation, encoded: bool = False
+) -> Array | ImageError:
+    """Return the scaled image [height, width, 3], or why there is none.
+
+    An ``encoded`` one is [1, bytes] of a compressed file.
+    """
     try:
-        return np.asarray(resize_short_side(open_image(file), short_side, interpolation))
+        source = file if isinstance(file, str) else read_member(file)
+        image = open_image(source, short_side=short_side)
+        image = resize_short_side(image, short_side, interpolation)
     except ImageError as error:
         return error
+    if not encoded:
+        return np.asarray(image)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=95, subsampling="4:4:4")
+    return np.frombuffer(stream.getbuffer(), np.uint8)[None]
+
+
+def check(
+    file: str, short_side: int, interpolation: Interpolation, whole: bool
+) -> ImageError | None:
+    """Return why an image cannot be decoded, going by its header or by the whole file."""
+    if whole:
+        image = decode(file, short_side, interpolation)
+        return image if isinstance(image, ImageError) else None
+    try:
+        check_header(file, short_side)
+    except ImageError as error:
+        return error
+    return None
 
 
 def decode_all(
@@ -50,45 +103,103 @@ def decode_all(
     short_side: int,
     interpolation: Interpolation,
     progress: Progress | None = None,
+    *,
+    encoded: bool = False,
 ) -> Generator[Array | ImageError]:
     """Decode in order, with only a few images in memory at once; close it to end the processes."""
-    here = partial(decode, short_side=short_side, interpolation=interpolation)
+    here = partial(decode, short_side=short_side, interpolation=interpolation, encoded=encoded)
     with ExitStack() as stack:
-        decoders = _decoders(here, len(files), stack)
-        idle: SimpleQueue[Decoder] = SimpleQueue()
-        for decoder in decoders:
-            idle.put(decoder)
-
-        def job(file: str) -> Array | ImageError:
-            decoder = idle.get()
-            try:
-                return decoder(file)
-            finally:
-                idle.put(decoder)
-
-        pool = ThreadPoolExecutor(len(decoders))
-        stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: deque[Future[Array | ImageError]] = deque()
-        total, ahead = len(files), 4 * len(decoders)
+        pool = DecodingPool(here, len(files))
+        stack.callback(pool.close)
+        waiting: deque[Future[list[Decoded]]] = deque()
+        total, ahead = len(files), 4 * pool.workers
         for row in range(total + ahead):
             if row < total:
-                waiting.append(pool.submit(job, files[row]))
+                waiting.append(pool.submit([files[row]]))
             if row >= ahead:
-                yield waiting.popleft().result()
+                (image,) = waiting.popleft().result()
+                assert not isinstance(image, Placed)  # which nothing was shared for
+                yield image
                 if progress is not None:
                     progress(row - ahead + 1, total)
 
 
-def _decoders(here: partial[Array | ImageError], total: int, stack: ExitStack) -> list[Decoder]:
-    """Return what each thread decodes with; the stack ends the processes."""
-    count = min(cores(), total // IMAGES_PER_PROCESS)
-    # Inside another program (embedded, frozen) there may be no Python to start.
-    if count < 2 or not sys.executable or hasattr(sys, "frozen"):
-        return [here] * min(8, cores())
-    processes = [DecodingProcess(here) for _ in range(count)]
-    for process in processes:
-        stack.callback(process.close)
-    return [process.decode for process in processes]
+def check_all(
+    files: Sequence[str],
+    short_side: int,
+    interpolation: Interpolation,
+    whole: bool,
+    progress: Progress | None = None,
+) -> Generator[tuple[int, ImageError]]:
+    """Give number and reason of the files that cannot be decoded, by header or as a whole."""
+    here = partial(decode, short_side=short_side, interpolation=interpolation)
+    with ExitStack() as stack:
+        pool = DecodingPool(here, len(files))
+        stack.callback(pool.close)
+        waiting: deque[tuple[int, Future[list[ImageError | None]]]] = deque()
+        total, size = len(files), 64
+        for start in range(0, total + 4 * pool.workers * size, size):
+            if start < total:
+                waiting.append((start, pool.check(files[start : start + size], whole)))
+            if start >= 4 * pool.workers * size and waiting:
+                first, future = waiting.popleft()
+                for number, error in enumerate(future.result(), first):
+                    if error is not None:
+                        yield number, error
+                if progress is not None:
+                    progress(min(first + size, total), total)
+
+
+class DecodingPool:
+    """Threads that decode, each with a process of its own where there is enough to do.
+
+    Of several processes that do alike, ``sharing`` the cores, each has its part of them.
+
+    Attributes:
+        workers: their number.
+    """
+
+    def __init__(
+        self, here: Here, images: int, shared: SharedMemory | None = None, sharing: int = 1
+    ) -> None:
+        count = min(max(1, cores() // sharing), images // IMAGES_PER_PROCESS)
+        # Inside another program (embedded, frozen) there may be no Python to start.
+        possible = bool(sys.executable) and not hasattr(sys, "frozen")
+        starts = possible and count >= (2 if sharing == 1 else 1)
+        self.workers = count if starts else min(8, cores())
+        self._decoders = [DecodingProcess(here, shared, starts=starts) for _ in range(self.workers)]
+        self._idle: SimpleQueue[DecodingProcess] = SimpleQueue()
+        for decoder in self._decoders:
+            self._idle.put(decoder)
+        self._threads = ThreadPoolExecutor(self.workers)
+
+    def submit(self, files: Sequence[File], at: int = 0, room: int = 0) -> Future[list[Decoded]]:
+        """Decode files in order, into ``room`` bytes of the shared memory as far as they fit."""
+        return self._threads.submit(self._job, files, at, room)
+
+    def check(self, files: Sequence[str], whole: bool) -> Future[list[ImageError | None]]:
+        """Find out which files cannot be decoded."""
+        return self._threads.submit(self._check, files, whole)
+
+    def _job(self, files: Sequence[File], at: int, room: int) -> list[Decoded]:
+        decoder = self._idle.get()
+        try:
+            return decoder.decode(files, at, room)
+        finally:
+            self._idle.put(decoder)
+
+    def _check(self, files: Sequence[str], whole: bool) -> list[ImageError | None]:
+        decoder = self._idle.get()
+        try:
+            return decoder.check(files, whole)
+        finally:
+            self._idle.put(decoder)
+
+    def close(self) -> None:
+        """End what is being decoded, and the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.close()
 
 
 class DecodingProcess:
@@ -98,31 +209,51 @@ class DecodingProcess:
     this process has plugins for.
     """
 
-    def __init__(self, here: partial[Array | ImageError]) -> None:
+    def __init__(
+        self, here: Here, shared: SharedMemory | None = None, *, starts: bool = True
+    ) -> None:
         self._here = here
+        files = [] if shared is None else [shared.file]
         self._process: subprocess.Popen[bytes] | None = None
+        if not starts:
+            return
         settings = [json.dumps(value) for value in ([*map(str, sys.path)], here.keywords)]
         try:
             self._process = subprocess.Popen(
                 # -P: files in the current directory must not stand in for modules.
-                [sys.executable, "-P", "-c", _SERVE, *settings],
+                [sys.executable, "-P", "-c", _SERVE, *settings, *map(str, files)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # what goes wrong there is tried again here
                 process_group=0,  # Ctrl-C is for the process that started it
+                pass_fds=files,
             )
         except OSError as error:
             _warn(f"could not be started ({error})")
 
-    def decode(self, file: str) -> Array | ImageError:
+    def decode(self, files: Sequence[File], at: int = 0, room: int = 0) -> list[Decoded]:
         """Decode in the process; where it fails or has ended, in this thread."""
-        image = None
+        images = self._ask(files, [files, at, room])
+        return [
+            self._here(file) if image is None else image
+            for file, image in zip(files, images, strict=True)
+        ]
+
+    def check(self, files: Sequence[str], whole: bool) -> list[ImageError | None]:
+        """Find out, in the same way, why files cannot be decoded."""
+        images = self._ask(files, [files, whole])
+        return [
+            check(file, **self._here.keywords, whole=whole) if image is None else None
+            for file, image in zip(files, images, strict=True)
+        ]
+
+    def _ask(self, files: Sequence[File], request: list[Any]) -> Sequence[Decoded | None]:
         if self._process is not None:
             try:
-                image = _ask(self._process, file)
+                return _ask(self._process, request)
             except (OSError, ValueError):  # it has ended, perhaps in the middle of an answer
                 _warn(f"ended with status {self.close()}")
-        return self._here(file) if image is None else image
+        return [None] * len(files)
 
     def close(self) -> int | None:
         """End the process, which has nothing to lose; return its status."""
@@ -135,16 +266,19 @@ class DecodingProcess:
         return process.returncode
 
 
-def _ask(process: subprocess.Popen[bytes], file: str) -> Array | None:
+def _ask(process: subprocess.Popen[bytes], request: list[Any]) -> list[Decoded | None]:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps(file).encode() + b"\n")
+    process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()
-    shape = json.loads(process.stdout.readline())
-    if shape is None:
-        return None
-    pixels = process.stdout.read(math.prod(shape))
-    return np.frombuffer(pixels, np.uint8).reshape(shape)
+    images: list[Decoded | None] = []
+    for place in json.loads(process.stdout.readline()):
+        if place is None or place[0] is not None:
+            images.append(place and Placed(*place))
+        else:
+            pixels = process.stdout.read(math.prod(place[1:]))
+            images.append(np.frombuffer(pixels, np.uint8).reshape(place[1:]))
+    return images
 
 
 def _warn(what: str) -> None:
@@ -155,17 +289,76 @@ def _warn(what: str) -> None:
 
 
 def serve() -> None:
-    """Answer each line of standard input, a file name, with the shape of the image and its pixels.
+    """Answer each line of standard input: names of files, and where to put their pixels.
 
-    The shape is null where there is none.
+    The answer is a line with the places in the shared memory, null for an image that cannot be
+    read; then the pixels of those that did not fit, whose place has no offset. Without a place to
+    put them, the files are checked alone, as a whole or by their headers.
     """
     settings = json.loads(sys.argv[2])
+    shared = np.empty(0, np.uint8)
+    if sys.argv[3:]:
+        shared = np.frombuffer(mmap.mmap(int(sys.argv[3]), 0), np.uint8)
     answers = sys.stdout.buffer
     for line in sys.stdin.buffer:
-        image = decode(json.loads(line), **settings)
-        if isinstance(image, ImageError):
-            answers.write(b"null\n")
+        files, *how = json.loads(line)
+        rest: list[Array] = []
+        if len(how) == 1:
+            errors = (check(file, **settings, whole=how[0]) for file in files)
+            places = [(0, 0, 0) if error is None else None for error in errors]
         else:
-            answers.write(json.dumps(image.shape).encode() + b"\n")
+            at, room = how
+            places = _place(files, at, room, settings, shared, rest)
+        answers.write(json.dumps(places).encode() + b"\n")
+        for image in rest:
             answers.write(image.data)
         answers.flush()
+
+
+def _place(
+    files: list[Any],
+    at: int,
+    room: int,
+    settings: dict[str, Any],
+    shared: Array,
+    rest: list[Array],
+) -> list[Any]:
+    """Decode files into the shared memory, and those that do not fit into the ``rest``."""
+    places: list[Any] = []
+    end = at + room
+    for file in files:
+        image = decode(file if isinstance(file, str) else Member(*file), **settings)
+        if isinstance(image, ImageError):
+            places.append(None)
+        elif at + image.size > end:
+            places.append((None, *image.shape))
+            rest.append(image)
+        else:
+            shared[at : at + image.size] = image.ravel()
+            places.append((at, *image.shape[:2]))
+            at += image.size
+    return places
+
+
+class SharedMemory:
+    """Bytes that processes started from here see too.
+
+    Attributes:
+        file: the number of the open file that stands for them.
+        array: the bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        # Not under /dev/shm, which containers keep small.
+        self.file = os.memfd_create("proximetry pixels")
+        os.truncate(self.file, size)
+        self.array: Array = np.frombuffer(mmap.mmap(self.file, size), np.uint8)
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether this system has it."""
+        return hasattr(os, "memfd_create")
+
+    def __del__(self) -> None:
+        # The memory itself is freed with the last array that shows it.
+        os.close(self.file)

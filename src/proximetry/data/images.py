@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -46,6 +46,11 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Each of them is a flip of columns, of rows or of both, after which sides may change places.
+_T = Image.Transpose
+_LEFT_RIGHT = (_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.ROTATE_90, _T.TRANSVERSE)
+_TOP_BOTTOM = (_T.FLIP_TOP_BOTTOM, _T.ROTATE_180, _T.ROTATE_270, _T.TRANSVERSE)
+_SIDEWAYS = (_T.TRANSPOSE, _T.ROTATE_270, _T.TRANSVERSE, _T.ROTATE_90)
 
 
 class ImageError(ValueError):
@@ -66,13 +71,20 @@ class ImageError(ValueError):
         return f"{self.name}: {self.reason}"
 
 
-def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(
+    source: Source, *, max_pixels: int = MAX_PIXELS, short_side: int | None = None
+) -> Image.Image:
     """Read one image as upright RGB.
 
     Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
     (H×W or H×W×C, uint8, uint16 or bool). Transparency is laid on white, EXIF orientation is
     applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
     Colour profiles are not applied.
+
+    Of a large JPEG file that will be scaled to a ``short_side``, only as much detail is decoded as
+    that needs: a half, a quarter or an eighth of its size, as long as at least twice the short side
+    is left. Every part of the package that scales an image says to which short side, so all of them
+    see the same bytes.
 
     Raises:
         ImageError: missing, unreadable, truncated, or more than `max_pixels` pixels. The size
@@ -85,13 +97,58 @@ def open_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if isinstance(source, np.ndarray):
         return _finish(_from_array(source, name), name, max_pixels)
     with _opened(source) as image:
-        return _finish(image, name, max_pixels)
+        _check_size(*image.size, name, max_pixels)
+        width, height = image.size
+        if short_side is not None:
+            image.draft(None, (2 * short_side, 2 * short_side))  # does nothing but with JPEG
+        part = max(1, round(width / image.width))
+        upright = _finish(image, name, max_pixels)
+        if part > 1:
+            # Its last row and column may show less than a whole pixel of the original.
+            corner = (width / part, height / part)
+            upright.reduced = _Reduced.of(image, (width, height), corner)  # type: ignore[attr-defined]
+        return upright
+
+
+class _Reduced(NamedTuple):
+    """What an image shows that was decoded at a reduced size: the whole, and where that lies."""
+
+    size: tuple[int, int]
+    box: tuple[float, float, float, float]
+
+    @classmethod
+    def of(
+        cls, image: Image.Image, size: tuple[int, int], corner: tuple[float, float]
+    ) -> "_Reduced":
+        """Turn size and box as the image is turned."""
+        turn = _turn(image)
+        width, height = size
+        left, top, right, bottom = 0.0, 0.0, *corner
+        if turn in _LEFT_RIGHT:
+            left, right = image.width - right, image.width - left
+        if turn in _TOP_BOTTOM:
+            top, bottom = image.height - bottom, image.height - top
+        if turn in _SIDEWAYS:
+            return cls((height, width), (top, left, bottom, right))
+        return cls((width, height), (left, top, right, bottom))
+
+
+def _whole(image: Image.Image) -> _Reduced:
+    whole = _Reduced(image.size, (0, 0, *image.size))
+    return getattr(image, "reduced", whole)
 
 
 def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
     """Return width and height from the header of an image file, or raise an ImageError."""
     with _opened(file) as image:
         return image.size
+
+
+def check_header(file: str, short_side: int) -> None:
+    """Raise an ImageError where the header of a file tells that it cannot be read and scaled."""
+    width, height = image_size(file)
+    _check_size(width, height, file, MAX_PIXELS)
+    _check_scaled(width, height, file, short_side)
 
 
 def open_bytes(path: str) -> Stream:
@@ -158,13 +215,18 @@ def resize_short_side(
         ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
     """
     check_interpolation(interpolation)
-    size = scaled_size(*image.size, short_side)
-    if size[0] * size[1] > MAX_PIXELS:
-        reason = f"{image.width}×{image.height} pixels is too narrow to scale"
-        raise ImageError(_name(image), reason)
+    whole = _whole(image)
+    size = _check_scaled(*whole.size, _name(image), short_side)
     if size == image.size:
         return image
-    return image.resize(size, Image.Resampling[interpolation.upper()])
+    return image.resize(size, Image.Resampling[interpolation.upper()], box=whole.box)
+
+
+def _check_scaled(width: int, height: int, name: str, short_side: int) -> tuple[int, int]:
+    size = scaled_size(width, height, short_side)
+    if size[0] * size[1] > MAX_PIXELS:
+        raise ImageError(name, f"{width}×{height} pixels is too narrow to scale")
+    return size
 
 
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
@@ -180,7 +242,7 @@ def resize_and_center_crop(
 ) -> Image.Image:
     """Scale the shorter side to `resize`, then take the centre: a square or (height, width)."""
     height, width = crop_size(crop)
-    scaled_width, scaled_height = scaled_size(*image.size, resize)
+    scaled_width, scaled_height = scaled_size(*_whole(image).size, resize)
     if scaled_height < height or scaled_width < width:
         raise ImageError(
             _name(image),
@@ -229,11 +291,7 @@ def _from_array(array: np.ndarray[Any, Any], name: str) -> Image.Image:
 
 
 def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
-    width, height = image.size
-    if width * height > max_pixels:
-        raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {max_pixels}")
-    if width == 0 or height == 0:
-        raise ImageError(name, f"empty: {width}×{height} pixels")
+    _check_size(*image.size, name, max_pixels)
     try:
         if isinstance(image, ImageFile.ImageFile):
             image.load()
@@ -246,12 +304,23 @@ def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
         raise _damaged(name, error) from error
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {max_pixels}")
+    if width == 0 or height == 0:
+        raise ImageError(name, f"empty: {width}×{height} pixels")
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
-        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+        return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:
         # A mangled EXIF block says nothing about the pixels, which are fine.
-        turn = None
+        return None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    turn = _turn(image)
     return image if turn is None else image.transpose(turn)
 
 

@@ -1,7 +1,8 @@
 """Images decoded once, then read from a memory map by every process that needs them.
 
-    <key>/pixels.bin    the images one after another, each height × width × 3 bytes
-    <key>/index.npy     offset, height and width of each; no height where it could not be read
+    <key>/pixels.bin    the images one after another, each height × width × 3 bytes, or encoded
+    <key>/index.npy     offset, height and width of each; no height where it could not be read;
+                        offset, 1 and bytes of encoded ones
     <key>/header.json   the checksums of both, and why images could not be read
 
 Such a store is filled under another name and renamed at the end, so one called <key> is complete.
@@ -9,6 +10,7 @@ The key stands for the bytes of the images, and all that is kept follows from th
 could not be opened, which may pass.
 
     contents/<states>   digests of the bytes of all images, by names, sizes and times of the files
+    checked/<states>    which images cannot be read on the fly, likewise
     <key>.used          who used a store, and when (`cache_records`)
 """
 
@@ -28,7 +30,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, Self, TypeGuard, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -48,7 +50,7 @@ from proximetry._common import (
 )
 from proximetry.data.cache_records import InUse, note_use
 from proximetry.data.catalog import Catalog
-from proximetry.data.decoding import Array, decode_all
+from proximetry.data.decoding import ENCODED, Array, check_all, decode_all
 from proximetry.data.images import (
     MAX_PIXELS,
     ImageError,
@@ -60,18 +62,56 @@ from proximetry.data.images import (
 )
 from proximetry.data.tar_shards import file_state, shard_members, split_shard_path
 
-_FORMAT = "proximetry pixels 3"
+_FORMAT = "proximetry pixels 4"
 _BLOCK = 1 << 26  # bytes to a checksum
 _DIGEST = 16  # bytes to a digest
+_ENCODED_SHARE = 0.35  # of the bytes of pixels, for most photographs
 _TICK = 0.02  # seconds within which two changes of a file may bear the same time
 
+Cache = TypeVar("Cache", bound="PixelCache")
 State = tuple[int, ...]
 """Size, times and number of a file; nothing where there is none."""
 Content = bytes | ImageError
 """The digest of the bytes of an image, or why they could not be read."""
 
 
-class PixelCache:
+class Pixels:
+    """RGB bytes of images.
+
+    Attributes:
+        flat: all pixels in one row, uint8.
+        index: offset in `flat`, height and width of each image.
+        offsets: the first column of `index`.
+        heights: the second.
+        widths: the third.
+    """
+
+    def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:
+        self.flat, self.index = flat, index
+        self.offsets, self.heights, self.widths = (index[:, i] for i in range(3))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def tensor(self, i: int) -> torch.Tensor:
+        """Return one image as an H×W×3 view on the device of the pixels; not to be written to."""
+        offset, height, width = self.index[i].tolist()
+        return self.flat[offset : offset + height * width * 3].view(height, width, 3)
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Pixels:
+        """Return a copy of some images, one after the other."""
+        index = self.index[rows]
+        ends = np.cumsum(3 * index[:, 1] * index[:, 2])
+        index[:, 0] = ends - 3 * index[:, 1] * index[:, 2]
+        return Pixels(torch.cat([self.tensor(row).view(-1) for row in rows.tolist()]), index)
+
+    def send(self, device: torch.device) -> Pixels:
+        """Return the same images with the pixels on a GPU, without waiting for the copy."""
+        flat = self.flat if self.flat.is_pinned() else self.flat.pin_memory()
+        return Pixels(flat.to(device, non_blocking=True), self.index)
+
+
+class PixelCache(Pixels):
     """Images of a catalogue as RGB bytes, all scaled to the same short side.
 
     Attributes:
@@ -79,10 +119,10 @@ class PixelCache:
         bad: path and reason of those that could not.
         flat: all pixels in one row, uint8; a memory map, or memory of a device after `to`.
         index: offset in `flat`, height and width of each image.
-        offsets: the first column of `index`.
-        heights: the second.
-        widths: the third.
+        encoded: whether images are compressed again.
     """
+
+    encoded: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,10 +134,9 @@ class PixelCache:
     ) -> None:
         if len(catalog) != len(index):
             raise ValueError(f"{len(catalog)} rows in the catalogue, {len(index)} images")
-        self.catalog, self.flat, self.bad = catalog, flat, bad
-        self.index, self._folder = index, folder
+        super().__init__(flat, index)
+        self.catalog, self.bad, self._folder = catalog, bad, folder
         self._use: InUse | None = None
-        self.offsets, self.heights, self.widths = (index[:, i] for i in range(3))
 
     @classmethod
     def build(
@@ -109,7 +148,7 @@ class PixelCache:
         interpolation: Interpolation = "bicubic",
         policy: Literal["error", "skip"] = "error",
         progress: Progress | None = None,
-    ) -> PixelCache:
+    ) -> Self:
         """Open the cache of these images, decoding them first if nobody has.
 
         The cache is found by what the image files contain, not by where they lie. Processes
@@ -132,10 +171,10 @@ class PixelCache:
         contents = _contents(catalog, home, states)
 
         def store() -> Path:
-            return home / _key(contents, short_side, interpolation)
+            return home / _key(contents, short_side, interpolation, cls.encoded)
 
-        def find() -> PixelCache | None:
-            return _open(store(), catalog.subset(_readable(contents)))
+        def find() -> Self | None:
+            return _open(cls, store(), catalog.subset(_readable(contents)))
 
         found = find()
         if found is None:
@@ -145,7 +184,9 @@ class PixelCache:
                 if found is None:
                     _clear(folder, alone)
                     files = [catalog.file(row) for row in _readable(contents)]
-                    images = decode_all(files, short_side, interpolation, progress)
+                    images = decode_all(
+                        files, short_side, interpolation, progress, encoded=cls.encoded
+                    )
                     with closing(images):  # however it ends, the decoding processes end too
                         _write(store, _followed(images, catalog, states, contents))
                     found = find()
@@ -154,11 +195,7 @@ class PixelCache:
         about = f"short side {short_side}, {interpolation}"
         found._use = note_use(store(), catalog.root, len(catalog), about)
         found.bad = _all_bad(found.bad, catalog, contents)
-        if found.bad and (policy == "error" or len(found) == 0):
-            listed = some([f"{path}: {reason}" for path, reason in found.bad])
-            hint = "; --data.bad-images skip leaves them out" if len(found) else ""
-            count = f"{len(found.bad)} of {len(catalog)} images cannot be read"
-            raise ImageError(count, listed + hint)
+        _refuse(found.bad, len(catalog), policy)
         copies = _copies(catalog, contents)
         if copies:
             found.catalog = replace(found.catalog, notes=(*found.catalog.notes, copies))
@@ -179,19 +216,11 @@ class PixelCache:
         names = tuple(f"<array {i}>" for i in range(len(images)))
         return cls(Catalog(names, names, ("all",) * len(images)), torch.from_numpy(flat), index)
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     def __getitem__(self, i: int) -> Array:
         """Return one image as a read-only H×W×3 view."""
         view: Array = self.tensor(i).cpu().numpy()
         view.flags.writeable = False
         return view
-
-    def tensor(self, i: int) -> torch.Tensor:
-        """Return one image as an H×W×3 view on the device of the cache; not to be written to."""
-        offset, height, width = self.index[i].tolist()
-        return self.flat[offset : offset + height * width * 3].view(height, width, 3)
 
     def to(self, device: torch.device | str) -> PixelCache:
         """Return the same images with the pixels in the memory of a device.
@@ -207,7 +236,7 @@ class PixelCache:
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
-                f"{_free(target) / 2**30:.3f} GiB are free; use data.cache memory or disk, "
+                f"{_free(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
                 "or a smaller data.short_side"
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad)
@@ -225,12 +254,30 @@ class PixelCache:
             self.flat = _map(self._folder)
 
 
+class EncodedCache(PixelCache):
+    """Scaled images that were compressed again, to be decoded when they are asked for.
+
+    It takes about a third of the bytes of the pixels, which differ slightly from those of the
+    files. An image is [1, bytes] of `flat`.
+    """
+
+    encoded = True
+
+    def members(self) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """Return the one file that holds all images, and [file, offset, size] of each."""
+        assert self._folder is not None
+        zeros = np.zeros_like(self.offsets)
+        places = np.stack([zeros, self.offsets, self.widths], axis=1)
+        return [str(self._folder / "pixels.bin")], places
+
+
 def estimate(
     catalog: Catalog,
     short_side: int,
     root: str | os.PathLike[str] | None = None,
     *,
     interpolation: Interpolation = "bicubic",
+    encoded: bool = False,
 ) -> tuple[bool, int]:
     """Return whether the cache that `PixelCache.build` would open is there, and its bytes.
 
@@ -241,19 +288,61 @@ def estimate(
     home = cache_home(root)
     contents = _remembered(catalog, home, _states(catalog))[1]
     if contents:
-        file = home / _key(contents, short_side, interpolation) / "pixels.bin"
+        file = home / _key(contents, short_side, interpolation, encoded) / "pixels.bin"
         if file.is_file():
             return True, file.stat().st_size
     total = len(catalog)
     files = [catalog.file(i) for i in range(0, total, -(-total // 1000))]
     sizes = [_scaled_bytes(file, short_side) for file in files]
-    return False, round(sum(sizes) / len(sizes) * total)
+    share = _ENCODED_SHARE if encoded else 1
+    return False, round(share * sum(sizes) / len(sizes) * total)
 
 
 def known_contents(catalog: Catalog, root: str | os.PathLike[str] | None = None) -> str | None:
     """Return the digest of all image files, in their order, if `PixelCache.build` remembers it."""
     contents = _remembered(catalog, cache_home(root), _states(catalog))[1]
     return _digest(filter(_is_read, contents)) if contents else None
+
+
+def check_files(
+    catalog: Catalog,
+    short_side: int,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    interpolation: Interpolation = "bicubic",
+    policy: Literal["error", "skip"] = "error",
+    progress: Progress | None = None,
+) -> tuple[tuple[str, str], ...]:
+    """Return path and reason of the images that cannot be read, before they are read on the fly.
+
+    With policy "error" only the headers are looked at, and what is wrong with one is an ImageError.
+    With "skip" every image is decoded once, as `PixelCache.build` would, so that it is known which
+    ones to leave out. Either is remembered for as long as no file changes.
+    """
+    _check(catalog, short_side, interpolation)
+    states = _states(catalog)
+    facts = (_FORMAT, short_side, interpolation, metadata.version("pillow"), policy)
+    name = _digest([repr(facts).encode(), _states_digest(catalog, states).encode()])
+    file = cache_home(root) / "checked" / f"{name}.json"
+    try:
+        found = [(row, reason) for row, reason in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError):
+        files = [catalog.file(row) for row in range(len(catalog))]
+        errors = list(check_all(files, short_side, interpolation, policy == "skip", progress))
+        found = [(row, error.reason) for row, error in errors]
+        if not any(error.passing for _, error in errors):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(file, json.dumps(found).encode())
+    bad = tuple((catalog.paths[row], reason) for row, reason in found)
+    _refuse(bad, len(catalog), policy)
+    return bad
+
+
+def _refuse(bad: tuple[tuple[str, str], ...], total: int, policy: str) -> None:
+    if bad and (policy == "error" or len(bad) == total):
+        listed = some([f"{path}: {reason}" for path, reason in bad])
+        hint = "; --data.bad-images skip leaves them out" if len(bad) < total else ""
+        raise ImageError(f"{len(bad)} of {total} images cannot be read", listed + hint)
 
 
 def describe_copies(catalog: Catalog) -> str:
@@ -264,6 +353,12 @@ def describe_copies(catalog: Catalog) -> str:
     rows = [row for row, size in enumerate(sizes) if count[size] > 1]
     with ThreadPoolExecutor(cores()) as pool:
         return _copies(catalog.subset(rows), list(pool.map(_content, [files[row] for row in rows])))
+
+
+def file_sizes(catalog: Catalog) -> str:
+    """Return a digest of the bytes that each image file takes, which copying does not change."""
+    sizes = np.array([_size(catalog.file(row)) for row in range(len(catalog))], np.int64)
+    return _digest([sizes.tobytes()])
 
 
 def _size(file: str) -> int:
@@ -320,7 +415,7 @@ def _checksums(folder: Path) -> dict[str, Any]:
     }
 
 
-def _open(folder: Path, catalog: Catalog) -> PixelCache | None:
+def _open(kind: type[Cache], folder: Path, catalog: Catalog) -> Cache | None:
     """Return the cache in a folder, or None where there is none or it has been damaged."""
     try:
         header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
@@ -330,7 +425,7 @@ def _open(folder: Path, catalog: Catalog) -> PixelCache | None:
         index = np.load(folder / "index.npy")
         good = index[:, 1] > 0
         bad = zip(catalog.subset(~good).paths, reasons, strict=True)
-        return PixelCache(catalog.subset(good), _map(folder), index[good], tuple(bad), folder)
+        return kind(catalog.subset(good), _map(folder), index[good], tuple(bad), folder)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -392,9 +487,11 @@ def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def _key(contents: Iterable[Content], short_side: int, interpolation: str) -> str:
+def _key(contents: Iterable[Content], short_side: int, interpolation: str, encoded: bool) -> str:
     """Digest what the cache depends on: the bytes that were read, and how they are decoded."""
-    facts = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
+    facts: tuple[Any, ...] = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
+    if encoded:
+        facts = (*facts, ENCODED)
     return _digest([repr(facts).encode(), *filter(_is_read, contents)])
 
 
@@ -416,14 +513,18 @@ def _contents(catalog: Catalog, home: Path, states: list[State]) -> list[Content
 
 def _remembered(catalog: Catalog, home: Path, states: list[State]) -> tuple[Path, list[Content]]:
     """Return the file for digests of images in these states, and those in it if it is there."""
-    names = (os.path.abspath(catalog.file(row)) for row in range(len(catalog)))
-    lines = (f"{name}\0{state}\0" for name, state in zip(names, states, strict=True))
-    file = home / "contents" / _digest(line.encode(errors="surrogateescape") for line in lines)
+    file = home / "contents" / _states_digest(catalog, states)
     with suppress(OSError):
         data = file.read_bytes()
         if len(data) == _DIGEST * len(catalog):
             return file, [data[part] for part in chunks(len(data), _DIGEST)]
     return file, []
+
+
+def _states_digest(catalog: Catalog, states: list[State]) -> str:
+    names = (os.path.abspath(catalog.file(row)) for row in range(len(catalog)))
+    lines = (f"{name}\0{state}\0" for name, state in zip(names, states, strict=True))
+    return _digest(line.encode(errors="surrogateescape") for line in lines)
 
 
 def _content(file: str) -> Content:

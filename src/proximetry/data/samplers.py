@@ -13,7 +13,7 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 # Separate streams of random numbers from one seed.
-_SHUFFLE, _CLASSES, _IMAGES = 0, 1, 2
+_SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)
 _MOST_DECKS = 1 << 16
 
 
@@ -73,6 +73,76 @@ class Shuffled(_BatchSampler):
             self._order = (epoch, draw.permutation(self.n))
         start = number * self.batch_size
         return self._order[1][start : start + self.batch_size]
+
+
+class Streamed(Shuffled):
+    """Every image once per epoch, neighbours in their files at about the same time.
+
+    Runs of consecutive images come in an order drawn from (seed, epoch); what they give one after
+    the other is shuffled within a buffer of so many images, then within the next. So at any time
+    images of a few runs alone are read, which a disk reads ahead and the memory of the system
+    holds, and no batch takes more than the memory of a buffer to be found.
+
+    Args:
+        n: number of images, in the order in which they lie.
+        batch_size: images per batch, of all processes together.
+        buffer: images that are shuffled together; larger ones mix better.
+        run: consecutive images that are read together.
+        drop_last: leave out the images that do not fill a last batch.
+        seed: decides the order.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        *,
+        buffer: int = 16384,
+        run: int = 64,
+        drop_last: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if buffer < 1 or run < 1:
+            raise ValueError(f"buffer and run must be positive, got {buffer} and {run}")
+        super().__init__(n, batch_size, drop_last=drop_last, seed=seed)
+        self.buffer, self.run = buffer, run
+        self._runs: tuple[int, Indices, Indices] | None = None
+        self._shuffled: tuple[int, int, Indices] | None = None
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return the images of one batch, which may be of two buffers or more."""
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.n)
+        parts = []
+        while start < stop:
+            place, first = divmod(start, self.buffer)
+            part = self._buffer(epoch, place)[first : first + stop - start]
+            parts.append(part)
+            start += len(part)
+        return np.concatenate(parts)
+
+    def _buffer(self, epoch: int, place: int) -> Indices:
+        """Return the images of one buffer of an epoch, shuffled."""
+        if self._shuffled is None or self._shuffled[:2] != (epoch, place):
+            start = place * self.buffer
+            images = self._stream(epoch, start, min(start + self.buffer, self.n))
+            draw = np.random.default_rng([self.seed, _BUFFER, epoch, place])
+            self._shuffled = epoch, place, draw.permutation(images)
+        return self._shuffled[2]
+
+    def _stream(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the images from one place to another of all runs, one after the other."""
+        if self._runs is None or self._runs[0] != epoch:
+            draw = np.random.default_rng([self.seed, _RUNS, epoch])
+            order = draw.permutation(-(-self.n // self.run))
+            # All are of one length but the last of the images, wherever that comes.
+            sizes = np.minimum(self.n - order * self.run, self.run)
+            self._runs = epoch, order, np.concatenate([[0], np.cumsum(sizes)])
+        _, order, begins = self._runs
+        places = np.arange(start, stop)
+        runs = np.searchsorted(begins, places, side="right") - 1
+        images: Indices = order[runs] * self.run + places - begins[runs]
+        return images
 
 
 class ClassBalanced(_BatchSampler):

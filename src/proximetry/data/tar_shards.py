@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from proximetry.data.folders import Scan, by_place, is_image, layout, split_called
 
@@ -27,6 +27,24 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class Member(NamedTuple):
+    """Where an image lies in which shard."""
+
+    shard: str
+    offset: int
+    size: int
+
+
+def read_member(place: Member) -> bytes:
+    """Read a part of a shard whose members are known; nothing where it cannot be read."""
+    try:
+        with open_file(place.shard) as file:
+            file.seek(place.offset)
+            return file.read(place.size)
+    except OSError:
+        return b""
 
 
 def split_shard_path(path: str) -> tuple[str, str]:

@@ -105,7 +105,7 @@ class Preprocessing:
         if isinstance(source, Tensor):
             source = source.numpy(force=True)
         image = resize_and_center_crop(
-            open_image(source), self.resize, self.crop, self.interpolation
+            open_image(source, short_side=self.resize), self.resize, self.crop, self.interpolation
         )
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 

@@ -300,7 +300,7 @@ def _why(job: Job, code: int) -> str:
         return (
             f"{place} has too little memory for it and what else runs there; {lower}"
             "give a table file of your own with a smaller data.batch_size, a larger "
-            "training.accumulate or data.cache: disk"
+            "training.accumulate or data.cache: pixels"
         )
     whole = f" (the whole of it is in {job.log})" if "Traceback" in text else ""
     return last.removeprefix("proximetry: ") + whole

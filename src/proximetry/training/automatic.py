@@ -27,8 +27,13 @@ PIXELS_SHARE = 1 / 3
 BFLOAT16_SINCE = (8, 0)
 """The first compute capability with bfloat16 in hardware."""
 
+# A cache may take this part of the free disk, and pixels this part of the free memory: what is
+# larger than memory is read from the disk again and again, and decoding files is then as quick.
+DISK_SHARE, MEMORY_SHARE = 1 / 2, 2 / 3
+
 # Keys that a continued run keeps as it was begun. Where pixels are read from may change: the
-# device may be another one by then, and it makes no difference to the result.
+# device may be another one by then, and it makes no difference to the result, unless the images
+# were encoded.
 _KEPT = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")
 
 
@@ -51,6 +56,23 @@ class DeviceFacts:
     free: int = 0
     triton: bool = False
     processes: int = 1
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """What the choice of a cache of images depends on.
+
+    Attributes:
+        pixels: bytes of all pixel caches of the run.
+        missing: bytes of those that are not there yet.
+        disk: free bytes where they would lie.
+        memory: bytes of memory that nobody holds.
+    """
+
+    pixels: int
+    missing: int
+    disk: int
+    memory: int
 
 
 def device_facts(world: "World") -> DeviceFacts:
@@ -87,7 +109,12 @@ def _own_facts(world: "World") -> DeviceFacts:
 
 
 def choose(
-    recipe: Recipe, device: DeviceFacts, *, images: int, pixels: int, kept: str = ""
+    recipe: Recipe,
+    device: DeviceFacts,
+    *,
+    images: int,
+    storage: StorageFacts | None,
+    kept: str = "",
 ) -> tuple[Recipe, list[str]]:
     """Put values in the place of every ``auto``; return the recipe, and what to say about it.
 
@@ -97,11 +124,15 @@ def choose(
         recipe: what was asked for.
         device: what it runs on.
         images: number of images to train on.
-        pixels: bytes of all pixel caches of the run.
-        kept: where rows are read from, in words, where that is not ``data.cache``'s to say.
+        storage: what there is room for; None where ``data.cache`` has no say.
+        kept: where rows are read from then, in words.
     """
     asked = flatten(recipe.to_dict())
-    cache, where = _choose_cache(recipe, device, pixels)
+    cache, where = "none", kept
+    if storage is not None:
+        cache, where = _choose_cache(recipe, device, storage)
+    if recipe.model.freeze_backbone:
+        where = f"features from memory ({where})"
     precision, how = _choose_precision(recipe, device)
     graph, recorded = _choose_graph(recipe, device)
     epochs = recipe.training.epochs
@@ -114,7 +145,7 @@ def choose(
         "training.epochs": epochs,
         "schedule.every": math.ceil(epochs / 3),
     }
-    lines = [f"on {device.name}: {kept or where}, {how}{recorded}"]
+    lines = [f"on {device.name}: {where}, {how}{recorded}"]
     if recipe.training.epochs == AUTO:
         lines.append(f"{epochs} epochs, by the number of training images ({spaced(images)})")
     changes = {key: value for key, value in chosen.items() if asked[key] == AUTO}
@@ -132,20 +163,36 @@ def choose_epochs(images: int, batch_size: int, cuda: bool) -> int:
 def keep_choices(recipe: Recipe, begun: Recipe) -> Recipe:
     """Put what a run was begun with in the place of ``auto``."""
     asked, before = flatten(recipe.to_dict()), flatten(begun.to_dict())
-    return recipe.override({key: before[key] for key in _KEPT if asked[key] == AUTO})
+    kept = (*_KEPT, "data.cache") if begun.data.cache == "encoded" else _KEPT
+    return recipe.override({key: before[key] for key in kept if asked[key] == AUTO})
 
 
-def _choose_cache(recipe: Recipe, device: DeviceFacts, pixels: int) -> tuple[str, str]:
-    asked, size = recipe.data.cache, readable_size(pixels)
+def _choose_cache(recipe: Recipe, device: DeviceFacts, storage: StorageFacts) -> tuple[str, str]:
+    asked, size = recipe.data.cache, readable_size(storage.pixels)
     if asked != AUTO:
-        place = {"gpu": "on the GPU", "memory": "from memory", "disk": "from disk"}[asked]
-        return asked, f"pixels {place}"
-    if not device.cuda:
-        return "disk", "pixels from disk"
-    if pixels <= PIXELS_SHARE * device.free:
+        return asked, _PLACES[asked]
+    if recipe.model.freeze_backbone:
+        return "none", f"{_PLACES['none']}, once"
+    if storage.missing > DISK_SHARE * storage.disk:
+        free = readable_size(storage.disk)
+        return "none", f"images decoded on the fly (pixels would take {size}, {free} are free)"
+    if device.cuda and storage.pixels <= PIXELS_SHARE * device.free:
         return "gpu", f"pixels on the GPU ({size})"
+    if storage.missing and storage.pixels > MEMORY_SHARE * storage.memory:
+        return "none", f"images decoded on the fly ({size} of pixels are too much for the memory)"
+    if not device.cuda:
+        return "pixels", _PLACES["pixels"]
     free = readable_size(device.free)
-    return "disk", f"pixels from disk ({size} are too much for the GPU, where {free} are free)"
+    why = f"{size} are too much for the GPU, where {free} are free"
+    return "pixels", f"{_PLACES['pixels']} ({why})"
+
+
+_PLACES = {
+    "none": "images decoded on the fly",
+    "encoded": "images from the encoded cache",
+    "pixels": "pixels from disk",
+    "gpu": "pixels on the GPU",
+}
 
 
 def _choose_precision(recipe: Recipe, device: DeviceFacts) -> tuple[str, str]:

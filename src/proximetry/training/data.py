@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from proximetry._common import Progress
-from proximetry.data import Catalog, ClassBalanced, Shuffled, list_datasets, open_dataset
+from proximetry.data import (
+    Catalog,
+    ClassBalanced,
+    Shuffled,
+    Streamed,
+    list_datasets,
+    open_dataset,
+)
 from proximetry.models.embedder import Stage
 from proximetry.models.names import OWN
+from proximetry.training.automatic import StorageFacts
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
 from proximetry.training.recipe import Protocol, Recipe, RecipeError
@@ -83,9 +91,9 @@ class TrainingData(ABC):
         """Rows as evaluation sees them, in batches for `Embedder.pixel_features`."""
 
     @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all that could be kept on a GPU."""
+    def storage(self) -> StorageFacts | None:
+        """What the choice of a cache depends on; None where there is nothing to choose."""
+        return None
 
     @abstractmethod
     def put(self, place: str) -> None:
@@ -265,6 +273,9 @@ def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassB
             classes = d.batch_size // d.images_per_class
             return ClassBalanced(codes, classes, d.images_per_class, seed=seed)
         full = len(codes) >= d.batch_size
+        if d.sampler == "streamed":
+            buffer = d.shuffle_buffer
+            return Streamed(len(codes), d.batch_size, buffer=buffer, drop_last=full, seed=seed)
         return Shuffled(len(codes), d.batch_size, drop_last=full, seed=seed)
     except ValueError as error:
         raise RecipeError(f"data: {error}") from error

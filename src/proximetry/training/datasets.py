@@ -312,11 +312,6 @@ class DatasetData(TrainingData):
             persistent_workers=True,
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Nothing is kept."""
-        return 0
-
     def close(self) -> None:
         """End the worker processes, which would live until the loader is collected as garbage."""
         iterator = self._loader._iterator

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from proximetry._common import readable_size, spaced
-from proximetry.data import Catalog, VectorCatalog
-from proximetry.data.pixel_cache import cache_home, estimate
+from proximetry._common import readable_seconds, readable_size, spaced
+from proximetry.data import VectorCatalog
+from proximetry.data.pixel_cache import cache_home
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
-from proximetry.training.automatic import choose, device_facts
+from proximetry.training.automatic import StorageFacts, choose, device_facts
 from proximetry.training.data import (
     Division,
     divide,
@@ -22,7 +22,7 @@ from proximetry.training.data import (
     open_catalog,
 )
 from proximetry.training.distributed import World, join_processes
-from proximetry.training.images import check_space, second_cache
+from proximetry.training.images import check_space, free_space, storage_facts
 from proximetry.training.parts import check_vectors_fit, take_parts
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Trackers
@@ -76,15 +76,19 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
     sampler = make_sampler(recipe, parts["train"].codes, world)
 
-    place = recipe.data.cache_dir
-    caches = _caches(recipe, embedder, catalog, division) if embedder.takes_images else []
-    missing = sum(size for there, size in caches if not there)
-    pixels = sum(size for _, size in caches)
-    free = check_space(recipe, missing)
-
+    storage = None
+    if embedder.takes_images:  # the caches, as the run would build them
+        side, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
+        sides = recipe.data.short_side or side, side
+        storage = storage_facts(recipe, catalog, division.rows, sides, how)
     facts = device_facts(world)
-    images, kept = len(parts["train"]), "" if embedder.takes_images else "vectors from memory"
-    recipe, lines = choose(recipe, facts, images=images, pixels=pixels, kept=kept)
+    images = len(parts["train"])
+    recipe, lines = choose(
+        recipe, facts, images=images, storage=storage, kept="vectors from memory"
+    )
+    if storage is None or recipe.data.cache == "none":
+        storage = StorageFacts(0, 0, free_space(recipe), 0)
+    check_space(recipe, storage.missing)
     stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
     updater = make_updater(
         recipe, embedder, parts["train"].class_names, world, notes.append, stage=stage
@@ -108,29 +112,18 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "device": lines[0],
         "folder": {"path": str(out), "state": state},
         "cache": {
-            "folder": str(cache_home(place)),
-            "bytes": pixels,
-            "missing_bytes": missing,
-            "free_bytes": free,
+            "folder": str(cache_home(recipe.data.cache_dir)),
+            "bytes": storage.pixels,
+            "missing_bytes": storage.missing,
+            "free_bytes": storage.disk,
         },
-        "memory_bytes": memory + (pixels if recipe.data.cache == "gpu" else 0),
+        "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
             "training": left * per_epoch / rates[0],
             "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
     }
-
-
-def _caches(
-    recipe: Recipe, embedder: Embedder, catalog: Catalog, division: Division
-) -> list[tuple[bool, int]]:
-    """Whether the caches that the run would build are there, and their bytes."""
-    resize, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
-    second = second_cache(recipe, division.rows, len(catalog), resize)
-    sizes = [(catalog, recipe.data.short_side or resize), (catalog.subset(second), resize)]
-    place = recipe.data.cache_dir
-    return [estimate(part, side, place, interpolation=how) for part, side in sizes if len(part)]
 
 
 def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
@@ -253,7 +246,9 @@ def describe(found: dict[str, Any]) -> str:
         "cache": [
             f"{size} to decode, {readable_size(cache['free_bytes'])} free",
             f"in {cache['folder']}",
-        ],
+        ]
+        if recipe.data.cache != "none"
+        else ["none"],
         "memory": [f"about {readable_size(found['memory_bytes'])}"],
         "time": [
             f"about {total}{decoding}: training {readable_seconds(seconds['training'])} "
@@ -276,10 +271,3 @@ def _side(pixels: int | None) -> str:
 def _count(number: int, what: str) -> str:
     plural = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{spaced(number)} {what}{plural}"
-
-
-def readable_seconds(seconds: float) -> str:
-    """Write a time for people: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

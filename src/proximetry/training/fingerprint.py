@@ -11,12 +11,13 @@ from proximetry._common import some, spaced
 from proximetry.data import Catalog
 
 
-def fingerprint(catalog: Catalog, contents: str | None) -> dict[str, Any]:
+def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
     """Describe the images of a catalogue in plain values, to be compared with `what_changed`.
 
     Args:
         catalog: the images.
         contents: the digest of what the image files contain, where it is known.
+        sizes: the digest of the bytes they take.
     """
     roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
     return {
@@ -25,6 +26,7 @@ def fingerprint(catalog: Catalog, contents: str | None) -> dict[str, Any]:
         "rows": _digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
         "paths": _digest(map(repr, catalog.paths)),
         "contents": contents,
+        "sizes": sizes,
     }
 
 
@@ -69,6 +71,18 @@ def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if total != was:
         told.append(f"{total} images in all instead of {was}")
     return ", ".join(filter(None, told))
+
+
+def may_have_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say that files may be other ones under the same names, where their contents are not known.
+
+    That is no reason to stop: a run that met a broken image goes on when it has been mended.
+    """
+    old, new = before.get("sizes"), now.get("sizes")
+    known = None not in (before["contents"], now["contents"])
+    if known or None in (old, new) or old == new:
+        return ""
+    return "some image files have another size than when the run was begun"
 
 
 def _classes(names: list[str]) -> str:

@@ -1,10 +1,12 @@
-"""Images to train on: batches of pixels, cut out of the pixel cache."""
+"""Images to train on: batches of pixels, from the pixel cache or decoded on the fly."""
 
+import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,13 +14,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import first_few, readable_size, some, spaced, torch_pool
+from proximetry._common import (
+    available_memory,
+    chunks,
+    cores,
+    first_few,
+    readable_seconds,
+    readable_size,
+    some,
+    spaced,
+    torch_pool,
+)
 from proximetry.data import Catalog, CenterCrop, ColorJitter, PixelCache, RandomResizedCrop
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.pixel_cache import cache_home, estimate, known_contents
+from proximetry.data.decoding import ENCODED, decode
+from proximetry.data.images import Interpolation
+from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
+from proximetry.data.pixel_cache import (
+    EncodedCache,
+    Pixels,
+    cache_home,
+    check_files,
+    estimate,
+    file_sizes,
+    known_contents,
+)
 from proximetry.models import Preprocessing
-from proximetry.training.data import Rows, TrainingData, divide, open_catalog
+from proximetry.training.automatic import StorageFacts
+from proximetry.training.data import Rows, TrainingData, open_catalog
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Recipe
@@ -27,18 +51,34 @@ from proximetry.training.run_folder import RunError
 
 T = TypeVar("T")
 
+_UPLOADS = 2  # batches on their way to the GPU
+_ENCODED = (
+    f"trained on images that were compressed again ({ENCODED}, data.cache encoded), which changes "
+    "figures slightly; evaluated on the image files themselves"
+)
+
 
 class _Order(NamedTuple):
-    """A batch before it is made: which window of which rows, in which colors, and the labels."""
+    """A batch before it is made: which window of which images, in which colors, and the labels."""
 
+    pixels: Pixels
     rows: Rows
     windows: Windows
     colors: ColorChanges | None
     labels: Tensor
 
 
+class _Plan(NamedTuple):
+    """A batch before its images are there."""
+
+    rows: Rows
+    chances: Tensor
+    colors: ColorChanges | None
+    labels: Tensor
+
+
 class ImageData(TrainingData):
-    """The images of a run."""
+    """The images of a run; batches can be had when they have been `put` somewhere."""
 
     def __init__(
         self,
@@ -49,24 +89,14 @@ class ImageData(TrainingData):
         catalog: Catalog | None = None,
     ) -> None:
         d = recipe.data
-        self.world, self._recipe, self._display = world, recipe, display
+        self._display = display
         self._filter = preprocessing.interpolation
+        self._sides = d.short_side or preprocessing.resize, preprocessing.resize
         if catalog is None:
             catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
-        told = catalog.remarks()
-        for note in told:
+        super().__init__(recipe, catalog, world)  # which may refuse it, before hours of decoding
+        for note in self.notes:
             display.message(note)
-        divide(catalog, recipe)  # which may refuse it, before hours of decoding
-        cache = self._build(catalog, d.short_side or preprocessing.resize)
-        left_out = [f"left out {path}: {why}" for path, why in cache.bad]
-        super().__init__(recipe, cache.catalog, world, left_out)
-        remarks = self.catalog.remarks()
-        found = self.notes[len(remarks) + len(left_out) :]
-        for note in [*remarks[len(told) :], *first_few(left_out, "results.json"), *found]:
-            display.message(note)
-        self.fingerprint = fingerprint(self.catalog, known_contents(catalog, d.cache_dir))
-        self._cache = cache
-        self._eval_rows, self._eval_cache = self._evaluation_cache(preprocessing.resize)
         crop = d.crop_size or preprocessing.crop
         self._augment: RandomResizedCrop | CenterCrop = CenterCrop(crop, d.flip)
         if d.random_crop:
@@ -76,20 +106,28 @@ class ImageData(TrainingData):
         self._colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
         self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
+        self._sent: deque[tuple[torch.cuda.Event, DecodedBatch]] = deque()
+        self._source: PixelCache | OnTheFly
+        self._eval_source: PixelCache | OnTheFly
+        self._eval_rows: Rows
 
-    def _build(self, catalog: Catalog, short_side: int) -> PixelCache:
+    def _build(
+        self, catalog: Catalog, short_side: int, kind: type[PixelCache] = PixelCache
+    ) -> PixelCache:
         recipe, d = self._recipe, self._recipe.data
         what: Any = (catalog, short_side, d.cache_dir)
 
         def build() -> PixelCache:
-            there, size = estimate(*what, interpolation=self._filter)
+            there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
             count, started = spaced(len(catalog)), time.monotonic()
             if not there:
                 check_space(recipe, size)
+                seconds = decoding_seconds(catalog, short_side, self._filter)
+                takes = f", about {readable_seconds(seconds)}" if seconds >= 1 else ""
                 self._display.message(
-                    f"decoding {count} images into the cache ({readable_size(size)})…"
+                    f"decoding {count} images into the cache ({readable_size(size)}{takes})…"
                 )
-            cache = PixelCache.build(
+            cache = kind.build(
                 *what,
                 interpolation=self._filter,
                 policy=d.bad_images,
@@ -114,29 +152,99 @@ class ImageData(TrainingData):
             raise RunError(f"some processes can read images that others cannot: {listed}")
         return cache
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pixels."""
-        caches = {id(cache): cache for cache in (self._cache, self._eval_cache)}
-        return sum(cache.flat.nbytes for cache in caches.values())
+    @cached_property
+    def storage(self) -> StorageFacts:
+        """What the choice of a cache depends on."""
+        return self.world.first(
+            lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sides, self._filter)
+        )
 
     def put(self, place: str) -> None:
-        """Bring the pixels to the ``gpu``, to ``memory``, or leave them on ``disk``."""
-        shared = self._eval_cache is self._cache
-        self._cache = self._put(self._cache, place)
-        self._eval_cache = self._cache if shared else self._put(self._eval_cache, place)
+        """Read the images on the fly, or decode them into a cache, on disk or on the GPU."""
+        train_side, eval_side = self._sides
+        if place == "none":
+            bad = self.world.first(self._check_files)
+            left_out = {path for path, _ in bad}
+            good = [row for row, path in enumerate(self.catalog.paths) if path not in left_out]
+            self._take(self.catalog.subset(good) if bad else self.catalog, bad)
+            self._source = self._eval_source = self._on_the_fly(train_side)
+            self._eval_rows = np.arange(len(self.catalog))
+            if eval_side != train_side:
+                self._eval_source = self._on_the_fly(eval_side)
+            return
+        kind = EncodedCache if place == "encoded" else PixelCache
+        cache = self._build(self.catalog, train_side, kind)
+        self._take(cache.catalog, cache.bad)
+        if isinstance(cache, EncodedCache):
+            self.notes.append(_ENCODED)
+            self._display.message(_ENCODED)
+            self._source = self._on_the_fly(train_side, cache.members())
+            # What is saved will see files: so does evaluation, and its figures are the same.
+            self._eval_source = self._on_the_fly(eval_side)
+            self._eval_rows = np.arange(len(self.catalog))
+            return
+        self._eval_rows, eval_cache = self._evaluation_cache(cache, eval_side)
+        self._source = self._move(cache, place)
+        self._eval_source = self._source
+        if eval_cache is not cache:
+            self._eval_source = self._move(eval_cache, place)
 
-    def _put(self, cache: PixelCache, place: str) -> PixelCache:
-        if place == "memory":
-            return PixelCache(cache.catalog, cache.flat.clone(), cache.index, cache.bad)
-        if place == "disk":
+    def close(self) -> None:
+        """End the processes that decode."""
+        for name in ("_source", "_eval_source"):
+            source = getattr(self, name, None)  # nowhere, if they have not been put yet
+            if isinstance(source, OnTheFly):
+                source.close()
+
+    def _check_files(self) -> tuple[tuple[str, str], ...]:
+        """Find the images that cannot be read, as far as ``data.bad_images`` asks for it."""
+        d = self._recipe.data
+        if d.bad_images == "skip":
+            count = spaced(len(self.catalog))
+            self._display.message(f"checking {count} images, once, for which ones to leave out…")
+        return check_files(
+            self.catalog,
+            self._sides[0],
+            d.cache_dir,
+            interpolation=self._filter,
+            policy=d.bad_images,
+            progress=partial(self._display.progress, "checking"),
+        )
+
+    def _take(self, catalog: Catalog, bad: Iterable[tuple[str, str]]) -> None:
+        """Go on with the images that can be read."""
+        known = known_contents(self.catalog, self._recipe.data.cache_dir)
+        left_out = [f"left out {path}: {why}" for path, why in bad]
+        if catalog is not self.catalog:
+            told = self.notes
+            super().__init__(self._recipe, catalog, self.world, left_out)
+            more = [note for note in self.notes if note not in {*told, *left_out}]
+            for note in [*first_few(left_out, "results.json"), *more]:
+                self._display.message(note)
+        self.fingerprint = fingerprint(self.catalog, known, file_sizes(self.catalog))
+
+    def _on_the_fly(self, short_side: int, members: Members | None = None) -> OnTheFly:
+        d, e, world = self._recipe.data, self._recipe.evaluation, self.world
+        return OnTheFly(
+            self.catalog,
+            short_side,
+            self._filter,
+            largest=max(-(-d.batch_size // world.size), e.batch_size),
+            device=world.device,
+            held=_UPLOADS + 1 if world.device.type == "cuda" else 1,
+            members=members,
+            sharing=min(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))),
+        )
+
+    def _move(self, cache: PixelCache, place: str) -> PixelCache:
+        if place == "pixels":
             return cache
         try:
             return cache.to(self.world.device)
         except ValueError as error:
             raise RunError(f"data.cache gpu: {error}") from error
 
-    def _evaluation_cache(self, resize: int) -> tuple[Rows, PixelCache]:
+    def _evaluation_cache(self, cache: PixelCache, resize: int) -> tuple[Rows, PixelCache]:
         """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
 
         Evaluation sees what the saved embedder will see of the image files: their short side
@@ -144,7 +252,7 @@ class ImageData(TrainingData):
         """
         wanted = second_cache(self._recipe, self.rows, len(self.catalog), resize)
         if len(wanted) == 0:
-            return np.arange(len(self.catalog)), self._cache
+            return np.arange(len(self.catalog)), cache
         places = np.full(len(self.catalog), -1)
         places[wanted] = np.arange(len(wanted))
         return places, self._build(self.catalog.subset(wanted), resize)
@@ -152,35 +260,40 @@ class ImageData(TrainingData):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
 
-        The next batch is made while the present one is trained on: in a thread or, of pixels on a
-        GPU, there, beside the network. What a batch holds depends on the seed, the epoch and its
+        The next batch is made while the present one is trained on: in a thread or, for a GPU,
+        there, beside the network. What a batch holds depends on the seed, the epoch and its
         number alone.
         """
         numbers = range(start, len(self.sampler))
-        if self._cache.flat.device.type == "cpu":
-            made = _in_a_thread(lambda number: self._make(self._order(epoch, number)), numbers)
-            for pixels, labels in made:
-                yield pixels.to(self.world.device), self._send(labels)
-            return
+        if isinstance(self._source, OnTheFly):
+            self._source.start()
+        on_cpu = self.world.device.type == "cpu"
         # The thread leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph,
         # which no other thread may disturb, be it by asking for pinned memory.
-        orders = _in_a_thread(lambda number: self._order(epoch, number), numbers)
-        for take in _one_ahead(map(self._cut, orders)):
-            yield take()
+        make: Any = self._make if on_cpu else lambda order: order
+        with (
+            closing(self._orders(epoch, numbers)) as orders,
+            closing(_in_a_thread(lambda number: make(next(orders)), numbers)) as made,
+        ):
+            if on_cpu:
+                yield from made
+            else:
+                for take in _one_ahead(map(self._cut, made)):
+                    yield take()
 
     def _cut(self, order: _Order) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to cut a batch out of the pixels on the GPU, on a stream of its own.
+        """Begin to cut a batch out of its pixels on the GPU, on a stream of its own.
 
         Returns what gives the batch: the stream that asks waits for it, the processor does not.
         What has been asked of the GPU so far comes first, so memory that has become free is not
         written to before its last reader is done. The coming step is not among it.
         """
-        device = self._cache.flat.device
+        device = self.world.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            pixels, labels = self._make(order)
+            pixels, labels = self._make(order._replace(pixels=self._upload(order.pixels)))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         sent = self._send(labels)
@@ -191,8 +304,25 @@ class ImageData(TrainingData):
 
         return take
 
+    def _upload(self, pixels: Pixels) -> Pixels:
+        """Send pixels to the GPU, if they are not there; give back batches that have arrived."""
+        if pixels.flat.is_cuda:
+            return pixels
+        there = pixels.send(self.world.device)
+        if isinstance(pixels, DecodedBatch):
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            self._sent.append((arrived, pixels))
+            while len(self._sent) > _UPLOADS:
+                earlier, batch = self._sent.popleft()
+                earlier.synchronize()
+                batch.give_back()
+        return there
+
     def _make(self, order: _Order) -> tuple[Tensor, Tensor]:
-        pixels = self._augment.apply(self._cache, order.rows, order.windows)
+        pixels = self._augment.apply(order.pixels, order.rows, order.windows)
+        if isinstance(order.pixels, DecodedBatch):
+            order.pixels.give_back()
         if order.colors is not None:
             pixels = recolor(pixels, order.colors)
         return pixels, order.labels
@@ -202,22 +332,55 @@ class ImageData(TrainingData):
 
         On a GPU the last batch is filled up with its last image: a CUDA graph has one batch size.
         """
-        missing = -len(rows) % batch_size
-        if self.world.device.type == "cuda" and missing:
-            rows = np.concatenate([rows, np.full(missing, rows[-1])])
-        for start in range(0, len(rows), batch_size):
-            places = self._eval_rows[rows[start : start + batch_size]]
-            yield self._view(self._eval_cache, places).to(self.world.device)
+        on_cuda = self.world.device.type == "cuda"
+        wanted = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
+        with closing(self._read(self._eval_source, wanted)) as batches:
+            for pixels, places in batches:
+                filled = -len(places) % batch_size if on_cuda else 0
+                chosen = np.concatenate([places, np.full(filled, places[-1])])
+                if isinstance(pixels, DecodedBatch) and on_cuda:
+                    yield self._view(self._upload(pixels), chosen)
+                    continue
+                view = self._view(pixels, chosen).to(self.world.device)
+                if isinstance(pixels, DecodedBatch):
+                    pixels.give_back()
+                yield view
 
-    def _order(self, epoch: int, number: int) -> _Order:
-        rows, labels, mine, total, generator = self._batch(epoch, number)
-        chances = self._augment.chances(total, generator)[mine]
-        colors = self._colors.draw(total, generator)[mine] if self._colors else None
-        windows = self._augment.windows(self._cache, rows, chances)
-        return _Order(rows, windows, colors, labels)
+    def _read(
+        self, source: PixelCache | OnTheFly, wanted: Iterable[Rows]
+    ) -> Generator[tuple[Pixels, Rows]]:
+        """Give the images of each list of rows, and which of them are meant."""
+        if isinstance(source, PixelCache):
+            for rows in wanted:
+                yield source, rows
+        else:
+            with closing(source.batches(wanted)) as batches:
+                for batch in batches:
+                    yield batch, np.arange(len(batch))
+
+    def _orders(self, epoch: int, numbers: range) -> Generator[_Order]:
+        """Give what is to be made of the images of each batch."""
+        plans: deque[_Plan] = deque()
+
+        def wanted() -> Iterator[Rows]:
+            for number in numbers:
+                rows, labels, mine, total, generator = self._batch(epoch, number)
+                chances = self._augment.chances(total, generator)[mine]
+                colors = self._colors.draw(total, generator)[mine] if self._colors else None
+                plans.append(_Plan(rows, chances, colors, labels))
+                yield rows
+
+        on_cuda = self.world.device.type == "cuda"
+        for pixels, rows in self._read(self._source, wanted()):
+            plan = plans.popleft()
+            if on_cuda and isinstance(pixels, PixelCache) and not pixels.flat.is_cuda:
+                # Crops are made on the GPU whichever cache there is: their bytes are the same.
+                pixels, rows = pixels.gather(rows), np.arange(len(rows))
+            windows = self._augment.windows(pixels, rows, plan.chances)
+            yield _Order(pixels, rows, windows, plan.colors, plan.labels)
 
 
-def _in_a_thread(make: Callable[[int], T], numbers: range) -> Iterator[T]:
+def _in_a_thread(make: Callable[[int], T], numbers: range) -> Generator[T]:
     """Give what is made of each number, the next one being made in a thread meanwhile."""
     # One thread is enough for crops; more would take turns with those of the network.
     with torch_pool(1, 1) as pool:
@@ -235,16 +398,56 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from begun
 
 
-def check_space(recipe: Recipe, size: int) -> int:
-    """Return the free bytes of the disk of the pixel cache; refuse a cache that is larger."""
+def storage_facts(
+    recipe: Recipe,
+    catalog: Catalog,
+    rows: dict[str, Rows],
+    sides: tuple[int, int],
+    interpolation: Interpolation,
+) -> StorageFacts:
+    """Find out what the choice of a cache depends on; of each image file at most the header."""
+    encoded = recipe.data.cache == "encoded"
+    second = second_cache(recipe, rows, len(catalog), sides[1])
+    parts = [(catalog, sides[0]), (catalog.subset(second), sides[1])]
+    caches = [
+        estimate(part, side, recipe.data.cache_dir, interpolation=interpolation, encoded=encoded)
+        for part, side in (parts[:1] if encoded else parts)
+        if len(part)
+    ]
+    return StorageFacts(
+        pixels=sum(size for _, size in caches),
+        missing=sum(size for there, size in caches if not there),
+        disk=free_space(recipe),
+        memory=available_memory(),
+    )
+
+
+def decoding_seconds(catalog: Catalog, short_side: int, interpolation: Interpolation) -> float:
+    """Estimate how long all cores take to decode the images, from a few of them."""
+    rows = np.unique(np.linspace(0, len(catalog) - 1, 8).astype(int))
+    started = time.perf_counter()
+    for done, row in enumerate(rows, 1):  # noqa: B007
+        decode(catalog.file(row), short_side, interpolation)
+        if time.perf_counter() - started > 1:
+            break
+    return (time.perf_counter() - started) / done * len(catalog) / cores()
+
+
+def free_space(recipe: Recipe) -> int:
+    """Return the free bytes of the disk of the pixel cache."""
     home = cache_home(recipe.data.cache_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
+    return shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
+
+
+def check_space(recipe: Recipe, size: int) -> None:
+    """Refuse a pixel cache that is larger than what its disk has free."""
+    home, free = cache_home(recipe.data.cache_dir).absolute(), free_space(recipe)
     if size > free:
         raise RunError(
             f"the pixel cache needs {readable_size(size)} in {home}, where {readable_size(free)} "
-            "are free; name another folder as data.cache_dir, or take a smaller data.short_side"
+            "are free; use data.cache none, name another folder as data.cache_dir, or take a "
+            "smaller data.short_side"
         )
-    return free
 
 
 def second_cache(recipe: Recipe, rows: dict[str, Rows], images: int, resize: int) -> Rows:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from proximetry.data.images import ImageError
 from proximetry.metrics import separability
 from proximetry.metrics.scores import ONE_SET
 from proximetry.models import Embedder
@@ -190,7 +191,7 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
     if run.clock.phase != "startup":
         run.clock.enter("startup" if changed else "training")
     seen = 0
-    for pixels, labels in run.data.batches(state.epoch, state.batch):
+    for pixels, labels in _readable(run, last):
         loss = run.updater.backward(pixels, labels, state.step)
         with last.changing():
             run.updater.update(state.step)
@@ -210,6 +211,19 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
             raise Stopped(_stopped_after(run, state.step))
     run.check_finite(weights=True)  # which waits for the device
     return seen, run.clock.enter("other")
+
+
+def _readable(run: Run, last: LastStep) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the batches; at an image that cannot be read, save the run and say so."""
+    try:
+        yield from run.data.batches(run.state.epoch, run.state.batch)
+    except ImageError as error:
+        if run.world.size == 1:
+            run.notify("on_stop")
+            saved = _stopped_after(run, run.state.step)
+        else:
+            saved = _rescue(run, last)
+        raise RunError(f"{error}; put a readable file in its place; {saved}") from error
 
 
 def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:

@@ -156,14 +156,15 @@ def check_vectors_fit(recipe: Recipe, catalog: Catalog | None) -> None:
 
 
 def check_network(embedder: Embedder, data: TrainingData) -> None:
-    """Let a network of one's own, or one for tensors of one's own, embed the first rows."""
-    if not embedder.is_own and data.stage == "pixels":
-        return
-    rows = data.rows["train"][:2]
-    first = next(iter(data.views(rows, len(rows))))
-    batch = embedder.preprocessing.normalize(first) if data.stage == "pixels" else first
-    if data.stage == "features":
-        return
+    """Let a network of one's own, or one for tensors of one's own, embed a few rows."""
+    if data.stage == "pixels":
+        if not embedder.is_own:
+            return
+        blank = torch.zeros(2, 3, *embedder.preprocessing.crop, dtype=torch.uint8)
+        batch = embedder.preprocessing.normalize(blank.to(data.world.device))
+    else:
+        rows = data.rows["train"][:2]
+        batch = next(iter(data.views(rows, len(rows))))
     check_vectors(embedder.architecture.backbone.removeprefix(OWN), embedder, batch)
 
 

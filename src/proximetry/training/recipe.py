@@ -172,14 +172,20 @@ class DataConfig(Section):
     hue: Number = _key(0.0, "largest random hue shift, as in ColorJitter", ge=0, le=0.5)
     grayscale: Number = _key(0.0, "probability that an image loses its color", ge=0, le=1)
     batch_size: Count = _key(180, "images per step, over all processes together", le=10**6)
-    sampler: Literal["shuffled", "balanced"] = _key(
-        "shuffled", "balanced draws images_per_class images of each class in a batch"
+    sampler: Literal["shuffled", "balanced", "streamed"] = _key(
+        "shuffled",
+        "balanced draws images_per_class images of each class in a batch; streamed takes images "
+        "that lie side by side at about the same time, for large tar shards",
+    )
+    shuffle_buffer: Count = _key(
+        16384, "images that the streamed sampler shuffles together", le=10**7
     )
     images_per_class: Count = _key(4, "of the balanced sampler")
-    cache: Literal["auto", "disk", "memory", "gpu"] = _key(
+    cache: Literal["auto", "none", "encoded", "pixels", "gpu"] = _key(
         AUTO,
-        "where the pixels are read from: a memory map of the cache on disk, memory, or the GPU; "
-        "auto takes the GPU where they fit with room to spare",
+        "none decodes the image files on the fly; pixels are decoded once and kept on disk, with "
+        "gpu also in its memory; encoded keeps images compressed again at short_side, which "
+        "changes them slightly; auto goes by what fits where",
         role="pace",
     )
     cache_dir: Text | None = _key(
@@ -188,6 +194,12 @@ class DataConfig(Section):
     bad_images: Literal["error", "skip"] = _key(
         "error", "stop at missing or unreadable images, or leave them out and list them"
     )
+
+    @field_validator("cache", mode="before")
+    @classmethod
+    def _older(cls, value: Any) -> Any:
+        """Read the places of older recipes, which stand beside results."""
+        return "pixels" if value in ("disk", "memory") else value
 
     @field_validator("root", "cache_dir")
     @classmethod
@@ -634,7 +646,10 @@ class Recipe(Section):
 
         A run continues with the same ones alone.
         """
-        return self.portable(without=get_args(Role))
+        values = self.portable(without=get_args(Role))
+        if self.data.cache == "encoded":  # the one place whose pixels are other ones
+            values["data.cache"] = "encoded"
+        return values
 
     def without_places(self) -> Recipe:
         """Return the recipe less where things lie on this machine."""

@@ -226,11 +226,15 @@ def prepare(
     clock = Stopwatch()
     embedder, data = make_data(recipe, world, display, parts)
     facts = device_facts(world)
-    images, pixels = len(data.rows["train"]), data.nbytes
-    recipe, lines = choose(recipe, facts, images=images, pixels=pixels, kept=data.kept)
+    images = len(data.rows["train"])
+    recipe, lines = choose(recipe, facts, images=images, storage=data.storage, kept=data.kept)
     for line in lines:
         display.message(line)
     data.put(recipe.data.cache)
+    if recipe.model.freeze_backbone:
+        source, data = data, CachedFeatures(data, embedder, display)
+        source.close()
+        data.put(recipe.data.cache)
     on_failure = None if needs_graph else display.message
     updater = make_updater(
         recipe, embedder, data.class_names, world, on_failure, parts.make_loss(), data.stage
@@ -254,7 +258,7 @@ def prepare(
 def make_data(
     recipe: Recipe, world: World, display: Display, parts: Parts
 ) -> tuple[Embedder, TrainingData]:
-    """The embedder, and what it is trained on; of a backbone that is frozen, its features."""
+    """The embedder, and what it is trained on."""
     own = parts.data
     if isinstance(own, OwnDatasets):
         catalog = own.catalog(display)
@@ -286,11 +290,6 @@ def make_data(
     except BaseException:
         data.close()
         raise
-    if recipe.model.freeze_backbone:
-        if not embedder.parameter_parts()["head"]:
-            raise RunError("model.freeze_backbone leaves nothing to train: there is no head")
-        source, data = data, CachedFeatures(data, embedder, display)
-        source.close()
     return embedder, data
 
 
@@ -356,6 +355,8 @@ def check_abilities(recipe: Recipe, embedder: Embedder) -> None:
     """Refuse what the recipe asks of the network and it cannot do, before images are decoded."""
     if recipe.model.lora_rank is not None and embedder.is_own:
         raise RecipeError("model.lora_rank is for networks of timm, not for one of your own")
+    if recipe.model.freeze_backbone and not embedder.parameter_parts()["head"]:
+        raise RunError("model.freeze_backbone leaves nothing to train: there is no head")
     if recipe.optimizer.layer_decay != 1.0:
         try:
             embedder.backbone_layers()
@@ -476,7 +477,7 @@ def guest_of_torch(
         raise RunError(
             f"not enough memory on {world.device} for the run in {out}; a smaller "
             "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
-            "training.precision bfloat16 or data.cache memory needs less, or wait until others "
+            "training.precision bfloat16 or data.cache pixels needs less, or wait until others "
             f"have left the device ({str(error).split('. ')[0]})"
         ) from error
     finally:

@@ -17,7 +17,7 @@ from proximetry.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from proximetry.training.fingerprint import what_changed
+from proximetry.training.fingerprint import may_have_changed, what_changed
 from proximetry.training.recipe import Recipe, differences
 from proximetry.training.run_folder import RunError
 
@@ -200,6 +200,10 @@ def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
             f"the run in {run.folder.path} was begun with other images: {changes}; put them back "
             "as they were, choose another folder, or start over with --fresh"
         )
+    doubt = may_have_changed(plain["images"], run.data.fingerprint)
+    if doubt and doubt not in run.data.notes:
+        run.report(doubt)
+        run.data.notes.append(doubt)
 
 
 class Checkpoints(Callback):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proximetry.data.augment.resample import Rows, Windows, image_sizes, resample
 from proximetry.data.images import Interpolation, check_interpolation, crop_size
-from proximetry.data.pixel_cache import PixelCache
+from proximetry.data.pixel_cache import Pixels
 
 # As in the literature: so many tries for a window that fits, then the largest central one.
 _TRIES = 10
@@ -46,15 +46,15 @@ class RandomResizedCrop:
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"ratio must be 0 < smallest ≤ largest, got {self.ratio}")
 
-    def __call__(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Tensor:
+    def __call__(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Tensor:
         """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
         return self.apply(pixels, rows, self.draw(pixels, rows, generator))
 
-    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> Tensor:
+    def apply(self, pixels: Pixels, rows: Rows, windows: Windows) -> Tensor:
         """Return the batch for windows that were drawn before."""
         return resample(pixels, rows, windows, crop_size(self.crop), self.interpolation)
 
-    def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
+    def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
         """Draw a window per image."""
         return self.windows(pixels, rows, self.chances(len(rows), generator))
 
@@ -66,7 +66,7 @@ class RandomResizedCrop:
         """
         return torch.rand(count, 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
 
-    def windows(self, pixels: PixelCache, rows: Rows, chances: Tensor) -> Windows:
+    def windows(self, pixels: Pixels, rows: Rows, chances: Tensor) -> Windows:
         """Return the window of each image that follows from what was drawn for it."""
         heights, widths = image_sizes(pixels, rows)
         u = chances
@@ -123,16 +123,16 @@ class CenterCrop:
     def __post_init__(self) -> None:
         crop_size(self.crop)
 
-    def __call__(self, pixels: PixelCache, rows: Rows) -> Tensor:
+    def __call__(self, pixels: Pixels, rows: Rows) -> Tensor:
         """Return a uint8 batch [rows, 3, height, width] on the device of the pixels."""
         return self.apply(pixels, rows, self.windows(pixels, rows))
 
-    def apply(self, pixels: PixelCache, rows: Rows, windows: Windows) -> Tensor:
+    def apply(self, pixels: Pixels, rows: Rows, windows: Windows) -> Tensor:
         """Return the batch for windows that were drawn before."""
         # Nothing is scaled, so the filter does not matter.
         return resample(pixels, rows, windows, crop_size(self.crop), "bilinear")
 
-    def draw(self, pixels: PixelCache, rows: Rows, generator: torch.Generator) -> Windows:
+    def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
         """Return the central window of each image, flipped or not."""
         return self.windows(pixels, rows, self.chances(len(rows), generator))
 
@@ -140,7 +140,7 @@ class CenterCrop:
         """Draw what decides which images are flipped."""
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
-    def windows(self, pixels: PixelCache, rows: Rows, chances: Tensor | None = None) -> Windows:
+    def windows(self, pixels: Pixels, rows: Rows, chances: Tensor | None = None) -> Windows:
         """Return the central window of each image, flipped by what was drawn for it, if it was."""
         height, width = crop_size(self.crop)
         heights, widths = image_sizes(pixels, rows)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proximetry.data.pixel_cache import PixelCache
+from proximetry.data.pixel_cache import Pixels
 
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Windows:
 
 
 def resample(
-    pixels: PixelCache, rows: Rows, windows: Windows, size: tuple[int, int], interpolation: str
+    pixels: Pixels, rows: Rows, windows: Windows, size: tuple[int, int], interpolation: str
 ) -> Tensor:
     """Return a uint8 batch [rows, 3, *size] on the device of the pixels."""
     chosen = np.asarray(rows, dtype=np.int64)
@@ -71,7 +71,7 @@ def resample(
     return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
 
 
-def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[Tensor, Tensor]:
+def image_sizes(pixels: Pixels, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the heights and widths of the given images."""
     chosen = np.asarray(rows, dtype=np.int64)
     if chosen.ndim != 1:
@@ -82,7 +82,7 @@ def image_sizes(pixels: PixelCache, rows: Rows) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels.heights[chosen]), torch.from_numpy(pixels.widths[chosen])
 
 
-def window_table(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> Tensor:
+def window_table(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> Tensor:
     """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
     places = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
     return torch.cat([torch.from_numpy(places), windows.table()], dim=1)
@@ -104,7 +104,7 @@ def _kernel() -> Kernel | None:
     return resample_fused
 
 
-def _check(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) -> None:
+def _check(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> None:
     """Refuse windows outside their images: a GPU would read whatever lies there."""
     if len(rows) != len(windows):
         raise ValueError(f"{len(rows)} images, but {len(windows)} windows")
@@ -122,7 +122,7 @@ def _check(pixels: PixelCache, rows: npt.NDArray[np.int64], windows: Windows) ->
 
 
 def _resample_each(
-    pixels: PixelCache,
+    pixels: Pixels,
     rows: npt.NDArray[np.int64],
     windows: Windows,
     size: tuple[int, int],

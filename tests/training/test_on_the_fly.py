@@ -1,0 +1,286 @@
+"""Training without a cache: the batches, the run and its figures are those of the pixel cache."""
+
+import os
+import shutil
+import signal
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from proximetry.data import ImageError, decoding, on_the_fly
+from proximetry.data.pixel_cache import Pixels
+from proximetry.training import RunError, RunFolder, train
+from proximetry.training.distributed import World
+from tests.training.runs import OnStep, Said, assert_same_run, killed_at
+from tests.training.test_data import make_data, stand_in_for_streams
+from tests.training.tiny import make_recipe, with_
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Let even a few images be decoded by two processes; return those that were started."""
+    monkeypatch.setattr(decoding, "IMAGES_PER_PROCESS", 10)
+    monkeypatch.setattr(decoding, "cores", lambda: 2)
+    started = []
+    start = decoding.subprocess.Popen
+
+    def note(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(decoding.subprocess, "Popen", note)
+    return started
+
+
+def assert_equal(batches, others):
+    for (pixels, labels), (again, same) in zip(batches, others, strict=True):
+        assert torch.equal(pixels, again)
+        assert torch.equal(labels, same)
+
+
+@pytest.mark.parametrize("changes", [{}, {"short_side": 30, "color_jitter": 0.3}])
+def test_batches_and_views_are_those_of_the_pixel_cache(recipe, processes, changes):
+    recipe = with_(recipe, "data", **changes)
+    cached, decoded = make_data(recipe), make_data(with_(recipe, "data", cache="none"))
+    for epoch, start in ((0, 0), (1, 2)):
+        assert_equal(decoded.batches(epoch, start), cached.batches(epoch, start))
+    rows = np.flip(cached.rows["train"])
+    assert torch.equal(torch.cat([*decoded.views(rows, 5)]), torch.cat([*cached.views(rows, 5)]))
+    assert len(processes) >= 2
+
+
+def test_ranks_decode_their_part_alone(recipe, monkeypatch):
+    asked = []
+    batches = on_the_fly.OnTheFly.batches
+    monkeypatch.setattr(
+        on_the_fly.OnTheFly,
+        "batches",
+        lambda self, wanted: batches(self, (asked.append(rows) or rows for rows in wanted)),
+    )
+    whole = [pixels for pixels, _ in make_data(recipe).batches(0, 0)]
+    monkeypatch.setattr("proximetry.training.distributed.World.first", lambda self, task: task())
+    none = with_(recipe, "data", cache="none")
+    parts = [make_data(none, rank=rank, size=2) for rank in (0, 1)]
+    shared = zip(*(part.batches(0, 0) for part in parts), strict=True)
+    assert all(
+        torch.equal(torch.cat([a[0], b[0]]), pixels)
+        for (a, b), pixels in zip(shared, whole, strict=True)
+    )
+    assert {len(rows) for rows in asked} == {recipe.data.batch_size // 2}
+
+
+@pytest.fixture(scope="module")
+def cached_run(images, cache, tmp_path_factory):
+    """A whole run from the pixel cache, to which others are compared."""
+    recipe = make_recipe(images, cache, data={"cache": "pixels"})
+    out = tmp_path_factory.mktemp("cached") / "run"
+    train(recipe, out)
+    return recipe, out
+
+
+def test_a_run_without_a_cache_has_the_same_figures(cached_run, processes, tmp_path):
+    recipe, out = cached_run
+    changes = {"cache": "none", "cache_dir": str(tmp_path / "cache")}
+    train(with_(recipe, "data", **changes), tmp_path / "run")
+    assert_same_run(tmp_path / "run", out)
+    assert not [*(tmp_path / "cache").rglob("pixels.bin")]
+    assert len(processes) >= 2
+
+
+def test_a_run_goes_on_in_another_mode_to_the_sample(cached_run, tmp_path):
+    recipe, out = cached_run
+    recipe = with_(recipe, "training", checkpoint_steps=1)
+    for begun, goes_on in (("none", "pixels"), ("pixels", "none")):
+        killed_at(6, with_(recipe, "data", cache=begun), tmp_path / begun)
+        train(with_(recipe, "data", cache=goes_on), tmp_path / begun)
+        assert_same_run(tmp_path / begun, out)
+
+
+def test_killed_processes_change_nothing(cached_run, processes, tmp_path):
+    recipe, out = cached_run
+
+    def kill():
+        for process in processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match="decodes images ended with status -9; its images are"):
+        train(with_(recipe, "data", cache="none"), tmp_path / "run", callbacks=[OnStep(4, kill)])
+    assert_same_run(tmp_path / "run", out)
+
+
+def test_processes_end_with_the_data(recipe, processes):
+    data = make_data(with_(recipe, "data", cache="none"))
+    for _ in data.batches(0, 0):
+        break
+    assert len(processes) == 2
+    assert all(process.poll() is None for process in processes)
+    del data
+    assert all(process.wait(10) for process in processes)
+
+
+def test_images_of_any_shape_fit(recipe, processes, tmp_path):
+    for number, size in enumerate([(24, 24), (300, 24), (24, 310), (90, 31)] * 6):
+        folder = tmp_path / "images" / f"class{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    changes = {"root": str(tmp_path / "images"), "cache_dir": str(tmp_path / "cache")}
+    recipe = with_(recipe, "data", **changes)
+    cached, decoded = make_data(recipe), make_data(with_(recipe, "data", cache="none"))
+    assert_equal(decoded.batches(0, 0), cached.batches(0, 0))
+
+
+def test_batches_that_nobody_takes_leave_their_memory_to_others(recipe, processes, monkeypatch):
+    data = make_data(with_(recipe, "data", cache="none"))
+    expected = list(data.batches(0, 0))
+    # As for a GPU, to which batches would be on their way.
+    stand_in_for_streams(monkeypatch)
+    monkeypatch.setattr(Pixels, "send", lambda self, _: Pixels(self.flat.clone(), self.index))
+    monkeypatch.setattr(data, "world", World(device=torch.device("meta")))
+    monkeypatch.setattr(data, "_send", lambda labels: labels)
+    for _ in range(30):
+        for number, (pixels, _) in enumerate(data.batches(0, 0)):
+            assert torch.equal(pixels, expected[number][0])
+            if number == 1:
+                break
+    assert_equal(data.batches(0, 0), expected)
+
+
+@pytest.fixture
+def shards(images, tmp_path):
+    """The images in tar files."""
+    files = sorted(images.rglob("*.png"))
+    (tmp_path / "shards").mkdir()
+    for number in range(3):
+        with tarfile.open(tmp_path / "shards" / f"{number}.tar", "w") as tar:
+            for file in files[number::3]:
+                tar.add(file, file.relative_to(images).as_posix())
+    return tmp_path / "shards"
+
+
+def test_shards_are_streamed_and_continued_to_the_sample(recipe, shards, processes, tmp_path):
+    data = {"dataset": "shards", "root": str(shards), "sampler": "streamed", "shuffle_buffer": 20}
+    recipe = recipe.override({"data": data, "training.checkpoint_steps": 1})
+    train(with_(recipe, "data", cache="pixels"), tmp_path / "whole")
+    recipe = with_(recipe, "data", cache="none")
+    killed_at(6, recipe, tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert processes
+
+
+class TestBroken:
+    """Images that cannot be read, found before training or in the midst of it."""
+
+    @pytest.fixture
+    def own(self, recipe, images, tmp_path):
+        """A recipe without a cache for a copy of the images."""
+        shutil.copytree(images, tmp_path / "images")
+        changes = {"root": str(tmp_path / "images"), "cache_dir": str(tmp_path / "cache")}
+        return recipe.override({"data": changes | {"cache": "none"}, "evaluation.held_out": 0.25})
+
+    def cut(self, data, number, keep):
+        """Cut off a training image of the first epoch; return its path."""
+        row = data.rows["train"][data.sampler.batch(0, number)[0]]
+        file = Path(data.catalog.file(row))
+        whole = file.read_bytes()
+        file.write_bytes(whole[:keep])
+        return file, whole
+
+    def test_headers_are_looked_at_first(self, own, processes, tmp_path):
+        file, _ = self.cut(make_data(own), 0, 20)
+        with pytest.raises(ImageError, match=rf"1 of 48 images .*{file.name}.*--data\.bad-images"):
+            train(own, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_a_broken_body_stops_the_run_which_goes_on_when_it_is_mended(self, own, tmp_path):
+        # Evaluation sees training images too, and would find it first.
+        own = own.override({"evaluation": {"protocol": "last", "untrained": False}})
+        train(own, tmp_path / "whole")
+        file, whole = self.cut(make_data(own), 2, 300)
+        sentence = rf"{file.name}: damaged.*put a readable file .*stopped after step 2, saved in"
+        with pytest.raises(RunError, match=sentence):
+            train(own, tmp_path / "run")
+        assert RunFolder(tmp_path / "run").newest().state["step"] == 2
+        file.write_bytes(whole)
+        said = Said()
+        train(own, tmp_path / "run", display=said)
+        assert "continuing after step 2 (epoch 0)" in said.lines
+        # That a file is another one is noted.
+        assert_same_run(tmp_path / "run", tmp_path / "whole", but=("notes",))
+
+    def test_a_file_that_was_changed_is_told(self, own, tmp_path):
+        killed_at(4, with_(own, "training", checkpoint_steps=1), tmp_path / "run")
+        file = next((tmp_path / "images").rglob("*.png"))
+        file.write_bytes(file.read_bytes() + b" ")
+        said = Said()
+        results = train(own, tmp_path / "run", display=said)
+        note = "some image files have another size than when the run was begun"
+        assert note in said.lines
+        assert note in results["notes"]
+
+    def test_skipped_images_are_those_of_the_cache(self, own, processes, tmp_path):
+        data = make_data(own)
+        bad = [self.cut(data, number, keep)[0] for number, keep in ((0, 0), (1, 20), (2, 300))]
+        own = with_(own, "data", bad_images="skip")
+        for place in ("none", "pixels"):
+            results = train(with_(own, "data", cache=place), tmp_path / place)
+            for file in bad:
+                assert any(f"{file.parent.name}/{file.name}: " in note for note in results["notes"])
+        assert_same_run(tmp_path / "none", tmp_path / "pixels")
+        started = len(processes)
+        make_data(own)  # what was found is remembered
+        assert len(processes) == started
+
+
+class TestEncoded:
+    """Images compressed again."""
+
+    def test_batches_are_close_and_evaluation_sees_the_files(self, recipe, processes, tmp_path):
+        recipe = with_(recipe, "data", cache_dir=str(tmp_path), color_jitter=0.0)
+        cached, encoded = make_data(recipe), make_data(with_(recipe, "data", cache="encoded"))
+        for (a, labels), (b, same) in zip(cached.batches(0, 0), encoded.batches(0, 0), strict=True):
+            assert torch.equal(labels, same)
+            assert not torch.equal(a, b)
+            assert (a.float() - b.float()).abs().mean() < 4  # of noise, which compresses badly
+        rows = cached.rows["held_out"]
+        views = [torch.cat([*data.views(rows, 5)]) for data in (cached, encoded)]
+        assert torch.equal(*views)
+        stores = [file.parent for file in tmp_path.glob("*/pixels.bin")]
+        assert len(stores) == 2  # beside the pixels, where whoever lists caches finds it
+        assert any("compressed again (JPEG 95" in note for note in encoded.notes)
+
+    def test_a_damaged_store_is_made_again(self, recipe, tmp_path):
+        recipe = recipe.override({"data": {"cache_dir": str(tmp_path), "cache": "encoded"}})
+        first = list(make_data(recipe).batches(0, 0))
+        (store,) = tmp_path.glob("*/pixels.bin")
+        content = bytearray(store.read_bytes())
+        content[len(content) // 2] ^= 1
+        store.write_bytes(content)
+        assert_equal(make_data(recipe).batches(0, 0), first)
+
+    def test_a_run_is_continued_with_encoded_images_alone(self, recipe, tmp_path):
+        recipe = recipe.override({"data.cache": "encoded", "training.checkpoint_steps": 1})
+        killed_at(6, recipe, tmp_path / "run")
+        with pytest.raises(RunError, match=r"data\.cache"):
+            train(with_(recipe, "data", cache="pixels"), tmp_path / "run")
+        train(with_(recipe, "data", cache="auto"), tmp_path / "run")
+        train(recipe, tmp_path / "whole")
+        assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_batches_are_the_same_wherever_pixels_come_from(recipe, processes):
+    places = ("gpu", "pixels", "none")
+    gpu, *others = (make_data(with_(recipe, "data", cache=place), "cuda") for place in places)
+    rows = gpu.rows["train"][:11]
+    for other in others:
+        for epoch in (0, 1):
+            assert_equal(other.batches(epoch, 0), gpu.batches(epoch, 0))
+        views = [torch.cat([*data.views(rows, 4)]) for data in (gpu, other)]
+        assert torch.equal(*views)
