@@ -1,11 +1,11 @@
 # Two commands set everything up on a machine with Python >= 3.11, make and git:
 #   make demo    see it work
-#   make test    run the tests
+#   make test    run the tests, but for a few that take long
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types docs bench pins clean
+.PHONY: demo test test-all lint types docs bench pins clean
 .DEFAULT_GOAL := demo
 
 # The environment is built once and again only when what it is built from changes.
@@ -20,11 +20,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/proximetry demo
 
-# Three processes for two cores: many tests wait for processes of their own.
-test: $(READY)
+# Three processes for two cores: many tests wait for processes of their own. `make test-all` runs the
+# tests too that take long each, as CI does.
+test test-all: $(READY)
 	@command -v chromium > /dev/null \
 	  || echo "There is no chromium: tests of the search page will be skipped; apt-get install chromium"
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	  $(if $(filter test,$@),-m 'not slow') $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -437,7 +437,7 @@ def test_none_of_the_listed_images(tmp_path):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = "cub cars flowers faces lfw sop inshop glyphs folder csv parquet shards"
+    names = "cub cars flowers faces lfw sop inshop glyphs folder csv parquet vectors shards"
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())

@@ -1,5 +1,6 @@
 """Training without a cache: the batches, the run and its figures are those of the pixel cache."""
 
+import gc
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from proximetry.data import ImageError, decoding, on_the_fly
+from proximetry.data.cache_records import list_caches, remove
 from proximetry.data.pixel_cache import Pixels
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.distributed import World
@@ -214,6 +216,12 @@ class TestBroken:
         # That a file is another one is noted.
         assert_same_run(tmp_path / "run", tmp_path / "whole", but=("notes",))
 
+    def test_a_broken_body_in_evaluation_is_told_too(self, own, tmp_path):
+        self.cut(make_data(own), 2, 300)
+        sentence = r"damaged.*put a readable file in its place \(--data.bad-images skip leaves it"
+        with pytest.raises(RunError, match=sentence):
+            train(own, tmp_path / "run")
+
     def test_a_file_that_was_changed_is_told(self, own, tmp_path):
         killed_at(4, with_(own, "training", checkpoint_steps=1), tmp_path / "run")
         file = next((tmp_path / "images").rglob("*.png"))
@@ -254,6 +262,16 @@ class TestEncoded:
         stores = [file.parent for file in tmp_path.glob("*/pixels.bin")]
         assert len(stores) == 2  # beside the pixels, where whoever lists caches finds it
         assert any("compressed again (JPEG 95" in note for note in encoded.notes)
+
+    def test_the_store_is_in_use_as_long_as_it_is_read(self, recipe, tmp_path, monkeypatch):
+        monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path))
+        recipe = recipe.override({"data": {"cache_dir": None, "cache": "encoded"}})
+        data = make_data(recipe)
+        entry = next(one for one in list_caches() if (one.path / "pixels.bin").exists())
+        assert not remove(entry)
+        del data
+        gc.collect()
+        assert remove(entry)
 
     def test_a_damaged_store_is_made_again(self, recipe, tmp_path):
         recipe = recipe.override({"data": {"cache_dir": str(tmp_path), "cache": "encoded"}})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from proximetry import losses
-from proximetry.data import Catalog
+from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder, Preprocessing
 from proximetry.training import Callback, Recipe, RunError, RunFolder, Stopped, train
 from tests.training.ranks import Ranks
@@ -259,6 +259,11 @@ def items(image=RGB, other=RGB):
     return Items(*((image if i % 2 else other, i // 4) for i in range(40)))
 
 
+VECTORS = VectorCatalog.from_arrays(
+    np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32), [i // 4 for i in range(40)]
+)
+
+
 class Gives(nn.Module):
     def __init__(self, give):
         super().__init__()
@@ -303,6 +308,22 @@ WRONG = {
         "does not depend on the embeddings",
     ),
     "not finite": ({"loss": Gives(lambda e, t: e.sum() / 0)}, "gives -?inf"),
+    "vectors for a network of images": (
+        {"data": VECTORS, "embedder": Embedder.wrap(Net(), PIXELS, 8)},
+        "takes images, and the data are vectors",
+    ),
+    "images for a network of tensors": (
+        {"embedder": Embedder.wrap(nn.Linear(8, 8), (8,), 8)},
+        "and the data are images",
+    ),
+    "vectors of other dimensions": (
+        {"data": VECTORS, "embedder": Embedder.create("vectors", 8, input_dim=16)},
+        "and those of the data have 8",
+    ),
+    "a wrong item among many": (
+        {"data": Items(*((RGB, i // 4) for i in range(40)), (RGB, None))},
+        "^item 40 of Items: the label must be",
+    ),
     "a callback that is none": ({"callbacks": [3]}, "3 is no callback: it has none of on_start"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
     "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
@@ -320,6 +341,28 @@ def test_what_has_the_wrong_shape_is_refused_before_anything_is_written(wrong, r
     with pytest.raises((ValueError, TypeError), match=sentence):
         train(recipe, tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_network_of_ones_own_takes_vectors(recipe, tmp_path):
+    embedder = Embedder.wrap(nn.Linear(8, 8), (8,), 8)
+    train(recipe, tmp_path / "run", data=VECTORS, embedder=embedder)
+    loaded = Embedder.load(tmp_path / "run", module=nn.Linear(8, 8))
+    assert loaded.encode(VECTORS.vectors[:3]).shape == (3, 8)
+
+
+def test_what_was_frozen_stays_as_it_was(recipe, tmp_path):
+    net = Net()
+    net.conv.requires_grad_(False)
+    train(recipe, tmp_path / "run", embedder=Embedder.wrap(net, PIXELS, 8))
+    trained = Embedder.load(tmp_path / "run", module=Net()).backbone
+    assert torch.equal(trained.conv.weight, net.conv.weight)
+    assert not torch.equal(trained.linear.weight, net.linear.weight)
+
+
+def test_bits_are_those_of_the_embedder(recipe, tmp_path):
+    asked = recipe.override({"model": {"bits": 8, "dim": 8}})
+    with pytest.raises(ValueError, match=r"made for no bits: Embedder.create\(…, bits=8\)"):
+        train(asked, tmp_path / "run", embedder=Embedder.wrap(Net(), PIXELS, 8))
 
 
 def test_a_recipe_with_parts_of_ones_own_needs_them(recipe, tmp_path):
@@ -343,6 +386,7 @@ train(
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_with_own_parts_are_one(images, tiny, server, tmp_path):
     # Batch norm sees another part of the batch on every rank: frozen, nothing differs but rounding.
     recipe = tiny.override({"model.freeze_batchnorm": True, "training.epochs": 1})

@@ -109,6 +109,7 @@ def test_early_layers_move_less(images, cache, tmp_path):
     assert slow < 1e-4 * first  # six blocks: a millionth of the rate
 
 
+@pytest.mark.slow
 def test_lora_is_evaluated_saved_and_continued_as_it_was_trained(images, cache, tmp_path):
     """Its moving average, that is."""
     pytest.importorskip("peft")

@@ -473,6 +473,11 @@ class Embedder(nn.Module):
             whole.update(plain.reshape(-1).view(torch.uint8).numpy())
         return whole.hexdigest()
 
+    def keep_frozen(self) -> None:
+        """Never train what of the backbone is frozen now (``requires_grad`` is false)."""
+        named = self.backbone.named_parameters()
+        self._idle |= {name for name, value in named if not value.requires_grad}
+
     def parameter_parts(self) -> dict[str, list[nn.Parameter]]:
         """Return the trainable parts, for a learning rate each: backbone, head (with pooling)."""
         named = self.backbone.named_parameters()

@@ -23,7 +23,7 @@ from proximetry.data import (
     open_image,
 )
 from proximetry.data.augment.colors import ColorChanges, recolor
-from proximetry.data.images import resize_short_side
+from proximetry.data.images import ImageError, resize_short_side
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
 from proximetry.training.data import Batch, Rows, TrainingData, derive_seed
@@ -159,6 +159,8 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
         num_workers=_workers(1),
     )
     for labels in loader:
+        if isinstance(labels, Exception):
+            raise labels
         found += labels
         display.progress("labels", len(found), len(dataset))
     return found
@@ -183,12 +185,15 @@ def _listed(dataset: Any) -> list[Any] | None:
     return None
 
 
-class _Labels(Dataset[list[Any]]):
+class _Labels(Dataset[list[Any] | Exception]):
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
 
-    def __getitem__(self, rows: range) -> list[Any]:
-        return [_read_item(self.name, self.dataset, row)[1] for row in rows]
+    def __getitem__(self, rows: range) -> list[Any] | Exception:
+        try:
+            return [_read_item(self.name, self.dataset, row)[1] for row in rows]
+        except (UsageError, ImageError) as error:
+            return error  # what a worker raises comes with its traceback in place of a sentence
 
 
 def _workers(processes: int) -> int:
@@ -210,7 +215,7 @@ class _Order(NamedTuple):
     colors: ColorChanges | None = None
 
 
-class _Reader(Dataset[tuple[Tensor, list[Any]]]):
+class _Reader(Dataset[tuple[Tensor, list[Any]] | Exception]):
     """Makes whole batches, in a worker process."""
 
     def __init__(
@@ -230,7 +235,13 @@ class _Reader(Dataset[tuple[Tensor, list[Any]]]):
             )
         self.colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
 
-    def __getitem__(self, order: _Order) -> tuple[Tensor, list[Any]]:
+    def __getitem__(self, order: _Order) -> tuple[Tensor, list[Any]] | Exception:
+        try:
+            return self._make(order)
+        except (UsageError, ImageError) as error:
+            return error  # see _Labels
+
+    def _make(self, order: _Order) -> tuple[Tensor, list[Any]]:
         items = [self._item(row, seed) for row, seed in zip(order.rows, order.seeds, strict=True)]
         labels = [label for _, label in items]
         if self.tensors:
@@ -260,6 +271,12 @@ class _Reader(Dataset[tuple[Tensor, list[Any]]]):
                 "images or float tensors, not both"
             )
         return image, label
+
+
+def _taken(made: tuple[Tensor, list[Any]] | Exception) -> tuple[Tensor, list[Any]]:
+    if isinstance(made, Exception):
+        raise made
+    return made
 
 
 def _array(image: Any) -> Any:
@@ -331,7 +348,7 @@ class DatasetData(TrainingData):
                 yield self._order(ordered[-1], epoch, number)
 
         self._orders = orders()
-        for pixels, labels in self._loader:
+        for pixels, labels in map(_taken, self._loader):
             batch = ordered.popleft()
             self._check_labels(batch.rows, labels)
             yield pixels.to(self.world.device), self._send(batch.labels)
@@ -354,7 +371,7 @@ class DatasetData(TrainingData):
             rows = np.concatenate([rows, np.full(missing, rows[-1])])
         parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         self._orders = [_Order(part, [int(row) for row in part]) for part in parts]
-        for (pixels, labels), part in zip(self._loader, parts, strict=True):
+        for (pixels, labels), part in zip(map(_taken, self._loader), parts, strict=True):
             self._check_labels(part, labels)
             yield pixels.to(self.world.device)
 

@@ -22,7 +22,12 @@ from proximetry.training.data import (
     open_catalog,
 )
 from proximetry.training.distributed import World, join_processes
-from proximetry.training.images import check_space, free_space, storage_facts
+from proximetry.training.images import (
+    check_space,
+    decoding_seconds,
+    free_space,
+    storage_facts,
+)
 from proximetry.training.parts import check_vectors_fit, take_parts
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Trackers
@@ -99,6 +104,16 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     left = recipe.training.epochs - done
     per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
     rates, memory = _measure(recipe, updater, world, counts["train"], classes)
+    training = left * per_epoch / rates[0]
+    features = 0.0
+    if embedder.takes_images and (stage == "features" or recipe.data.cache == "none"):
+        # All cores decode while the network computes.
+        side, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
+        decoding = decoding_seconds(catalog, recipe.data.short_side or side, how)
+        if stage == "features":
+            features = max(decoding, sum(counts.values()) / _features_rate(embedder, world))
+        else:
+            training = max(training, left * decoding)
     return {
         "data": {
             name: {"images": len(part), "classes": len(part.class_names)}
@@ -120,7 +135,8 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
-            "training": left * per_epoch / rates[0],
+            "features": features,
+            "training": training,
             "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
     }
@@ -169,6 +185,13 @@ def _measure(
     if on_cuda:
         return (training, evaluation), torch.cuda.max_memory_reserved(world.device)
     return (training, evaluation), before + (_peak_memory() - before) * own // batch
+
+
+def _features_rate(embedder: Embedder, world: World) -> float:
+    """Images per second of the features of a frozen backbone, on made-up pixels."""
+    kind: Any = {"dtype": torch.uint8, "device": world.device}
+    pixels = torch.zeros((CPU_BATCH, 3, *embedder.preprocessing.crop), **kind)
+    return _rate(lambda step: embedder.pixel_features(pixels), CPU_BATCH * world.size, world)
 
 
 def _made_up(
@@ -253,7 +276,8 @@ def describe(found: dict[str, Any]) -> str:
         "time": [
             f"about {total}{decoding}: training {readable_seconds(seconds['training'])} "
             f"({found['images_per_second']:.3g} images/s),",
-            f"evaluation {readable_seconds(seconds['evaluation'])}",
+            f"evaluation {readable_seconds(seconds['evaluation'])}"
+            + (f", features {readable_seconds(seconds['features'])}" if m.freeze_backbone else ""),
         ],
     }
     text = [

@@ -176,6 +176,7 @@ class ImageData(TrainingData):
         cache = self._build(self.catalog, train_side, kind)
         self._take(cache.catalog, cache.bad)
         if isinstance(cache, EncodedCache):
+            self._encoded = cache  # which is in use as long as somebody holds it
             self.notes.append(_ENCODED)
             self._display.message(_ENCODED)
             self._source = self._on_the_fly(train_side, cache.members())

@@ -116,7 +116,14 @@ def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
     """Train from where the state stands to the end, save the embedder, return the results."""
     last = LastStep(run)
     with run.world.heart.rescuing(partial(_rescue, run, last)):
-        return _fit(run, stop_requested, last)
+        try:
+            return _fit(run, stop_requested, last)
+        except ImageError as error:  # in an evaluation: what was trained before it is saved
+            skip = "" if run.state.step else " (--data.bad-images skip leaves it out)"
+            raise RunError(
+                f"{error}; put a readable file in its place{skip}; the same command continues the "
+                f"run in {run.folder.path}"
+            ) from error
 
 
 def _rescue(run: Run, last: LastStep) -> str:

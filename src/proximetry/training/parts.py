@@ -30,7 +30,11 @@ class Parts:
 
     def make_embedder(self) -> Embedder | None:
         """A copy of the embedder: the one that was given stays as it is."""
-        return None if self.embedder is None else _copied("embedder", self.embedder)
+        if self.embedder is None:
+            return None
+        made: Embedder = _copied("embedder", self.embedder)
+        made.keep_frozen()
+        return made
 
     def make_loss(self) -> nn.Module | None:
         """A copy of the loss."""
@@ -86,8 +90,13 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         "model.weights": "own",
         "evaluation.similarity": made.similarity,
     }
-    if embedder.bits is not None:
-        words["model.bits"] = embedder.bits
+    asked = recipe.model.bits
+    if asked not in (None, embedder.bits):
+        raise UsageError(
+            f"model.bits is {asked}, and the embedder was made for "
+            f"{embedder.bits or 'no'} bits: Embedder.create(…, bits={asked})"
+        )
+    words["model.bits"] = embedder.bits
     if (recipe.model.pca_dim or 0) >= embedder.dim:
         words["model.pca_dim"] = None
     if embedder.takes_images:
@@ -155,9 +164,23 @@ def check_vectors_fit(recipe: Recipe, catalog: Catalog | None) -> None:
         )
 
 
+def check_rows_fit(embedder: Embedder, catalog: Catalog) -> None:
+    """Refuse images or vectors that an embedder of one's own does not take."""
+    wanted = embedder.preprocessing
+    if not isinstance(catalog, VectorCatalog):
+        if not embedder.takes_images:
+            raise UsageError(f"the embedder takes {wanted}, and the data are images")
+        return
+    if embedder.takes_images:
+        raise UsageError("the embedder takes images, and the data are vectors")
+    shape = tuple(catalog.vectors.shape[1:])
+    if shape != getattr(wanted, "shape", ()):
+        raise UsageError(f"the embedder takes {wanted}, and those of the data have {shape[0]}")
+
+
 def check_network(embedder: Embedder, data: TrainingData) -> None:
     """Let a network of one's own, or one for tensors of one's own, embed a few rows."""
-    if data.stage == "pixels":
+    if data.stage == "pixels" and embedder.takes_images:
         if not embedder.is_own:
             return
         blank = torch.zeros(2, 3, *embedder.preprocessing.crop, dtype=torch.uint8)

@@ -36,6 +36,7 @@ from proximetry.training.parts import (
     Parts,
     check_loss,
     check_network,
+    check_rows_fit,
     check_vectors_fit,
     take_parts,
 )
@@ -225,17 +226,44 @@ def prepare(
     """
     clock = Stopwatch()
     embedder, data = make_data(recipe, world, display, parts)
-    facts = device_facts(world)
-    images = len(data.rows["train"])
+    try:
+        recipe, data = _place(recipe, embedder, data, display)
+        return _make_run(recipe, folder, embedder, data, display, parts, clock, needs_graph)
+    except BaseException:
+        data.close()
+        raise
+
+
+def _place(
+    recipe: Recipe, embedder: Embedder, data: TrainingData, display: Display
+) -> tuple[Recipe, TrainingData]:
+    """Choose what is automatic, and bring the data to where they are read from."""
+    facts, images = device_facts(data.world), len(data.rows["train"])
     recipe, lines = choose(recipe, facts, images=images, storage=data.storage, kept=data.kept)
     for line in lines:
         display.message(line)
-    data.put(recipe.data.cache)
-    if recipe.model.freeze_backbone:
-        source, data = data, CachedFeatures(data, embedder, display)
-        source.close()
+    if not recipe.model.freeze_backbone:
         data.put(recipe.data.cache)
-    on_failure = None if needs_graph else display.message
+        return recipe, data
+    # Features are those of the files themselves, whatever is kept of these.
+    data.put("none" if recipe.data.cache == "encoded" else recipe.data.cache)
+    features = CachedFeatures(data, embedder, display)
+    data.close()
+    features.put(recipe.data.cache)
+    return recipe, features
+
+
+def _make_run(
+    recipe: Recipe,
+    folder: RunFolder,
+    embedder: Embedder,
+    data: TrainingData,
+    display: Display,
+    parts: Parts,
+    clock: Stopwatch,
+    needs_graph: bool,
+) -> Run:
+    world, on_failure = data.world, None if needs_graph else display.message
     updater = make_updater(
         recipe, embedder, data.class_names, world, on_failure, parts.make_loss(), data.stage
     )
@@ -273,10 +301,15 @@ def make_data(
         embedder = make_embedder(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
         )
-    elif recipe.model.freeze_batchnorm:
-        freeze_batchnorm(embedder)
+    else:
+        if recipe.model.freeze_batchnorm:
+            freeze_batchnorm(embedder)
+        if recipe.model.lora_rank is not None and not embedder.is_own:
+            add_lora(embedder, recipe.model.lora_rank, recipe.model.lora_alpha)
     embedder.to(world.device)
     check_abilities(recipe, embedder)
+    if not isinstance(own, OwnDatasets):
+        check_rows_fit(embedder, catalog)
     if isinstance(own, OwnDatasets):
         data: TrainingData = DatasetData(recipe, own, catalog, embedder, world, display)
     elif isinstance(catalog, VectorCatalog):

@@ -100,7 +100,11 @@ class Updater:
         network: nn.Module = self._plain
         if self.graph:
             network = GraphedNetwork(self._plain, self._on_graph_failure)
-        return DistributedDataParallel(network) if self.world.size > 1 else network
+        if self.world.size == 1:
+            return network
+        # What a network of one's own does not use is not known.
+        unused = self.embedder.is_own
+        return DistributedDataParallel(network, find_unused_parameters=unused)
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Make one update and return the loss of the whole batch over all processes."""

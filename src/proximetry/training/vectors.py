@@ -75,7 +75,6 @@ class CachedFeatures(VectorData):
         for name in (*same, "world", "fingerprint", "_recipe", "_codes"):
             setattr(self, name, getattr(source, name))
         self._vectors = _features(source, embedder, self._recipe.evaluation.batch_size, display)
-        self.kept = f"features from memory ({readable_size(self.nbytes)})"
 
 
 def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: Display) -> Tensor:
