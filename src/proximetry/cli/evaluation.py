@@ -48,8 +48,9 @@ def _classes(evaluation: Evaluation) -> list[dict[str, Any]]:
 def as_text(document: Mapping[str, Any], name: str) -> str:
     """Return the tables of an evaluation for people."""
     scores, split = document["metrics"], document["split"]
+    what = "vectors" if document["dataset"] == "vectors" else "images"
     parts = [
-        f"{document['images']} images of {document['classes']} classes, split {split}",
+        f"{document['images']} {what} of {document['classes']} classes, split {split}",
         metrics_table({f"{name} ({split})": scores}),
         f"95 % intervals over the queries: {_intervals(document['intervals'])}",
     ]
