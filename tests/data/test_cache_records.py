@@ -12,6 +12,7 @@ import pytest
 
 from proximetry import cli
 from proximetry.data import Catalog, PixelCache
+from proximetry.data.pixel_cache import EncodedCache, check_files
 from tests.training.tiny import make_images
 
 HOLD = """
@@ -104,6 +105,22 @@ def test_list_tells_for_which_images_a_store_was_made(home, built, call):
     assert again.keys() == found.keys()
     (second,) = [one for one in again.values() if len(one["data"]) > 1]
     assert second["data"] == [str(home / "second"), str(built / "second")]
+
+
+def test_encoded_stores_say_so_and_each_check_is_a_cache(home, call):
+    catalog = Catalog.from_folder(home / "second")
+    EncodedCache.build(catalog, 16)
+    abouts = sorted(one["about"] for one in listed(call).values())
+    assert abouts.count("short side 16, bicubic, encoded") == 1
+    for side in (16, 20):
+        check_files(catalog, side)
+    checks = sorted((home / "cache" / "pixels" / "checked").iterdir())
+    found = {one["name"] for one in json.loads(call("list", "--json"))["caches"]}
+    assert {name for name in found if "checked" in name} == {
+        f"pixels/checked/{file.name}" for file in checks
+    }
+    call("clean", f"pixels/checked/{checks[0].name}")
+    assert sorted((home / "cache" / "pixels" / "checked").iterdir()) == checks[1:]
 
 
 def test_stores_of_before_are_listed_and_found(home, call):

@@ -14,7 +14,7 @@ from proximetry.data import open_dataset
 from proximetry.reports import RunRecord, examine, report, report_page, write_report
 from proximetry.reports.markup import el
 from proximetry.search import Gallery
-from proximetry.training import RunFolder, train
+from proximetry.training import Recipe, RunFolder, train
 from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table
 from tests.training.runs import killed_at
 
@@ -264,6 +264,17 @@ def test_images_that_were_named_must_be_there(moved, tmp_path, capsys):
     assert code == 2
     assert "nowhere" in told
     assert not (moved / "report.html").exists()
+
+
+def test_columns_and_missing_images_are_as_the_run_has_them(moved, tmp_path, capsys):
+    place, new = RunFolder(moved).recipe, tmp_path / "new" / "images.csv"
+    recipe = Recipe.load(place).override({"data.columns.label": "kind", "data.bad_images": "skip"})
+    recipe.save(place)
+    new.write_text(new.read_text().replace("path,label", "path,kind", 1))
+    (tmp_path / "new/images/class11/0.png").unlink()
+    code, _, told = call(capsys, moved, "--data", new)
+    assert (code, told) == (0, "")
+    assert Page((moved / "report.html").read_bytes()).table("Every class")
 
 
 def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, capsys):

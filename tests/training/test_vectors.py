@@ -10,6 +10,7 @@ from proximetry.cli import main
 from proximetry.data import Catalog, VectorCatalog, resolve_source
 from proximetry.metrics import evaluate as evaluate_metrics
 from proximetry.models import Embedder
+from proximetry.reports import findings
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
 from proximetry.training.dry_run import dry_run
 from tests.training.runs import OnStep, Said, assert_same_run, fail
@@ -94,13 +95,19 @@ def test_training_learns_continues_and_evaluates_alike(files, tmp_path, capsys):
         assert again.labels == tuple(f"{label:02d}" for label in made_up()[1])
 
 
-def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys):
+def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys, monkeypatch):
     words = ["--training.epochs", "1", "--data.batch-size", "18", "--model.dim", "8"]
     assert main(["train", str(files / "v.parquet"), str(tmp_path / "run"), *words]) == 0
     said = capsys.readouterr().out
     assert "recipe vectors" in said
     assert "vectors from memory" in said
     assert RunFolder(tmp_path / "run").begun().model.backbone == "vectors"
+    monkeypatch.setattr(findings, "map_embeddings", lambda found, similarity: found.numpy()[:, :2])
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "missing" not in capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert ">row 55</span>" in page
+    assert "not readable" not in page
     found = dry_run(recipe_for(files / "v.npz"), tmp_path / "dry", device="cpu")
     assert found["data"]["test"] == {"images": 18, "classes": 3}
     assert not (tmp_path / "dry").exists()
@@ -163,6 +170,7 @@ def test_broken_files_are_one_sentence(tmp_path, capsys):
         broken(tmp_path, "e.npz", vectors=vectors[0], labels=labels): "must be numbers [rows, dim]",
         broken(tmp_path, "f.npz", vectors=vectors, labels=objects): "an array cannot be read",
         broken(tmp_path, "g.npz", vectors=vectors, labels=[*["x"] * 71, ""]): "no label in row 72",
+        broken(tmp_path, "i.npz", vectors=vectors, labels=[*["x"] * 71, "NaT"]): "label in row 72",
         broken(
             tmp_path, "h.npz", vectors=vectors, labels=labels, splits=["tests"] * 72
         ): "'tests' is none of all, train",
@@ -198,8 +206,28 @@ def test_images_are_not_vectors(files, images, cache, recipe, tmp_path, capsys):
         assert main(["evaluate", str(tmp_path / "e"), str(source)]) == 2
         assert sentence in capsys.readouterr().err
     Embedder.create("small_convnet", 4, weights="none", image_size=24).save(tmp_path / "i")
-    assert main(["evaluate", str(tmp_path / "i"), str(files / "v.npz")]) == 2
-    assert "holds vectors, and this embedder takes images" in capsys.readouterr().err
+    out, gallery = ["--out", str(tmp_path / "o.npz")], ["--gallery", str(tmp_path / "gallery")]
+    for words, sentence in (
+        (["evaluate", tmp_path / "i", files / "v.npz"], "and this embedder takes images"),
+        (
+            ["embed", tmp_path / "i", files / "v.npz", *out],
+            "holds vectors, and this embedder takes images",
+        ),
+        (["embed", tmp_path / "e", files / "v.npz", *out], "7 dimensions, and those of"),
+        (["index", files / "v.npz", "--model", tmp_path / "i", *gallery], "v.npz holds vectors"),
+        (["index", images, "--model", tmp_path / "e", *gallery], "e takes vectors of 7 dimensions"),
+    ):
+        assert main([*map(str, words)]) == 2
+        said = capsys.readouterr().err
+        assert sentence in said
+        assert len(said.splitlines()) == 1
+    assert not (tmp_path / "o.npz").exists()
+    assert not (tmp_path / "gallery").exists()
+    # A file that `embed` wrote names its images.
+    assert main(["embed", str(tmp_path / "i"), str(images), *out]) == 0
+    again = tmp_path / "again.npz"
+    assert main(["embed", str(tmp_path / "i"), str(tmp_path / "o.npz"), "--out", str(again)]) == 0
+    np.testing.assert_array_equal(np.load(again)["vectors"], np.load(out[1])["vectors"])
 
 
 @pytest.mark.parametrize("backbone", ["small_convnet", "vit_tiny_patch16_224"])

@@ -43,6 +43,20 @@ def test_an_uploaded_image_finds_what_the_gallery_finds(client, shared):
     assert "model;dur=" in answer.headers["server-timing"]
 
 
+def test_a_large_photo_of_the_gallery_finds_itself(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (150, 200, 3), np.uint8)
+    file = tmp_path / "photo.jpg"
+    Image.fromarray(noise).resize((1200, 900)).save(file)
+    gallery = Gallery.build(make_embedder(), [file], tmp_path / "gallery")
+    pixels = gallery.embedder.preprocessing.pixels
+    assert not pixels(file).equal(pixels(open_image(file)))  # a reduced size is decoded
+    assert pixels(file).equal(pixels(file.read_bytes()))
+    with client_of(gallery.path) as client:
+        (one,) = found(client.post("/search", files={"image": file.read_bytes()}, data={"k": 1}))
+    own = gallery.search(gallery.vectors([0]), 1).similarities[0, 0]
+    assert one["similarity"] == pytest.approx(own, abs=1e-6)
+
+
 def test_an_image_of_the_gallery_finds_others(client, shared):
     answer = client.post("/search", data={"id": 7, "k": 5})
     expected = shared.search(shared.vectors([7]), 6)

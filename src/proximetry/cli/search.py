@@ -142,7 +142,10 @@ def _load(model: Path | None, device: str | None) -> Any:
     from proximetry.cli.vectors import load_embedder
 
     assert model is not None
-    return load_embedder(model, device)
+    embedder = load_embedder(model, device)
+    if not embedder.takes_images:
+        raise UsageError(f"galleries hold images, and {model} takes {embedder.preprocessing}")
+    return embedder
 
 
 def _find_rows(
@@ -150,11 +153,14 @@ def _find_rows(
 ) -> tuple[Any, list[str]]:
     """The images that are meant by files, folders, tables and shards, and notes on them."""
     from proximetry.cli.vectors import find_catalog, find_images
+    from proximetry.data import VectorCatalog
     from proximetry.search import rows
 
     tables, notes = [], []
     for word in words:
         catalog = find_catalog(Path(word).expanduser(), columns, allow_missing=allow_missing)
+        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
+            raise UsageError(f"galleries hold images, and {word} holds vectors without their paths")
         if catalog is not None:
             tables.append(rows.make_rows(catalog))
             notes += catalog.remarks()

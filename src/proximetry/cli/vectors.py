@@ -61,16 +61,20 @@ def embed_vectors(
     """Return the embeddings of a file of vectors, if the embedder takes vectors."""
     from proximetry.data import VectorCatalog
     from proximetry.data.vectors import holds_vectors
+    from proximetry.training.evaluator import check_input
 
-    if not any(holds_vectors(Path(word)) for word in words):
+    files = [file for word in words if (file := Path(word).expanduser()).is_file()]
+    catalogs = [VectorCatalog.read(file) for file in files if holds_vectors(file)]
+    if not catalogs:
         return None
     embedder = load_embedder(folder, device)
-    if embedder.takes_images:
+    for catalog in catalogs:
+        check_input(embedder, catalog)
+    if embedder.takes_images:  # those that the vectors are of
         return None
     if len(words) > 1:
         raise UsageError("one file of vectors at a time, please")
-    vectors = VectorCatalog.read(Path(words[0]).expanduser()).vectors
-    return embedder.encode(vectors, batch_size, concat_flip=flip).numpy(), {}
+    return embedder.encode(catalogs[0].vectors, batch_size, concat_flip=flip).numpy(), {}
 
 
 def find_images(

@@ -28,7 +28,8 @@ from proximetry._common import PART_SUFFIX, atomic_write, cache_folder, read_jso
 _USED, _READING, _WRITING = ".used", ".reading", ".lock"
 _LARGEST_RECORD = 1 << 20
 _MOST_ROOTS = 10
-_KEPT_APART = "contents"  # digests of image files, each a cache of its own
+# Digests of image files, and which of them cannot be read; each a cache of its own.
+_KEPT_APART = ("contents", "checked")
 _STALE = 3600.0  # seconds after which nobody writes to a file any more
 _PART = re.compile(rf"\.(.+)\.[0-9a-f]{{32}}{re.escape(PART_SUFFIX)}")
 
@@ -106,7 +107,7 @@ def list_caches() -> list[CacheEntry]:
 def _caches() -> Iterator[Path]:
     for kind in _folders(cache_folder()):
         for path in _visible(kind):
-            if path.name == _KEPT_APART and path.is_dir():
+            if path.name in _KEPT_APART and path.is_dir():
                 yield from _visible(path)
             elif path.suffix not in (_USED, _READING, _WRITING):
                 yield path
@@ -156,7 +157,8 @@ def list_leftovers() -> list[CacheEntry]:
     """Return what killed processes have left half-written, and nobody is at work on."""
     found = []
     for kind in _folders(cache_folder()):
-        for path in [*_inside(kind), *_inside(kind / _KEPT_APART)]:
+        apart = [path for name in _KEPT_APART for path in _inside(kind / name)]
+        for path in [*_inside(kind), *apart]:
             part = _PART.fullmatch(path.name)
             if part and not written_for(path) and path.is_dir():
                 with ExitStack() as held:

@@ -28,7 +28,7 @@ FIELDS = {
 _ROLES = ("query", "gallery")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # How Python writes a value that is missing: as a label it would join unrelated images in a class.
-_MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
+MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
 _BOX = re.compile(r"(b|bounding_?)?box(es)?(_.*)?", re.IGNORECASE)
 
 # Whole numbers and others as people write them, but neither 007 nor 1_000 nor nan, and no more
@@ -310,8 +310,8 @@ class Header:
 
     def _check_labels(self, labels: Sequence[Any]) -> None:
         gaps: list[int] = []
-        if isinstance(labels, Coded) and not _MISSING.isdisjoint(labels.distinct):
-            gaps = labels.among(_MISSING).nonzero()[0].tolist()
+        if isinstance(labels, Coded) and not MISSING.isdisjoint(labels.distinct):
+            gaps = labels.among(MISSING).nonzero()[0].tolist()
         if gaps:
             named = some([f"row {row + 1} ({labels[row]!r})" for row in gaps[:6]])
             more = f" and {len(gaps) - 6} more" if len(gaps) > 6 else ""

@@ -192,7 +192,7 @@ class PixelCache(Pixels):
                     found = find()
         if found is None:
             raise OSError(f"{store()} does not hold what was just written to it")
-        about = f"short side {short_side}, {interpolation}"
+        about = f"short side {short_side}, {interpolation}{', encoded' if cls.encoded else ''}"
         found._use = note_use(store(), catalog.root, len(catalog), about)
         found.bad = _all_bad(found.bad, catalog, contents)
         _refuse(found.bad, len(catalog), policy)

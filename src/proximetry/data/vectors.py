@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._common import UsageError, need, read_json, shorten, some
 from proximetry.data.catalog import Catalog
-from proximetry.data.csv_parquet import FIELDS
+from proximetry.data.csv_parquet import FIELDS, MISSING
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets lo
 SUFFIXES = (".npz", ".npy", ".parquet")
 COLUMN = "vector"
 _LARGEST_JSON = 2_000_000_000
-_MISSING = ("", "nan", "NaN", "None", "<NA>")
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +43,11 @@ class VectorCatalog(Catalog):
         part = super().subset(rows)
         assert isinstance(part, VectorCatalog)
         return replace(part, vectors=self.vectors[chosen])
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether its rows name files, such as the images that the vectors are of."""
+        return not self.root.is_file()  # else rows are numbered below the file of vectors itself
 
     def file(self, i: int) -> str:
         """Name one row."""
@@ -124,7 +128,7 @@ def _make(
         name = "a column label" if root.suffix == ".parquet" else "labels"
         raise UsageError(f"{source} has no labels; give them as {name}")
     labels = label_names(given["labels"])
-    missing = [str(row + 1) for row, label in enumerate(labels) if label in _MISSING]
+    missing = [str(row + 1) for row, label in enumerate(labels) if label in MISSING]
     if missing:
         raise UsageError(f"{source}: no label in row {some(missing)}; fill it in, or leave it out")
     paths = [str(path) for path in given.get("paths", ())]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from proximetry._common import shown, some
 from proximetry.data.images import (
+    MAX_PIXELS,
     Interpolation,
     Source,
     check_interpolation,
@@ -96,17 +97,20 @@ class Preprocessing:
             **getattr(model, "pixel_format", {}),
         )
 
-    def pixels(self, source: ImageSource) -> Tensor:
+    def pixels(self, source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Read an image as uint8 RGB [3, height, width], resized and cropped.
 
         This is the one function that turns an image into the pixels an embedder sees. It takes a
-        path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3] or [H, W].
+        path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3] or [H, W]. A
+        large JPEG is decoded at a reduced size, given its path or bytes, so its PIL image differs.
+
+        Raises:
+            ImageError: if it cannot be read or has more than `max_pixels`; see `open_image`.
         """
         if isinstance(source, Tensor):
             source = source.numpy(force=True)
-        image = resize_and_center_crop(
-            open_image(source, short_side=self.resize), self.resize, self.crop, self.interpolation
-        )
+        image = open_image(source, max_pixels=max_pixels, short_side=self.resize)
+        image = resize_and_center_crop(image, self.resize, self.crop, self.interpolation)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def normalize(self, pixels: Tensor) -> Tensor:
@@ -126,7 +130,8 @@ class Preprocessing:
     def transform(self) -> "Transform":
         """Return the transform for a Dataset of one's own: image in, float32 [3, H, W] out.
 
-        What the embedder sees of an image in evaluation, to the last bit.
+        Given a path or the bytes of a file, what the embedder sees of it in evaluation, to the last
+        bit.
         """
         return Transform(self)
 
@@ -152,7 +157,7 @@ class Transform:
     preprocessing: Preprocessing
 
     def __call__(self, source: ImageSource) -> Tensor:
-        """Turn a path, a PIL image or a uint8 array into what the network takes, [3, H, W]."""
+        """Turn what `Preprocessing.pixels` takes into what the network takes, [3, H, W]."""
         return self.preprocessing.normalize(self.preprocessing.pixels(source)[None])[0]
 
 

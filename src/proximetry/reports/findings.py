@@ -15,6 +15,7 @@ from torch import Tensor
 
 from proximetry._common import Steps, UsageError, resolve_device, some, spaced
 from proximetry.data import Catalog, open_dataset, resolve_source
+from proximetry.data.datasets import TABLES
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embeddings, retrieve
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
@@ -235,7 +236,10 @@ def examine(
 
 def _open(record: RunRecord, source: str | None, root: Path | None) -> Catalog:
     if source is not None:
-        return open_dataset(*resolve_source(source, root))
+        name, place = resolve_source(source, root)
+        d = record.recipe.data
+        columns = d.columns if name in TABLES else None
+        return open_dataset(name, place, columns=columns, allow_missing=d.bad_images == "skip")
     if root is not None:
         moved = record.recipe.override({"data.root": str(root)})
         return open_catalog(moved)

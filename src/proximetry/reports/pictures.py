@@ -23,12 +23,16 @@ class Pictures:
     def __init__(self) -> None:
         self.unreadable = 0
 
-    def show(self, file: str, about: str) -> Markup:
-        """An image as an element; a frame that says so where it cannot be read."""
+    def show(self, file: str, about: str, instead: str | None = None) -> Markup:
+        """An image as an element; a frame that says so where it cannot be read.
+
+        With ``instead``, which the frame says then, there need not be an image.
+        """
         image = _small(file, SIDE)
         if image is None:
-            self.unreadable += 1
-            return el("span", "not readable", class_="gone", role="img", aria_label=about)
+            self.unreadable += instead is None
+            said = instead or "not readable"
+            return el("span", said, class_="gone", role="img", aria_label=about)
         return el(
             "img",
             src=_encoded(image),

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._common import shorten, spaced
+from proximetry.data import VectorCatalog
 from proximetry.metrics.scores import COUNTS
 from proximetry.metrics.separation import SAME_DIRECTION
 from proximetry.reports.charts import bar_chart, in_percent, line_chart, plain
@@ -231,14 +232,17 @@ def _title(key: str) -> str:
 
 def picture(pictures: Pictures, findings: Findings, row: int, kind: str, *lines: object) -> Markup:
     """An image with lines below it; kind is asked, right or wrong."""
-    label, file = findings.catalog.labels[row], findings.catalog.file(row)
+    catalog = findings.catalog
+    label, path = catalog.labels[row], catalog.paths[row]
     about = {"asked": "query", "right": "right neighbour", "wrong": "wrong neighbour"}[kind]
+    about = f"{about}, class {short(label)}"
+    instead = short(path) if isinstance(catalog, VectorCatalog) else None
     return el(
         "div",
-        el("div", pictures.show(file, f"{about}, class {short(label)}"), class_="frame"),
+        el("div", pictures.show(catalog.file(row), about, instead), class_="frame"),
         el("div", *(el("div", line) for line in lines), class_="lines"),
         class_=f"picture {kind}",
-        title=findings.catalog.paths[row],
+        title=path,
     )
 
 

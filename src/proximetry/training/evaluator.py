@@ -178,7 +178,7 @@ def encode_catalog(
         if type(trained) is not int or not 1 <= trained <= LARGEST_BATCH:
             trained = EvaluationConfig().batch_size
         batch_size = trained
-    _check_input(embedder, catalog)
+    check_input(embedder, catalog)
     files: Any = [catalog.file(row) for row in range(len(catalog))]
     if isinstance(catalog, VectorCatalog) and not embedder.takes_images:
         files = catalog.vectors
@@ -208,10 +208,10 @@ def encode_readable(
     return vectors, catalog.subset(kept), [str(bad[row]) for row in sorted(bad)]
 
 
-def _check_input(embedder: Embedder, catalog: Catalog) -> None:
+def check_input(embedder: Embedder, catalog: Catalog) -> None:
     """Refuse vectors where the embedder takes images that are not there, and the reverse."""
     if embedder.takes_images:
-        if isinstance(catalog, VectorCatalog) and catalog.root.is_file():  # it has no paths
+        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
             raise UsageError(
                 f"{catalog.root} holds vectors, and this embedder takes images; without the "
                 "embedder, `proximetry evaluate` judges the vectors themselves"

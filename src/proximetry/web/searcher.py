@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from proximetry._common import UsageError, cores
-from proximetry.data.images import open_image
 from proximetry.search import Gallery, SearchResult
 from proximetry.web.view import View
 
@@ -111,8 +110,8 @@ class Searcher:
         def decode() -> Query:
             gallery = self._view.current()
             # The limit is checked before anything is decoded.
-            image = open_image(read(), max_pixels=MOST_PIXELS)
-            return Query(gallery, gallery.embedder.preprocessing.pixels(image), None, k, where)
+            pixels = gallery.embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
+            return Query(gallery, pixels, None, k, where)
 
         loop = asyncio.get_running_loop()
         return await self._ask(await loop.run_in_executor(self._decoders, decode))

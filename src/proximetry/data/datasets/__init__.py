@@ -32,7 +32,8 @@ _SUFFIXES = {
     ".npz": "vectors",
     ".npy": "vectors",
 }
-_TABLES = ("csv", "parquet")
+TABLES = ("csv", "parquet")
+"""Those whose columns may have other names."""
 
 
 @dataset(
@@ -145,7 +146,7 @@ def open_dataset(
     if root is None and not info.built_in:
         raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")
     options: dict[str, Any] = {}
-    if name in _TABLES:
+    if name in TABLES:
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(
