@@ -482,6 +482,7 @@ def test_the_exit_code_of_a_list_is_true_wherever_it_goes(ending, code):
     assert done.stderr.splitlines() == expected
 
 
+@pytest.mark.slow
 def test_training_that_nobody_watches_goes_on_to_its_end(run, tmp_path):
     words = [sys.executable, "-m", "proximetry", "train", run / "tiny.yaml", tmp_path / "r"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from proximetry import cli
 from tests.faces.small import lfw, mean_color
@@ -24,6 +25,7 @@ os._exit(codes != [0, 0, 0, 0, 1])  # a group of gloo that is taken apart may ab
 """
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     rng = np.random.default_rng(0)
     faces, model = tmp_path / "faces", mean_color(tmp_path / "m.onnx")

@@ -286,6 +286,7 @@ def test_commands_take_the_hub_for_a_folder(server, tmp_path, capsys):
     assert "is called owner/name, got 'jays'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_downloads_from_the_hub_it_is_told(server, tmp_path):
     embedder = make(backbone="small_convnet")
     embedder.push_to_hub(REPO)

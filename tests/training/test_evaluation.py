@@ -137,6 +137,7 @@ def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
     reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
     reduced = with_(reduced, "evaluation", eval_dims=[3])

@@ -173,6 +173,7 @@ def wait_for_map(client):
     raise AssertionError("there is no map")
 
 
+@pytest.mark.slow
 def test_the_map_is_computed_once_and_kept(real_maps, shared, tmp_path, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path))
     with client_of(shared.path) as client:

@@ -75,6 +75,7 @@ def test_a_token_of_the_environment_counts(shared, monkeypatch):
         serving.serve(shared.path)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_its_extra(tmp_path):
     missing = ["uvicorn", "python_multipart", "fastapi"]
     code = f"""

@@ -105,13 +105,14 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
     rates, memory = _measure(recipe, updater, world, counts["train"], classes)
     training = left * per_epoch / rates[0]
-    features = 0.0
+    features: dict[str, float] = {}
     if embedder.takes_images and (stage == "features" or recipe.data.cache == "none"):
         # All cores decode while the network computes.
         side, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
         decoding = decoding_seconds(catalog, recipe.data.short_side or side, how)
         if stage == "features":
-            features = max(decoding, sum(counts.values()) / _features_rate(embedder, world))
+            rate = _features_rate(embedder, world)
+            features = {"features": max(decoding, sum(counts.values()) / rate)}
         else:
             training = max(training, left * decoding)
     return {
@@ -135,7 +136,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
-            "features": features,
+            **features,
             "training": training,
             "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
