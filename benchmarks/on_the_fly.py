@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms  # type: ignore[import-untyped]
 
 from benchmarks.measure import versions
+from benchmarks.training import network
 from proximetry._common import cores
 from proximetry.data import Catalog
 from proximetry.data.tar_shards import open_path
@@ -71,15 +72,7 @@ def make_recipe(images: Path, home: Path, arguments: argparse.Namespace) -> Reci
                 "cache": "none",
                 "cache_dir": str(home / "cache"),
             },
-            "model": {
-                "backbone": arguments.backbone,
-                "dim": 512,
-                "pooling": "avg+max",
-                "weights": "none",
-                "freeze_batchnorm": True,
-                "image_size": arguments.crop,
-            },
-            "optimizer": {"clip_value": 10.0},
+            **network(arguments),
             "evaluation": {"protocol": "last"},
         }
     )

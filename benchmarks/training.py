@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,21 @@ def make_images(root: Path, count: int, side: int) -> None:
         image.save(folder / f"{i}.jpg", quality=90)
 
 
+def network(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of a recipe for the network that is measured."""
+    return {
+        "model": {
+            "backbone": arguments.backbone,
+            "dim": 512,
+            "pooling": "avg+max",
+            "weights": "none",
+            "freeze_batchnorm": True,
+            "image_size": arguments.crop,
+        },
+        "optimizer": {"clip_value": 10.0},
+    }
+
+
 def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recipe:
     return Recipe.load(
         {
@@ -51,15 +67,7 @@ def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recip
                 "cache": arguments.cache,
                 "cache_dir": str(cache),
             },
-            "model": {
-                "backbone": arguments.backbone,
-                "dim": 512,
-                "pooling": "avg+max",
-                "weights": "none",
-                "freeze_batchnorm": True,
-                "image_size": arguments.crop,
-            },
-            "optimizer": {"clip_value": 10.0},
+            **network(arguments),
             "training": {
                 "precision": arguments.precision,
                 "cuda_graph": arguments.cuda_graph,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from proximetry import cli
 from tests.processes import Server
 
 torch.set_num_threads(1)
@@ -31,6 +32,23 @@ def server():
     running = Server()
     yield running
     running.close()
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command in this process; returns what it prints or, of a mistake, its one line."""
+
+    def run(*words, code=0):
+        got = cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert got == code, printed.err
+        if code:
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+            return printed.err
+        return printed.out
+
+    return run
 
 
 def pytest_collection_modifyitems(items):

@@ -13,7 +13,6 @@ import torch
 import yaml
 from PIL import Image
 
-from proximetry import cli
 from proximetry.data import Catalog, list_datasets
 from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
 from proximetry.metrics import Metrics, evaluate_queries
@@ -43,20 +42,9 @@ def vectors(embedder, images):
 
 
 @pytest.fixture
-def call(capsys, monkeypatch):
+def call(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*words, code=0):
-        got = cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        if code:
-            assert printed.out == ""
-            assert len(printed.err.splitlines()) == 1
-            return printed.err
-        return printed.out
-
-    return run
+    return call
 
 
 def data(call, *words):

@@ -6,7 +6,6 @@ import shutil
 import pytest
 from PIL import Image
 
-from proximetry import cli
 from proximetry.search import Gallery
 from tests.search.conftest import make_embedder
 
@@ -20,21 +19,6 @@ def home(images, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*words, code=0):
-        got = cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        if code:
-            assert printed.out == ""
-            assert len(printed.err.splitlines()) == 1
-            return printed.err
-        return printed.out
-
-    return run
 
 
 def test_from_pictures_to_results(home, call):

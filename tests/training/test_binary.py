@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from proximetry import cli
 from proximetry.data import open_dataset
 from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries
 from proximetry.models import Embedder
@@ -32,17 +31,6 @@ def run(recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("binary") / "run"
     train(recipe, out)
     return out
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*words, code=0):
-        got = cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        return printed.err if code else printed.out
-
-    return run
 
 
 def plain(scores):

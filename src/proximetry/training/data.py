@@ -12,18 +12,22 @@ from torch import Tensor
 from proximetry._common import Progress
 from proximetry.data import (
     Catalog,
+    CenterCrop,
     ClassBalanced,
+    ColorJitter,
+    RandomResizedCrop,
     Shuffled,
     Streamed,
     list_datasets,
     open_dataset,
 )
+from proximetry.models import Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.models.names import OWN
 from proximetry.training.automatic import StorageFacts
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
-from proximetry.training.recipe import Protocol, Recipe, RecipeError
+from proximetry.training.recipe import DataConfig, Protocol, Recipe, RecipeError
 from proximetry.training.run_folder import RunError
 
 Rows = npt.NDArray[np.int64]
@@ -110,6 +114,11 @@ class TrainingData(ABC):
         labels = torch.from_numpy(self._codes[chosen[mine]])
         rows = self.rows["train"][chosen]
         return Batch(rows[mine], labels, mine, total, torch.Generator().manual_seed(seed))
+
+    def _filled(self, rows: Rows, batch_size: int) -> Rows:
+        """Fill up the last batch on a GPU with its last row: a CUDA graph has one batch size."""
+        missing = -len(rows) % batch_size if self.world.device.type == "cuda" else 0
+        return np.concatenate([rows, np.full(missing, rows[-1])]) if missing else rows
 
     def _send(self, labels: Tensor) -> Tensor:
         """Labels on the device of the run, without waiting for what that is doing."""
@@ -258,6 +267,20 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     if able == held:
         return pairs.class_names, ""
     return pairs.split_classes((able - held, held), seed=0)[1].class_names, ""
+
+
+def make_augmentation(
+    d: DataConfig, preprocessing: Preprocessing
+) -> tuple[RandomResizedCrop | CenterCrop, ColorJitter]:
+    """What makes training images of images."""
+    crop, colors = (
+        d.crop_size or preprocessing.crop,
+        ColorJitter(d.color_jitter, d.hue, d.grayscale),
+    )
+    if not d.random_crop:
+        return CenterCrop(crop, d.flip), colors
+    how = preprocessing.interpolation
+    return RandomResizedCrop(crop, d.crop_scale, flip=d.flip, interpolation=how), colors
 
 
 def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:

@@ -14,19 +14,12 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from proximetry._common import UsageError, chunks, cores, random_numbers_kept, shown, spaced
-from proximetry.data import (
-    Catalog,
-    CenterCrop,
-    ColorJitter,
-    PixelCache,
-    RandomResizedCrop,
-    open_image,
-)
+from proximetry.data import Catalog, PixelCache, open_image
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.images import ImageError, resize_short_side
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
-from proximetry.training.data import Batch, Rows, TrainingData, derive_seed
+from proximetry.training.data import Batch, Rows, TrainingData, derive_seed, make_augmentation
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Recipe
@@ -227,13 +220,7 @@ class _Reader(Dataset[tuple[Tensor, list[Any]] | Exception]):
         if tensors:
             return
         self.side = d.short_side or preprocessing.resize
-        crop = d.crop_size or preprocessing.crop
-        self.augment: RandomResizedCrop | CenterCrop = CenterCrop(crop, d.flip)
-        if d.random_crop:
-            self.augment = RandomResizedCrop(
-                crop, d.crop_scale, flip=d.flip, interpolation=preprocessing.interpolation
-            )
-        self.colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
+        self.augment, self.colors = make_augmentation(d, preprocessing)
 
     def __getitem__(self, order: _Order) -> tuple[Tensor, list[Any]] | Exception:
         try:
@@ -366,9 +353,7 @@ class DatasetData(TrainingData):
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Items as evaluation sees them; on a GPU the last batch is filled up."""
-        missing = -len(rows) % batch_size
-        if self.world.device.type == "cuda" and missing:
-            rows = np.concatenate([rows, np.full(missing, rows[-1])])
+        rows = self._filled(rows, batch_size)
         parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         self._orders = [_Order(part, [int(row) for row in part]) for part in parts]
         for (pixels, labels), part in zip(map(_taken, self._loader), parts, strict=True):

@@ -25,7 +25,7 @@ from proximetry._common import (
     spaced,
     torch_pool,
 )
-from proximetry.data import Catalog, CenterCrop, ColorJitter, PixelCache, RandomResizedCrop
+from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
 from proximetry.data.decoding import ENCODED, decode
@@ -42,7 +42,7 @@ from proximetry.data.pixel_cache import (
 )
 from proximetry.models import Preprocessing
 from proximetry.training.automatic import StorageFacts
-from proximetry.training.data import Rows, TrainingData, open_catalog
+from proximetry.training.data import Rows, TrainingData, make_augmentation, open_catalog
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Recipe
@@ -97,13 +97,7 @@ class ImageData(TrainingData):
         super().__init__(recipe, catalog, world)  # which may refuse it, before hours of decoding
         for note in self.notes:
             display.message(note)
-        crop = d.crop_size or preprocessing.crop
-        self._augment: RandomResizedCrop | CenterCrop = CenterCrop(crop, d.flip)
-        if d.random_crop:
-            self._augment = RandomResizedCrop(
-                crop, d.crop_scale, flip=d.flip, interpolation=preprocessing.interpolation
-            )
-        self._colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
+        self._augment, self._colors = make_augmentation(d, preprocessing)
         self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
         self._sent: deque[tuple[torch.cuda.Event, DecodedBatch]] = deque()
@@ -329,16 +323,12 @@ class ImageData(TrainingData):
         return pixels, order.labels
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Pixels of rows as evaluation sees them.
-
-        On a GPU the last batch is filled up with its last image: a CUDA graph has one batch size.
-        """
+        """Pixels of rows as evaluation sees them; on a GPU the last batch is filled up."""
         on_cuda = self.world.device.type == "cuda"
         wanted = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
         with closing(self._read(self._eval_source, wanted)) as batches:
             for pixels, places in batches:
-                filled = -len(places) % batch_size if on_cuda else 0
-                chosen = np.concatenate([places, np.full(filled, places[-1])])
+                chosen = self._filled(places, batch_size)
                 if isinstance(pixels, DecodedBatch) and on_cuda:
                     yield self._view(self._upload(pixels), chosen)
                     continue

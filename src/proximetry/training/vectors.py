@@ -54,9 +54,7 @@ class VectorData(TrainingData):
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Rows in batches; on a GPU the last one is filled up, for the sake of CUDA graphs."""
-        missing = -len(rows) % batch_size
-        if self.world.device.type == "cuda" and missing:
-            rows = np.concatenate([rows, np.full(missing, rows[-1])])
+        rows = self._filled(rows, batch_size)
         for start in range(0, len(rows), batch_size):
             yield self._rows(rows[start : start + batch_size])
 
