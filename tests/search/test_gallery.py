@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from proximetry._common import CHECKSUM, sealed_json
 from proximetry.data import Catalog
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.search import Gallery, indexes, manifest, rows, segments
@@ -303,6 +304,17 @@ def test_a_sealed_manifest_names_no_other_places(gallery):
         write(name)
         with pytest.raises(ValueError, match="is no segment"):
             Gallery.open(gallery.path)
+
+
+def test_a_gallery_that_counts_its_changes_opens(gallery):
+    file = gallery.path / "gallery.json"
+    content = json.loads(file.read_text())
+    del content[CHECKSUM]
+    content["gallery"]["generation"] = 1
+    file.write_bytes(sealed_json(content))
+    opened = Gallery.open(gallery.path)
+    opened.remove([3])
+    assert len(Gallery.open(gallery.path)) == 59
 
 
 def test_every_damaged_file_is_found(gallery):

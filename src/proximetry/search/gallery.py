@@ -164,7 +164,7 @@ class Gallery:
             work.say(describe_index(chosen, len(made.table), exact=not kind))
             segment = made.write(manifest, index)
             manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
-            manifest = write_manifest(folder, manifest)
+            write_manifest(folder, manifest)
             # Nothing is added to a gallery before it is there, so no one else has anything here.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
             sweep(folder, manifest)
@@ -422,7 +422,7 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a change take place, under the lock."""
-        manifest = write_manifest(self.path, manifest)
+        write_manifest(self.path, manifest)
         self._now = Snapshot(self.path, manifest)
         sweep(self.path, manifest)
 

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -102,7 +102,6 @@ class Manifest:
         next_id: the id of the next image.
         segments: in rising order of ids.
         deleted: ids that are removed but still in a segment.
-        generation: how many changes there were.
     """
 
     embedder: str
@@ -112,7 +111,6 @@ class Manifest:
     next_id: int = 0
     segments: tuple[SegmentInfo, ...] = ()
     deleted: Deleted | None = None
-    generation: int = 0
 
     @property
     def version(self) -> str:
@@ -151,9 +149,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Replace the manifest: the change takes place, or has not happened. Returns what is there."""
-    manifest = replace(manifest, generation=manifest.generation + 1)
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest: the change takes place, or has not happened."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -161,11 +158,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         "gallery": asdict(manifest),
     }
     atomic_write(folder / MANIFEST, sealed_json(content))
-    return manifest
 
 
-def _parsed(values: Mapping[str, Any]) -> Manifest:
+def _parsed(values: dict[str, Any]) -> Manifest:
     deleted = values["deleted"]
+    values.pop("generation", None)  # a count of changes that galleries once had
     manifest = Manifest(
         **{
             **values,
