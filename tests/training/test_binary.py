@@ -216,15 +216,15 @@ def test_evaluate_shows_every_way_beside_the_plain_one(call, run, images, tmp_pa
     assert max(map(len, told.split("note: ")[0].splitlines())) <= 80
 
 
-@pytest.mark.parametrize("ways", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
-def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, ways):
+@pytest.mark.parametrize("method", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
+def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, method):
     """Queries that are not in the gallery: its lists have the metrics that are evaluated."""
     embedder, catalog = Embedder.load(run), open_dataset("folder", images)
     held = np.arange(len(catalog)) % 4 > 0
     gallery = Gallery.build(embedder, catalog.subset(np.flatnonzero(held)), tmp_path / "gallery")
     asked = [catalog.file(row) for row in np.flatnonzero(~held)]
     labels = np.asarray(catalog.labels)
-    found = gallery.search(asked, k=7, **ways)
+    found = gallery.search(asked, k=7, **method)
     hits = found.labels == labels[~held][:, None]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     metrics = Metrics(recall_at=(1, 3), precision_at=(1, 3, 7), at_r=False, mrr=False, ndcg_at=())
@@ -234,7 +234,7 @@ def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, ways):
         queries=vectors[torch.from_numpy(~held)],
         query_labels=labels[~held],
         metrics=metrics,
-        **ways,
+        **method,
     )
     for k in (1, 3, 7):
         np.testing.assert_allclose(scored.scores[f"precision@{k}"], hits[:, :k].mean(1))

@@ -150,7 +150,8 @@ def evaluate(
         device: cpu or cuda; default: cuda where there is a GPU.
         out: also write the JSON document to this file.
     """
-    from proximetry.cli import evaluation, ways
+    from proximetry.cli import evaluation
+    from proximetry.cli.search_methods import SearchMethods, make_rows
     from proximetry.cli.vectors import check_alone, load_embedder, open_images
     from proximetry.data import VectorCatalog, resolve_source
     from proximetry.training.comparison import check_comparison, choose_split
@@ -172,7 +173,7 @@ def evaluate(
     if model is not None and similarity is not None:
         raise UsageError(f"--similarity is for vectors alone: the embedder in {embedder} knows")
     near = model.architecture.similarity if model is not None else similarity or "cosine"
-    asked = ways.Ways(binary, expand, rerank)
+    asked = SearchMethods(binary, expand, rerank)
     asked.check(near)
     skip, left_out = bad_images == "skip", list[str]()
     catalog, chosen = choose_split(open_images(name, place, columns, skip), split, given)
@@ -199,7 +200,7 @@ def evaluate(
                 model, catalog, metrics, eval_dims, batch_size, report, vectors
             )
         plain = next(iter(scored.values()))
-        rows = ways.make_rows(asked, plain, compared, metrics, report)
+        rows = make_rows(asked, plain, compared, metrics, report)
     document: dict[str, Any] = {
         "embedder": str(embedder) if source else None,
         "similarity": near,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proximetry._common import first_few
-from proximetry.cli import ways
+from proximetry.cli import search_methods
 from proximetry.metrics import Evaluation, retrieve
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
@@ -55,7 +55,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         f"95 % intervals over the queries: {_intervals(document['intervals'])}",
     ]
     if "rows" in document:
-        parts += ways.as_text(document["rows"])
+        parts += search_methods.as_text(document["rows"])
     if "per_class" in document:
         worst = document["per_class"][:WORST]
         rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}

@@ -1,4 +1,4 @@
-"""Further ways to search that `proximetry evaluate` measures beside the plain one.
+"""Further search methods that `proximetry evaluate` measures beside the plain one.
 
 Binary codes, query expansion and k-reciprocal re-ranking: each has a row of its own, with what was
 done, and none changes the plain figures.
@@ -36,8 +36,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What was asked for."""
+class SearchMethods:
+    """Those that were asked for."""
 
     binary: bool
     expand: int
@@ -52,10 +52,14 @@ class Ways:
 
 
 def make_rows(
-    ways: Ways, plain: Evaluation, compared: Mapping[str, Any], wanted: Metrics, progress: Progress
+    methods: SearchMethods,
+    plain: Evaluation,
+    compared: Mapping[str, Any],
+    wanted: Metrics,
+    progress: Progress,
 ) -> list[Row]:
-    """Return a row for each way to search, the plain one first; nothing if there is no other."""
-    if ways == Ways(binary=False, expand=0, rerank=False):
+    """Return a row for each search method, the plain one first; nothing if there is no other."""
+    if methods == SearchMethods(binary=False, expand=0, rerank=False):
         return []
     near, kept = compared["similarity"], candidates(FEWEST)
     given: Any = {**compared, "metrics": wanted.of_lists(), "progress": progress}
@@ -64,7 +68,7 @@ def make_rows(
     def add(name: str, protocol: str, found: Evaluation) -> None:
         rows.append(_row(name, protocol, found, compared))
 
-    if ways.binary:
+    if methods.binary:
         signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
         add(
             "binary codes, Hamming distance",
@@ -81,21 +85,21 @@ def make_rows(
         for row, size, taken in zip(rows, *costs, strict=True):
             row |= {"bytes_per_image": size, "milliseconds_per_query": taken}
     expansion = (
-        f"each query moved towards its {ways.expand} nearest images (α = {ALPHA:g}), itself never "
-        "among them, and searched for again, exactly"
+        f"each query moved towards its {methods.expand} nearest images (α = {ALPHA:g}), itself "
+        "never among them, and searched for again, exactly"
     )
     reranking = (
         f"the {RERANKED} nearest images ordered by k-reciprocal distance (k1 = {K1}, k2 = {K2}, "
         f"λ = {WEIGHT}) among these and the query, all others behind them"
     )
-    if ways.expand:
-        name = f"query expansion (α-QE, n = {ways.expand})"
-        add(name, expansion, evaluate_queries(**given, expand=ways.expand))
-    if ways.rerank:
+    if methods.expand:
+        name = f"query expansion (α-QE, n = {methods.expand})"
+        add(name, expansion, evaluate_queries(**given, expand=methods.expand))
+    if methods.rerank:
         name = f"k-reciprocal re-ranking ({K1}, {K2}, {WEIGHT})"
         add(name, reranking, evaluate_queries(**given, rerank=True))
-    if ways.expand and ways.rerank:
-        both = evaluate_queries(**given, expand=ways.expand, rerank=True)
+    if methods.expand and methods.rerank:
+        both = evaluate_queries(**given, expand=methods.expand, rerank=True)
         add("expansion, then re-ranking", f"{expansion}; then {reranking}", both)
     return rows
 
@@ -110,7 +114,7 @@ def _row(name: str, protocol: str, found: Evaluation, compared: Mapping[str, Any
 
 
 def as_text(rows: Sequence[Row]) -> list[str]:
-    """The table of all ways to search, what was done, and what each takes."""
+    """The table of all search methods, what was done, and what each takes."""
     columns = [name for name in rows[0]["metrics"] if name not in COUNTS]
     parts = [
         metrics_table({row["name"]: row["metrics"] for row in rows}, columns),
@@ -164,7 +168,7 @@ def _milliseconds_per_query(
         near = by_codes(number, candidates)
         return near[_smallest(distances(queries[number], near), FEWEST)]
 
-    found = [_median(way, len(queries)) for way in (by_vectors, by_codes, by_both)]
+    found = [_median(search, len(queries)) for search in (by_vectors, by_codes, by_both)]
     return found[0], found[1], found[2]
 
 
@@ -195,11 +199,11 @@ def _smallest(values: Array, count: int) -> Array:
     return np.argsort(values, kind="stable")
 
 
-def _median(way: Callable[[int], Any], count: int) -> float:
-    way(0)  # the first time pages are touched
+def _median(search: Callable[[int], Any], count: int) -> float:
+    search(0)  # the first time pages are touched
     taken = []
     for number in range(count):
         started = time.perf_counter()
-        way(number)
+        search(number)
         taken.append(time.perf_counter() - started)
     return 1000 * median(taken)
