@@ -34,7 +34,7 @@ from proximetry._common import cores
 from proximetry.models import Embedder
 from proximetry.search import Gallery
 from proximetry.search.rows import table
-from proximetry.web.plane import MOST
+from proximetry.web.gallery_map import MOST
 
 SIDE, K = 32, 10
 DIFFERENT = 200  # queries

@@ -11,7 +11,7 @@ from PIL import Image
 
 from proximetry.data import Catalog
 from proximetry.search import Gallery
-from proximetry.web import make_app, plane, view
+from proximetry.web import gallery_map, make_app, view
 from proximetry.web.guard import Guard
 from tests.processes import Process
 from tests.search.conftest import make_embedder
@@ -50,14 +50,14 @@ def real_maps():
 @pytest.fixture(autouse=True)
 def quick_maps(request, monkeypatch):
     if "real_maps" not in request.fixturenames:
-        monkeypatch.setattr(plane, "map_embeddings", place_anywhere)
-        monkeypatch.setattr(plane, "_end_with_the_server", lambda: None)
+        monkeypatch.setattr(gallery_map, "map_embeddings", place_anywhere)
+        monkeypatch.setattr(gallery_map, "_end_with_the_server", lambda: None)
         monkeypatch.setattr(os, "nice", lambda by: None)
 
         def start_here(self, version):
-            plane.make(str(self._path))
+            gallery_map.make(str(self._path))
 
-        monkeypatch.setattr(plane.MapMaker, "_start", start_here)
+        monkeypatch.setattr(gallery_map.MapMaker, "_start", start_here)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,7 @@ def keep_map(gallery, cache):
     ids = gallery.ids()
     (cache / "maps").mkdir(parents=True, exist_ok=True)
     points = place_anywhere(ids, gallery.similarity)
-    np.savez(cache / "maps" / plane._file(gallery.version).name, ids=ids, points=points)
+    np.savez(cache / "maps" / gallery_map._file(gallery.version).name, ids=ids, points=points)
     return cache
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from proximetry.data import open_image
 from proximetry.search import Gallery, rows
-from proximetry.web import make_app, plane, view
+from proximetry.web import gallery_map, make_app, view
 from proximetry.web.guard import Guard
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.web.conftest import CLASSES, EACH, client_of, png
@@ -191,25 +191,25 @@ def test_the_map_is_computed_once_and_kept(real_maps, shared, tmp_path, monkeypa
 def test_a_damaged_map_is_computed_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
     points = np.zeros((3, 2), np.float32)
-    file = plane._file("a" * 64)
+    file = gallery_map._file("a" * 64)
     file.parent.mkdir(parents=True)
     np.savez(file, ids=np.arange(3), points=points)
-    assert plane._read("a" * 64) is not None
+    assert gallery_map._read("a" * 64) is not None
     content = file.read_bytes()
     for damaged in (b"", content[:60], content[:-30], b"x" * 500):
         file.write_bytes(damaged)
-        assert plane._read("a" * 64) is None
+        assert gallery_map._read("a" * 64) is None
     np.savez(file, ids=np.arange(4), points=points)
-    assert plane._read("a" * 64) is None
+    assert gallery_map._read("a" * 64) is None
 
 
 def test_a_map_of_many_images_is_of_a_sample(tmp_path, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(plane, "MOST", 9)
+    monkeypatch.setattr(gallery_map, "MOST", 9)
     table, vectors = make_table(0, 60), make_vectors(60)
     gallery = Gallery.build(make_embedder(), table, tmp_path / "gallery", vectors=vectors)
-    plane.make(str(gallery.path))
-    made = plane._read(gallery.version)
+    gallery_map.make(str(gallery.path))
+    made = gallery_map._read(gallery.version)
     assert len(made.ids) == 9
     assert set(made.ids) < set(gallery.ids())
     with client_of(gallery.path) as client:
@@ -230,11 +230,11 @@ def test_a_map_that_cannot_be_made_says_why(real_maps, own, tmp_path, monkeypatc
         assert found(client.post("/search", data={"id": 0}))
         started = []
         monkeypatch.setattr(
-            plane.MapMaker, "_start", lambda maker, version: started.append(version)
+            gallery_map.MapMaker, "_start", lambda maker, version: started.append(version)
         )
         assert client.get("/map").status_code == 503
         assert not started
-        monkeypatch.setattr(plane, "_RETRY", 0.0)  # when a minute has gone by
+        monkeypatch.setattr(gallery_map, "_RETRY", 0.0)  # when a minute has gone by
         assert client.get("/map").status_code == 202
         assert started == [own.version]
 
@@ -247,7 +247,7 @@ def test_the_server_follows_the_gallery(own, own_client, monkeypatch):
     assert own_client.post("/search", data={"id": 3}).status_code == 404
     ids = [one["id"] for one in found(own_client.post("/search", data={"id": 0, "k": 100}))]
     assert not {3, 4} & set(ids)
-    monkeypatch.setattr(plane.MapMaker, "_start", lambda maker, version: None)
+    monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda maker, version: None)
     outdated = own_client.get("/map").json()  # the old one serves until there is a new one
     assert outdated["outdated"]
     assert set(outdated["ids"]) == set(old["ids"]) - {3, 4}
@@ -273,7 +273,7 @@ def test_a_gallery_that_is_built_anew_has_no_points_of_the_old_one(
     own, own_client, monkeypatch, seed
 ):
     assert wait_for_map(own_client).json()["ids"] == own.ids().tolist()
-    monkeypatch.setattr(plane.MapMaker, "_start", lambda maker, version: None)
+    monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda maker, version: None)
     picture = own.path.parent / "new.png"
     Image.new("RGB", (24, 24), "red").save(picture)
     shutil.rmtree(own.path)

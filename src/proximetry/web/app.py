@@ -24,8 +24,8 @@ from proximetry._common import UsageError, cores, shorten, shown
 from proximetry.data import ImageError
 from proximetry.search import Gallery
 from proximetry.search.rows import conditions
+from proximetry.web.gallery_map import MOST, GalleryMap, MapError, MapMaker
 from proximetry.web.guard import MOST_BYTES
-from proximetry.web.plane import MOST, MapError, MapMaker, Plane
 from proximetry.web.searcher import (
     MOST_PIXELS,
     Answer,
@@ -242,26 +242,26 @@ class Service:
         """Return the map, or how far it is."""
         about = self.view.about()
         gallery = about.gallery
-        plane = self.maps.want(gallery, about.version)
-        if plane is None:
+        found = self.maps.want(gallery, about.version)
+        if found is None:
             seconds = round(time.monotonic() - self.maps.begun, 1)
             return 202, _dump({"state": "computing", "seconds": seconds, "images": len(gallery)})
-        key = plane.version, about.version
+        key = found.version, about.version
         if self._map is None or self._map[0] != key:
-            self._map = key, _drawn(gallery, about, plane)
+            self._map = key, _drawn(gallery, about, found)
         return 200, self._map[1]
 
 
-def _drawn(gallery: Gallery, about: About, plane: Plane) -> bytes:
-    there = np.isin(plane.ids, gallery.ids())  # some may have been removed since
-    ids, points = plane.ids[there], plane.points[there].astype(float).round(4)
+def _drawn(gallery: Gallery, about: About, found: GalleryMap) -> bytes:
+    there = np.isin(found.ids, gallery.ids())  # some may have been removed since
+    ids, points = found.ids[there], found.points[there].astype(float).round(4)
     number = {name: place for place, name in enumerate(about.classes)}
     labels = gallery.rows(ids, ["label"])["label"]
     return _dump(
         {
             "state": "ready",
             "images": len(gallery),
-            "outdated": plane.version != about.version,
+            "outdated": found.version != about.version,
             "ids": ids.tolist(),
             "x": points[:, 0].tolist(),
             "y": points[:, 1].tolist(),

@@ -35,11 +35,11 @@ _RETRY = 60.0  # seconds after which a map that could not be made is tried again
 # With the same sys.path it finds the same packages.
 _MAKE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from proximetry.web.plane import make
+from proximetry.web.gallery_map import make
 make(*sys.argv[2:])"""
 
 
-class Plane(NamedTuple):
+class GalleryMap(NamedTuple):
     """A map: ids of images, and their points within the unit square."""
 
     version: str
@@ -61,11 +61,11 @@ class MapMaker:
         self._errors: IO[bytes] | None = None
         self._failed: dict[str, float] = {}
         self._gallery: object = None
-        self._plane: Plane | None = None
+        self._map: GalleryMap | None = None
         self._version = ""
         self.begun = 0.0
 
-    def want(self, gallery: object, version: str) -> Plane | None:
+    def want(self, gallery: object, version: str) -> GalleryMap | None:
         """Return the map of a version; until there is one that of an earlier version, or None.
 
         Args:
@@ -78,16 +78,16 @@ class MapMaker:
         with self._lock:
             self._look()
             if gallery is not self._gallery:  # the same ids may be other images now
-                self._gallery, self._plane = gallery, None
-            if self._plane is None or self._plane.version != version:
-                self._plane = _read(version) or self._plane
-            made = self._plane is not None and self._plane.version == version
+                self._gallery, self._map = gallery, None
+            if self._map is None or self._map.version != version:
+                self._map = _read(version) or self._map
+            made = self._map is not None and self._map.version == version
             if not made and self._process is None:
                 failed = self._failed.get(version)
                 if failed is not None and time.monotonic() - failed < _RETRY:
                     raise MapError("the map could not be made; the server's log says why")
                 self._start(version)
-            return self._plane
+            return self._map
 
     def close(self) -> None:
         """End the process."""
@@ -168,7 +168,7 @@ def _file(version: str) -> Path:
     return cache_folder() / "maps" / f"{version[:32]}.npz"
 
 
-def _read(version: str) -> Plane | None:
+def _read(version: str) -> GalleryMap | None:
     """Return the map that is kept for a version; None if there is none, or it is damaged."""
     try:
         with np.load(_file(version), allow_pickle=False) as kept:
@@ -176,7 +176,7 @@ def _read(version: str) -> Plane | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     fits = ids.dtype == np.int64 and points.dtype == np.float32 and points.shape == (len(ids), 2)
-    return Plane(version, ids, points) if fits and np.isfinite(points).all() else None
+    return GalleryMap(version, ids, points) if fits and np.isfinite(points).all() else None
 
 
 def _tidy(folder: Path) -> None:
