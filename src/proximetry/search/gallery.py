@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,40 +129,28 @@ class Gallery:
             steps: called with (what, done, total) now and then.
             report: called with what there is to say: the index, images that were left out.
         """
+        new = NewImages(images, vectors, embedder.dim, bad_images, batch_size, steps, report)
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
-            return MilvusGallery.build(
-                embedder,
-                images,
-                path,
-                index,
-                vectors=vectors,
-                bad_images=bad_images,
-                batch_size=batch_size,
-                steps=steps,
-                report=report,
-            )
+            return MilvusGallery.make(embedder, new, path, index)
         folder = Path(path)
         if index == "auto" and embedder.bits is not None:
             index = indexes.BINARY
-        table = checked_rows(images)
         check_place(folder)
-        indexes.check(index, embedder.dim, len(table))
-        given = None if vectors is None else as_vectors(vectors, len(table), embedder.dim)
+        indexes.check(index, embedder.dim, len(new.table))
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, report):
+        with locked(folder, new.report):
             check_place(folder)  # another process may have built it meanwhile
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
-            work = Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
-            made = work.embed(table, given)
-            kind = indexes.resolve(index, len(made.table), embedder.dim)
+            embedded = new.embed(embedder, fingerprint, folder)
+            kind = indexes.resolve(index, len(embedded.table), embedder.dim)
             chosen = f"{'auto → ' if index == 'auto' else ''}{kind or indexes.EXACT}"
-            work.say(describe_index(chosen, len(made.table), exact=not kind))
-            segment = made.write(manifest, index)
+            new.report(describe_index(chosen, len(embedded.table), exact=not kind))
+            segment = embedded.write(folder, manifest, index, new.steps)
             manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
             write_manifest(folder, manifest)
             # Nothing is added to a gallery before it is there, so no one else has anything here.
@@ -308,7 +296,8 @@ class Gallery:
         Images that are there already are refused; `update` embeds them again. What is there is
         not written anew. Where all have to be left out, there is no id.
         """
-        return self._extend(images, vectors, bad_images, batch_size, steps, report, renew=False)
+        new = NewImages(images, vectors, self.dim, bad_images, batch_size, steps, report)
+        return self._extend(new, renew=False)
 
     def update(
         self,
@@ -324,34 +313,21 @@ class Gallery:
 
         An id names one state of an image for ever, so those that are embedded again get new ones.
         """
-        return self._extend(images, vectors, bad_images, batch_size, steps, report, renew=True)
+        new = NewImages(images, vectors, self.dim, bad_images, batch_size, steps, report)
+        return self._extend(new, renew=True)
 
-    def _extend(
-        self,
-        images: Images,
-        vectors: Tensor | npt.NDArray[Any] | None,
-        bad_images: BadImages,
-        batch_size: int,
-        steps: Steps | None,
-        report: Report | None,
-        *,
-        renew: bool,
-    ) -> IntArray:
-        table = checked_rows(images)
+    def _extend(self, new: NewImages, *, renew: bool) -> IntArray:
         newest = self._newest()
         self._check_same(newest)
-        newest.check_fits(table)
+        newest.check_fits(new.table)
         if not renew:
-            self._refuse_known(newest, table)
-        given = None if vectors is None else as_vectors(vectors, len(table), self.dim)
-        fingerprint = self._now.manifest.embedder
-        embedder = self.embedder if given is None else None
-        work = Work(embedder, fingerprint, self.path, bad_images, batch_size, steps, report)
+            self._refuse_known(newest, new.table)
+        embedder = self.embedder if new.vectors is None else None
         try:
-            made = work.embed(table, given)
+            embedded = new.embed(embedder, newest.manifest.embedder, self.path)
         except NothingToAddError:
             return np.arange(0)
-        return self._write(made, renew=renew)
+        return self._write(new, embedded, renew=renew)
 
     def _check_same(self, now: Version) -> None:
         if now.manifest.embedder != self._now.manifest.embedder:
@@ -369,28 +345,28 @@ class Gallery:
                 "update() embeds them again"
             )
 
-    def _write(self, made: Made, *, renew: bool) -> IntArray:
+    def _write(self, new: NewImages, embedded: EmbeddedImages, *, renew: bool) -> IntArray:
         """Put images into the gallery that are embedded, and return their ids."""
-        with locked(self.path, made.work.report):
+        with locked(self.path, new.report):
             now = Snapshot.open(self.path)
             self._check_same(now)
-            now.check_fits(made.table)
+            now.check_fits(embedded.table)
             if not renew:
-                self._refuse_known(now, made.table)
+                self._refuse_known(now, embedded.table)
             manifest = now.manifest
             if renew:
-                old = now.paths_there(made.table)
+                old = now.paths_there(embedded.table)
                 if old:
                     manifest = now.without(now.ids(np.array(sorted(old.values()))))
-            segment = made.write(manifest, manifest.index)
+            segment = embedded.write(self.path, manifest, manifest.index, new.steps)
             first = manifest.next_id
             manifest = replace(
                 manifest,
                 next_id=first + segment.rows,
                 segments=(*manifest.segments, *([segment] if segment.rows else [])),
             )
-            self._commit(self._merged(manifest, made.work.steps))
-            made.discard()
+            self._commit(self._merged(manifest, new.steps))
+            embedded.discard()
             return np.arange(first, first + segment.rows)
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
@@ -631,83 +607,88 @@ def _shown(scores: FloatArray, similarity: str) -> FloatArray:
     return scores if similarity == "cosine" else -np.sqrt(-scores)
 
 
-class Work:
-    """Embedding images for a gallery, and writing them as a segment."""
+class NewImages:
+    """Images that are to be put into a gallery, after checking them, and how to embed them.
+
+    Attributes:
+        table: what is known of them.
+        vectors: theirs, where an embedder need not make them.
+    """
 
     def __init__(
         self,
-        embedder: Embedder | None,
-        fingerprint: str,
-        folder: Path,
+        images: Images,
+        vectors: Tensor | npt.NDArray[Any] | None,
+        dim: int,
         bad_images: BadImages,
         batch_size: int,
         steps: Steps | None,
         report: Report | None,
     ) -> None:
-        self.embedder, self.fingerprint, self.folder = embedder, fingerprint, folder
+        self.table = checked_rows(images)
+        self.vectors = None if vectors is None else as_vectors(vectors, len(self.table), dim)
         self.bad_images, self.batch_size = bad_images, batch_size
-        self.steps, self.report = steps or quiet, report
+        self.steps, self.report = steps or quiet, report or (lambda line: None)
 
-    def say(self, line: str) -> None:
-        """Report a line to whoever wants to know."""
-        if self.report is not None:
-            self.report(line)
-
-    def embed(self, table: Any, given: FloatArray | None) -> Made:
-        """Return the images with their vectors, less those that cannot be read."""
+    def embed(self, embedder: Embedder | None, fingerprint: str, folder: Path) -> EmbeddedImages:
+        """Return them with their vectors, less those that cannot be read."""
+        table, given = self.table, self.vectors
         if given is not None:
-            return Made(self, table, lambda: (given[part] for part in chunks(len(given), _BLOCK)))
-        assert self.embedder is not None
+            return EmbeddedImages(
+                table, lambda: (given[part] for part in chunks(len(given), _BLOCK))
+            )
+        assert embedder is not None
         staged = embed(
-            self.embedder,
-            self.fingerprint,
+            embedder,
+            fingerprint,
             rows.values(table["path"]),
-            self.folder,
+            folder,
             batch_size=self.batch_size,
             bad_images=self.bad_images,
             progress=lambda done, total: self.steps("embedding", done, total),
         )
         for reason in staged.left_out:
-            self.say(f"{LEFT_OUT}{reason}")
+            self.report(f"{LEFT_OUT}{reason}")
         if not len(staged.kept):
             raise NothingToAddError(
                 f"none of the {len(table)} images can be read: {staged.left_out[0]}"
             )
         kept = table.take(rows.arrow().array(staged.kept))
-        return Made(self, kept, staged.blocks, staged.discard)
+        return EmbeddedImages(kept, staged.blocks, staged.discard)
 
 
 class NothingToAddError(ValueError):
     """All images had to be left out."""
 
 
-class Made:
-    """Images that are embedded and not yet in the gallery."""
+class EmbeddedImages(NamedTuple):
+    """Images that are embedded and not yet in the gallery.
 
-    def __init__(
-        self,
-        work: Work,
-        table: Any,
-        blocks: Callable[[], Iterable[FloatArray]],
-        discard: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.work, self.table, self._blocks, self.discard = work, table, blocks, discard
+    Attributes:
+        table: what is known of them.
+        vectors: gives their vectors, some after others.
+        discard: removes what was kept of them until they are in the gallery.
+    """
+
+    table: Any
+    vectors: Callable[[], Iterable[FloatArray]]
+    discard: Callable[[], None] = lambda: None
 
     def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
         """Their vectors as a gallery stores them, some after others."""
-        return (prepared(block, manifest) for block in self._blocks())
+        return (prepared(block, manifest) for block in self.vectors())
 
-    def write(self, manifest: Manifest, index: str) -> SegmentInfo:
+    def write(self, folder: Path, manifest: Manifest, index: str, steps: Steps) -> SegmentInfo:
         """Write them as a segment with the next ids."""
         count, first = len(self.table), manifest.next_id
         return write_segment(
-            self.work.folder,
+            folder,
             manifest,
             self.table,
             np.arange(first, first + count),
             self.blocks(manifest),
             indexes.resolve(index, count, manifest.dim),
-            self.work.steps,
+            steps,
         )
 
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from proximetry._common import (
     Steps,
@@ -47,17 +46,13 @@ from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
 from proximetry.search.exact import SPARE, FloatArray, Found, Part, Store
 from proximetry.search.gallery import (
+    EmbeddedImages,
     Gallery,
-    Images,
-    Made,
-    Work,
-    as_vectors,
-    checked_rows,
+    NewImages,
     describe_index,
 )
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
 from proximetry.search.segments import all_pairs, proposed_pairs
-from proximetry.search.staging import BadImages
 
 MOST = 16_384
 """How many images Milvus finds for a query at the most."""
@@ -615,9 +610,9 @@ class Collection:
         parts = [self.chosen(_condition("path", paths[part])) for part in chunks(len(paths), 512)]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def insert(self, made: Made) -> IntArray:
+    def insert(self, embedded: EmbeddedImages, steps: Steps) -> IntArray:
         """Add rows, all or, unless this process is killed meanwhile, none; return their ids."""
-        new = [name for name in made.table.column_names if name not in self.columns]
+        new = [name for name in embedded.table.column_names if name not in self.columns]
         if new:  # before there is anything in them
             keys = {f"{_COLUMN}{_to_utf8(name)}": "1" for name in new}
             with _answered(self.address):
@@ -625,14 +620,14 @@ class Collection:
             self.columns += new
         ids: list[int] = []
         try:
-            for block in made.blocks(self.manifest):
+            for block in embedded.blocks(self.manifest):
                 size = min(_ROWS, max(1, _NUMBERS // self.manifest.dim))
                 for part in chunks(len(block), size):
-                    some_rows = made.table.slice(len(ids), part.stop - part.start)
+                    some_rows = embedded.table.slice(len(ids), part.stop - part.start)
                     data = _records(some_rows, block[part])
                     with _answered(self.address):
                         ids += self.client.insert(self.name, data)["ids"]
-                    made.work.steps("writing to Milvus", len(ids), len(made.table))
+                    steps("writing to Milvus", len(ids), len(embedded.table))
         except BaseException:
             with suppress(ValueError):
                 self.delete(np.array(ids, np.int64))
@@ -676,37 +671,26 @@ class MilvusGallery(Gallery):
         self.name = str(collection.address)
 
     @classmethod
-    def build(
-        cls,
-        embedder: Embedder,
-        images: Images,
-        path: str | os.PathLike[str],
-        index: str = "auto",
-        *,
-        vectors: Tensor | npt.NDArray[Any] | None = None,
-        bad_images: BadImages = "error",
-        batch_size: int = 64,
-        steps: Steps | None = None,
-        report: Report | None = None,
+    def make(
+        cls, embedder: Embedder, new: NewImages, path: str | os.PathLike[str], index: str
     ) -> MilvusGallery:
         """See `Gallery.build`."""
-        address, table = Address.parse(path), checked_rows(images)
-        Index.choose(index, len(table))
-        given = None if vectors is None else as_vectors(vectors, len(table), embedder.dim)
+        address = Address.parse(path)
+        Index.choose(index, len(new.table))
         client = _connect(address)
         _check_new(address, client)
         folder, fingerprint = address.folder, embedder.fingerprint()
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, report):
-            work = Work(embedder, fingerprint, folder, bad_images, batch_size, steps, report)
-            made = work.embed(table, given)
-            chosen = Index.choose(index, len(made.table))
-            work.say(describe_index(f"{chosen} of Milvus", len(made.table), exact=chosen.exact))
+        with locked(folder, new.report):
+            embedded = new.embed(embedder, fingerprint, folder)
+            count = len(embedded.table)
+            chosen = Index.choose(index, count)
+            new.report(describe_index(f"{chosen} of Milvus", count, exact=chosen.exact))
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
             found = Collection.create(address, client, manifest, chosen)
             try:
-                found.insert(made)
+                found.insert(embedded, new.steps)
                 _check_new(address, client)  # another machine may have built it meanwhile
                 found.finish()
             except BaseException:
@@ -739,15 +723,15 @@ class MilvusGallery(Gallery):
             )
         return self._embedder
 
-    def _write(self, made: Made, *, renew: bool) -> IntArray:
+    def _write(self, new: NewImages, embedded: EmbeddedImages, *, renew: bool) -> IntArray:
         now = self._newest()
         self._check_same(now)
         if not renew:
-            self._refuse_known(now, made.table)
-        old = now.ids_of(made.table) if renew else np.empty(0, np.int64)
-        ids = now.insert(made)
+            self._refuse_known(now, embedded.table)
+        old = now.ids_of(embedded.table) if renew else np.empty(0, np.int64)
+        ids = now.insert(embedded, new.steps)
         now.delete(old)
-        made.discard()
+        embedded.discard()
         self._now = now
         return ids
 
