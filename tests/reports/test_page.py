@@ -266,13 +266,22 @@ def test_images_that_were_named_must_be_there(moved, tmp_path, capsys):
     assert not (moved / "report.html").exists()
 
 
-def test_columns_and_missing_images_are_as_the_run_has_them(moved, tmp_path, capsys):
+def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tmp_path, capsys):
     place, new = RunFolder(moved).recipe, tmp_path / "new" / "images.csv"
     recipe = Recipe.load(place).override({"data.columns.label": "kind", "data.bad_images": "skip"})
     recipe.save(place)
     new.write_text(new.read_text().replace("path,label", "path,kind", 1))
     (tmp_path / "new/images/class11/0.png").unlink()
     code, _, told = call(capsys, moved, "--data", new)
+    assert (code, told) == (0, "")
+    assert Page((moved / "report.html").read_bytes()).table("Every class")
+    new.write_text(new.read_text().replace("path,kind", "file,category", 1))
+    code, _, told = call(capsys, moved, "--data", new)
+    assert code == 1
+    assert "no column 'kind' to be the label" in told
+    assert "Say which it is: --data.columns label=COLUMN" in told
+    words = ["--data.columns", "path=file,label=category"]
+    code, _, told = call(capsys, moved, "--data", new, *words)
     assert (code, told) == (0, "")
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 
@@ -325,6 +334,7 @@ def test_mistakes_are_one_sentence(run, tmp_path, capsys):
         ([run, run], "a run is named twice"),
         ([run, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run, "--out", tmp_path / "no/x.html"], "there is no folder"),
+        ([run, "--columns", "path=file"], "--columns is for a table; name that with --data"),
     ):
         code, out, told = call(capsys, *words)
         assert (code, out) == (2, "")

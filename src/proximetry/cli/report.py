@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from proximetry._common import UsageError, check_writable
-from proximetry.cli.output import progress_steps
+from proximetry.cli.output import TableColumns, progress_steps
 
 
 def report(
@@ -11,6 +11,7 @@ def report(
     out: Path | None = None,
     data: str | None = None,
     root: Path | None = None,
+    columns: TableColumns = None,
 ) -> None:
     """Write what a run has come to as one HTML file, or compare several runs.
 
@@ -21,8 +22,8 @@ def report(
         out: the file to write; default: report.html in the folder of the run, comparison.html
             in that of the first of several.
         data: the images to evaluate on, if not those of the run or if these have moved: a folder
-            of class folders, a CSV or Parquet table, a tar file, or a dataset that
-            `proximetry datasets` lists.
+            of class folders, a CSV or Parquet table, with the columns of the run unless --columns
+            names others, a tar file, or a dataset that `proximetry datasets` lists.
         root: where the images of such a dataset lie; without --data of that of the run.
     """
     if not runs:
@@ -35,7 +36,7 @@ def report(
     if out is not None or runs[0].is_dir():
         check_writable(place)
     with progress_steps() as steps:
-        missing = write_report(runs, place, source=data, root=root, steps=steps)
+        missing = write_report(runs, place, source=data, root=root, columns=columns, steps=steps)
     for reason in missing:
         print(f"missing: {reason}")
     print(f"report: {place}")

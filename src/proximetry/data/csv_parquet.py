@@ -265,7 +265,7 @@ class Header:
         if name not in self._names:
             raise ValueError(
                 f"{self._file}: there is no column {shown(name)} to be the {field}; it has "
-                f"{', '.join(self._names)}"
+                f"{', '.join(self._names)}. Say which it is: --data.columns {field}=COLUMN"
             )
         if list(given.values()).count(name) > 1:
             raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -165,6 +166,7 @@ def examine(
     root: Path | None = None,
     steps: Steps = lambda what, done, total: None,
     *,
+    columns: Mapping[str, str] | None = None,
     vectors: Tensor | None = None,
 ) -> Findings:
     """Evaluate the embedder of a run on the images the run was evaluated on.
@@ -174,6 +176,7 @@ def examine(
         source: other images, as `evaluate` takes them; default: those of the recipe.
         root: where the images of the dataset lie now.
         steps: called with (what, done, total) now and then.
+        columns: what a table calls its columns, if `source` is one; default: as in the recipe.
         vectors: what the embedder makes of the images, where that is known.
 
     Raises:
@@ -181,7 +184,7 @@ def examine(
     """
     embedder = Embedder.load(record.folder.embedder, device=resolve_device())
     wanted = record.recipe.evaluation
-    whole = _open(record, source, root)
+    whole = _open(record, source, root, columns)
     catalog, split, train, notes = _evaluated_images(record, embedder, whole, source)
     notes += check_comparison(catalog, wanted.metrics)
     if vectors is None:
@@ -234,11 +237,14 @@ def examine(
     )
 
 
-def _open(record: RunRecord, source: str | None, root: Path | None) -> Catalog:
+def _open(
+    record: RunRecord, source: str | None, root: Path | None, columns: Mapping[str, str] | None
+) -> Catalog:
     if source is not None:
         name, place = resolve_source(source, root)
         d = record.recipe.data
-        columns = d.columns if name in TABLES else None
+        if columns is None and name in TABLES:
+            columns = d.columns
         return open_dataset(name, place, columns=columns, allow_missing=d.bad_images == "skip")
     if root is not None:
         moved = record.recipe.override({"data.root": str(root)})

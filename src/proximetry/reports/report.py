@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,6 +36,7 @@ def write_report(
     *,
     source: str | None = None,
     root: Path | None = None,
+    columns: Mapping[str, str] | None = None,
     steps: Steps = lambda what, done, total: None,
 ) -> list[str]:
     """Write the report of a run, or of several compared, all or nothing.
@@ -47,11 +48,14 @@ def write_report(
         out: the HTML file.
         source: images to evaluate on, as `evaluate` takes them; default: those of each run.
         root: where the images of the dataset lie now.
+        columns: what a table calls its columns, if `source` is one; default: as in each run.
         steps: called with (what, done, total) now and then.
 
     Returns:
         What is missing in it, and why.
     """
+    if columns and source is None:
+        raise UsageError("--columns is for a table; name that with --data")
     records = [RunRecord.read(path) for path in runs]
     folders = [record.folder.path.resolve() for record in records]
     if len(set(folders)) < len(folders):
@@ -59,7 +63,7 @@ def write_report(
     found: list[Findings | None] = []
     for record in records:
         try:
-            found.append(examine(record, source, root, steps))
+            found.append(examine(record, source, root, steps, columns=columns))
         except _ABSENT as error:
             # Who names images wants them, or to be told why not.
             if source is not None or root is not None:
