@@ -1,5 +1,7 @@
 import pytest
 
+from proximetry.training import train
+from tests.training.runs import killed_at
 from tests.training.tiny import make_images, make_recipe
 
 
@@ -16,3 +18,21 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def recipe(images, cache):
     return make_recipe(images, cache)
+
+
+# For files whose recipe, of the same scope, has checkpoints within epochs.
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(recipe, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def cut_off(recipe, tmp_path_factory):
+    """Killed in its third epoch; the second one was the best."""
+    out = tmp_path_factory.mktemp("cut") / "run"
+    killed_at(11, recipe, out)
+    return out

@@ -39,21 +39,6 @@ def recipe(images, cache):
     return make_recipe(images, cache, training={"checkpoint_steps": 2})
 
 
-@pytest.fixture(scope="module")
-def whole(recipe, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(recipe, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def cut_off(recipe, tmp_path_factory):
-    """Killed in its third epoch; the second one was the best."""
-    out = tmp_path_factory.mktemp("cut") / "run"
-    killed_at(11, recipe, out)
-    return out
-
-
 @pytest.fixture
 def run(cut_off, tmp_path):
     return RunFolder(shutil.copytree(cut_off, tmp_path / "run"))

@@ -7,7 +7,7 @@ import pytest
 
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.checkpoint import CheckpointError, load_checkpoint
-from tests.training.runs import Said, assert_same_run, killed_at
+from tests.training.runs import Said, assert_same_run
 from tests.training.tiny import make_recipe
 
 FILES = [
@@ -29,20 +29,6 @@ OFTEN = [*FILES[:2], "metrics.jsonl"]
 def recipe(images, cache):
     changes = {"checkpoint_steps": 2, "keep_checkpoint_every": 1}
     return make_recipe(images, cache, training=changes)
-
-
-@pytest.fixture(scope="module")
-def whole(recipe, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(recipe, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def cut_off(recipe, tmp_path_factory):
-    out = tmp_path_factory.mktemp("cut") / "run"
-    killed_at(11, recipe, out)
-    return out
 
 
 def flip(draw, content):
