@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
-from proximetry import cli
 from proximetry.data import Catalog, PixelCache
 from proximetry.data.pixel_cache import EncodedCache, check_files
 from tests.training.tiny import make_images
@@ -53,14 +53,8 @@ def home(built, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def call(capsys):
-    def run(*words, code=0):
-        got = cli.main(["cache", *map(str, words)])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        return printed.err if code else printed.out
-
-    return run
+def call(call):
+    return partial(call, "cache")
 
 
 def listed(call):

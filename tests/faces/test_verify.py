@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from proximetry import cli
 from proximetry.faces import open_embedder, read_protocol, verify_pairs
 from proximetry.models import Embedder
 from tests.faces.small import ANGLES, lfw, mean_color, save
@@ -144,30 +143,16 @@ def test_vectors_that_are_not_finite_are_refused_by_name(tmp_path):
         verify_pairs(replace(ANGLES, embed=broken), protocol)
 
 
-@pytest.fixture
-def run(capsys):
-    def call(*words, code=0):
-        got = cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert got == code, printed.err
-        if code:
-            assert printed.out == ""
-            assert len(printed.err.splitlines()) == 1
-        return printed.err if code else printed.out
-
-    return call
-
-
-def test_the_command_prints_writes_and_draws(run, tmp_path):
+def test_the_command_prints_writes_and_draws(call, tmp_path):
     by_hand(tmp_path)
     rng = np.random.default_rng(0)
     for path in (tmp_path / "faces").rglob("*.png"):
         save(path, rng.integers(0, 256, 3))
     model = mean_color(tmp_path / "m.onnx")
     words = ["faces", "verify", model, tmp_path / "faces", tmp_path / "pairs.txt"]
-    text = run(*words)
+    text = call(*words)
     assert "LFW: 20 pairs in 10 folds; cosine of image and mirror image, concatenated" in text
-    document = json.loads(run(*words, "--json", "--out", tmp_path / "x.json"))
+    document = json.loads(call(*words, "--json", "--out", tmp_path / "x.json"))
     assert json.loads((tmp_path / "x.json").read_text()) == document
     assert f"accuracy {100 * document['accuracy']:.2f} ± " in text
     expected = verify_pairs(
@@ -175,20 +160,20 @@ def test_the_command_prints_writes_and_draws(run, tmp_path):
     )
     assert document["accuracy"] == expected.result.accuracy
     for name in ("roc.png", "roc.svg"):
-        run(*words, "--roc", tmp_path / name)
+        call(*words, "--roc", tmp_path / name)
         first = (tmp_path / name).read_bytes()
-        run(*words, "--roc", tmp_path / name)
+        call(*words, "--roc", tmp_path / name)
         assert (tmp_path / name).read_bytes() == first
     assert Image.open(tmp_path / "roc.png").size == (960, 600)
     assert b"<svg" in first
 
 
-def test_a_saved_embedder_will_do(run, tmp_path):
+def test_a_saved_embedder_will_do(call, tmp_path):
     by_hand(tmp_path)
     for name, flip_tta in (("plain", False), ("tta", True)):
         made = Embedder.create("small_convnet", 8, weights="none", image_size=24, flip_tta=flip_tta)
         words = ["faces", "verify", made.save(tmp_path / name), tmp_path / "faces"]
-        document = json.loads(run(*words, tmp_path / "pairs.txt", "--json"))
+        document = json.loads(call(*words, tmp_path / "pairs.txt", "--json"))
         assert ("flip TTA" in document["views"]) == flip_tta
         assert document["pairs"] == 20
 
@@ -208,11 +193,11 @@ def test_a_saved_embedder_will_do(run, tmp_path):
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_mistakes_are_one_sentence(run, tmp_path, words, message):
+def test_mistakes_are_one_sentence(call, tmp_path, words, message):
     by_hand(tmp_path)
     places = {
         "MODEL": mean_color(tmp_path / "m.onnx"),
         "FACES": tmp_path / "faces",
         "PAIRS": tmp_path / "pairs.txt",
     }
-    assert message in run("faces", "verify", *[places.get(w, w) for w in words], code=2)
+    assert message in call("faces", "verify", *[places.get(w, w) for w in words], code=2)

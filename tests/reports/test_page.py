@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -33,10 +34,9 @@ def comparison(runs, tmp_path_factory):
     return Page(out.read_bytes())
 
 
-def call(capsys, *words):
-    code = cli.main(["report", *map(str, words)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+@pytest.fixture
+def call(call):
+    return partial(call, "report")
 
 
 def assert_alone(page):
@@ -145,21 +145,19 @@ def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, rec
     assert f"in seed0 alone for {alone}, in seed1 alone for" in comparison.text
 
 
-def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, capsys):
+def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
     other = make_table(tmp_path / "other", seed=3)
     place = RunFolder(run).recipe
     place.write_text(place.read_text().replace(str(runs[0].parent / "images.csv"), str(other)))
     other.write_text(other.read_text().replace(",class1", ",room1"))
-    code, told, _ = call(capsys, runs[0], run, "--out", tmp_path / "page.html")
-    assert code == 0
+    told = call(runs[0], run, "--out", tmp_path / "page.html")
     assert told == f"report: {tmp_path / 'page.html'}\n"
     page = Page((tmp_path / "page.html").read_bytes())
     assert "These runs were not evaluated on the same images" in page.text
     assert "difference" not in [cell for rows in page.tables.values() for cell in rows[0]]
     assert "so the figures differ" in page.text
     # With one set of images for both they are.
-    code, _, _ = call(capsys, runs[0], run, "--data", other, "--out", tmp_path / "page.html")
-    assert code == 0
+    call(runs[0], run, "--data", other, "--out", tmp_path / "page.html")
     assert "query by query" in Page((tmp_path / "page.html").read_bytes()).text
 
 
@@ -202,9 +200,8 @@ def moved(run, table, tmp_path):
     return run
 
 
-def test_images_that_have_moved(moved, tmp_path, capsys):
-    code, told, _ = call(capsys, moved)
-    assert code == 0
+def test_images_that_have_moved(moved, tmp_path, call):
+    told = call(moved)
     assert "missing: Queries, classes, intervals and the map" in told
     assert "/gone/images.csv" in told
     page = Page((moved / "report.html").read_bytes())
@@ -214,18 +211,16 @@ def test_images_that_have_moved(moved, tmp_path, capsys):
     assert "Distinct are proxies" in page.text
     assert "missing: Proxies that images choose: the training images are not there" in told
     for words in (["--data", tmp_path / "new/images.csv"], ["--root", tmp_path / "new/images.csv"]):
-        code, told, _ = call(capsys, moved, *words)
+        told = call(moved, *words)
         page = Page((moved / "report.html").read_bytes())
-        assert code == 0
         assert page.table("Every class")
         assert "figures differ" not in page.text
         assert told == f"report: {moved / 'report.html'}\n"
         assert re.search(r"of \d+ training images of \d+ of \d+ classes", page.text)
 
 
-def test_a_comparison_without_the_images_of_one_run(runs, moved, capsys, tmp_path):
-    code, told, _ = call(capsys, runs[1], moved, "--out", tmp_path / "page.html")
-    assert code == 0
+def test_a_comparison_without_the_images_of_one_run(runs, moved, call, tmp_path):
+    told = call(runs[1], moved, "--out", tmp_path / "page.html")
     assert "the embedder cannot be evaluated" in told
     page = Page((tmp_path / "page.html").read_bytes())
     assert_alone(page)
@@ -236,70 +231,59 @@ def test_a_comparison_without_the_images_of_one_run(runs, moved, capsys, tmp_pat
     assert "differences cannot be tested query by query" in page.text
 
 
-def test_of_two_stages_the_second_is_reported(run, tmp_path, capsys):
+def test_of_two_stages_the_second_is_reported(run, tmp_path, call):
     run.rename((tmp_path / "two").mkdir() or tmp_path / "two" / "second-stage")
-    code, told, _ = call(capsys, tmp_path / "two")
-    assert (code, told) == (0, f"report: {tmp_path / 'two' / 'report.html'}\n")
+    assert call(tmp_path / "two") == f"report: {tmp_path / 'two' / 'report.html'}\n"
     assert Page((tmp_path / "two" / "report.html").read_bytes()).table("Every class")
 
 
-def test_a_run_that_held_nothing_out(home, table, tmp_path, capsys):
+def test_a_run_that_held_nothing_out(home, table, tmp_path, call):
     lines = [line for line in table.read_text().splitlines() if not line.endswith(",test")]
     shutil.copytree(table.parent / "images", tmp_path / "images")
     (tmp_path / "train.csv").write_text("\n".join(lines))
     recipe = make_recipe(tmp_path / "train.csv", home / "cache", evaluation={"protocol": "last"})
     train(recipe, tmp_path / "all")
-    code, told, _ = call(capsys, tmp_path / "all")
-    assert code == 0
+    told = call(tmp_path / "all")
     assert "there is nothing to evaluate; name other images with --data\n" in told
     assert "There are no figures" in Page((tmp_path / "all" / "report.html").read_bytes()).text
-    code, told, _ = call(capsys, tmp_path / "all", "--data", table)
-    assert code == 0
+    call(tmp_path / "all", "--data", table)
     text = Page((tmp_path / "all" / "report.html").read_bytes()).text
     assert "Metrics of the images of this report" in text
 
 
-def test_images_that_were_named_must_be_there(moved, tmp_path, capsys):
-    code, _, told = call(capsys, moved, "--data", tmp_path / "nowhere")
-    assert code == 2
-    assert "nowhere" in told
+def test_images_that_were_named_must_be_there(moved, tmp_path, call):
+    assert "nowhere" in call(moved, "--data", tmp_path / "nowhere", code=2)
     assert not (moved / "report.html").exists()
 
 
-def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tmp_path, capsys):
+def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tmp_path, call):
     place, new = RunFolder(moved).recipe, tmp_path / "new" / "images.csv"
     recipe = Recipe.load(place).override({"data.columns.label": "kind", "data.bad_images": "skip"})
     recipe.save(place)
     new.write_text(new.read_text().replace("path,label", "path,kind", 1))
     (tmp_path / "new/images/class11/0.png").unlink()
-    code, _, told = call(capsys, moved, "--data", new)
-    assert (code, told) == (0, "")
+    assert call(moved, "--data", new) == f"report: {moved / 'report.html'}\n"
     assert Page((moved / "report.html").read_bytes()).table("Every class")
     new.write_text(new.read_text().replace("path,kind", "file,category", 1))
-    code, _, told = call(capsys, moved, "--data", new)
-    assert code == 1
+    told = call(moved, "--data", new, code=1)
     assert "no column 'kind' to be the label" in told
     assert "Say which it is: --data.columns label=COLUMN" in told
-    words = ["--data.columns", "path=file,label=category"]
-    code, _, told = call(capsys, moved, "--data", new, *words)
-    assert (code, told) == (0, "")
+    call(moved, "--data", new, "--data.columns", "path=file,label=category")
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 
 
-def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, capsys):
+def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, call):
     (tmp_path / "new/images/class11/0.png").write_bytes(b"no image")
-    code, _, _ = call(capsys, moved, "--data", tmp_path / "new/images.csv")
-    assert code == 0
+    call(moved, "--data", tmp_path / "new/images.csv")
     text = Page((moved / "report.html").read_bytes()).text
     assert "1 images cannot be read and are left out" in text
     assert "figures differ" in text
 
 
-def test_a_run_that_was_cut_off(home, table, tmp_path, capsys):
+def test_a_run_that_was_cut_off(home, table, tmp_path, call):
     recipe = make_recipe(table, home / "cache", evaluation={"untrained": False})
     killed_at(6, recipe, tmp_path / "cut")
-    code, told, _ = call(capsys, tmp_path / "cut")
-    assert code == 0
+    told = call(tmp_path / "cut")
     assert "Results: the run has not ended; 1 of 2 epochs are logged" in told
     page = Page((tmp_path / "cut" / "report.html").read_bytes())
     assert "the embedder is the one that was saved last, of epoch 1" in page.text
@@ -308,25 +292,23 @@ def test_a_run_that_was_cut_off(home, table, tmp_path, capsys):
     shutil.rmtree(tmp_path / "cut" / "embedder")
     shutil.rmtree(tmp_path / "cut" / "checkpoints")
     (tmp_path / "cut" / "metrics.jsonl").unlink()
-    code, told, _ = call(capsys, tmp_path / "cut")
-    assert code == 0
+    call(tmp_path / "cut")
     page = Page((tmp_path / "cut" / "report.html").read_bytes())
     assert "There are no figures" in page.text
     assert "No epoch is logged yet" in page.text
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
-def test_what_is_damaged_is_named_and_the_rest_is_there(run, capsys, name):
+def test_what_is_damaged_is_named_and_the_rest_is_there(run, call, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\n")
-    code, told, _ = call(capsys, run)
-    assert code == 0
+    told = call(run)
     assert "missing: " in told
     assert name in told
     assert Page((run / "report.html").read_bytes()).table("Every class")
 
 
-def test_mistakes_are_one_sentence(run, tmp_path, capsys):
+def test_mistakes_are_one_sentence(run, tmp_path, call):
     for words, said in (
         ([], "which run?"),
         ([tmp_path / "none"], f"there is no folder {tmp_path / 'none'}"),
@@ -336,22 +318,19 @@ def test_mistakes_are_one_sentence(run, tmp_path, capsys):
         ([run, "--out", tmp_path / "no/x.html"], "there is no folder"),
         ([run, "--columns", "path=file"], "--columns is for a table; name that with --data"),
     ):
-        code, out, told = call(capsys, *words)
-        assert (code, out) == (2, "")
-        assert said in told
-        assert len(told.splitlines()) == 1
+        assert said in call(*words, code=2)
     assert not (run / "report.html").exists()
 
 
-def test_the_old_report_stays_until_the_new_one_is_whole(run, monkeypatch, capsys):
+def test_the_old_report_stays_until_the_new_one_is_whole(run, monkeypatch, call):
     (run / "report.html").write_text("old")
     monkeypatch.setattr(report, "report_page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        call(capsys, run)
+        call(run)
     assert (run / "report.html").read_text() == "old"
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     monkeypatch.undo()
-    assert call(capsys, run)[0] == 0
+    call(run)
     assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
@@ -361,10 +340,9 @@ def test_starting_over_removes_the_report_of_the_run_that_is_gone(run):
     assert not (run / "report.html").exists()
 
 
-def test_without_the_map_extra_all_but_the_map_is_there(run, monkeypatch, capsys):
+def test_without_the_map_extra_all_but_the_map_is_there(run, monkeypatch, call):
     monkeypatch.setitem(sys.modules, "openTSNE", None)
-    code, told, _ = call(capsys, run)
-    assert code == 0
+    told = call(run)
     assert "missing: Map: A map of embeddings needs openTSNE: pip install" in told
     page = Page((run / "report.html").read_bytes())
     assert page.table("Every class")

@@ -3,11 +3,11 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 from filelock import FileLock
 
-from proximetry import cli
 from proximetry.reproduce import (
     Interrupted,
     ReproduceError,
@@ -166,13 +166,13 @@ def test_a_missing_run_is_made_again_alike(whole, data, cache, tmp_path):
     assert not (home / "work").exists()
 
 
-def test_render_needs_neither_data_nor_the_same_recipe(whole, tmp_path):
+def test_render_needs_neither_data_nor_the_same_recipe(call, whole, tmp_path):
     out = copy_of(whole, tmp_path)
     before = {p.name: p.read_bytes() for p in (out / "small").iterdir()}
     for name in ("README.md", "sweep.svg"):
         (out / "small" / name).unlink()
     path = write_table(tmp_path / "small.yaml", table_values("/elsewhere"))
-    assert cli.main(["reproduce", str(path), "--out", str(out), "--render"]) == 0
+    call(path, "--out", out, "--render")
     assert {p.name: p.read_bytes() for p in (out / "small").iterdir()} == before
     with pytest.raises(ReproduceError, match="no results to render"):
         reproduce(path, out=tmp_path / "nowhere", options=ReproduceOptions(render=True))
@@ -333,19 +333,19 @@ def test_files_that_say_less_can_still_be_read(whole, tmp_path):
     assert "proximetry not recorded" in text
 
 
-def test_what_is_missing_goes_by_the_table(whole, tmp_path):
+def test_what_is_missing_goes_by_the_table(call, whole, tmp_path):
     out = copy_of(whole, tmp_path)
     for path in (out / "small").glob("*-selection.json"):
         path.unlink()
     path = write_table(tmp_path / "small.yaml", table_values("/elsewhere"))
-    asked = ["reproduce", str(path), "--out", str(out), "--render"]
-    assert cli.main(asked) == 0
+    asked = [path, "--out", out, "--render"]
+    call(*asked)
     text = (out / "small" / "README.md").read_text()
     assert "Still missing: proxy-anchor-selection, mpa-k-2-selection." in text
     assert "--seeds 0 1 --no-selection`" in text
     results = Results.read(make_table("anywhere"), out / "small")
     assert "Still missing: proxy-anchor-selection" in overview(results, "there")
-    assert cli.main([*asked, "--no-selection"]) == 0
+    call(*asked, "--no-selection")
     assert "Not complete" not in (out / "small" / "README.md").read_text()
 
 
@@ -424,10 +424,9 @@ def test_fewer_epochs_are_said(data, cache, tmp_path):
     assert "--seeds 0 --epochs 1`" in text
 
 
-def call(capsys, *words):
-    code = cli.main(["reproduce", *map(str, words)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+@pytest.fixture
+def call(call):
+    return partial(call, "reproduce")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +448,7 @@ def call(capsys, *words):
         (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message):
+def test_mistakes_are_one_sentence(call, data, cache, tmp_path, words, message):
     for name in ("001.a", "101.b"):
         shutil.copytree(data / "train" / "class00", tmp_path / "cub" / name)
     (tmp_path / "empty").mkdir()
@@ -461,20 +460,16 @@ def test_mistakes_are_one_sentence(capsys, data, cache, tmp_path, words, message
         "TABLE": write_table(tmp_path / "t.yaml", table_values(cache)),
     }
     words = [places.get(word, word) for word in words]
-    code, _, err = call(capsys, *words, "--out", tmp_path / "out")
-    assert code == 2
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
+    assert message in call(*words, "--out", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
 
 
-def test_results_need_a_folder(capsys, data, cache, tmp_path, monkeypatch):
+def test_results_need_a_folder(call, data, cache, tmp_path, monkeypatch):
     table = write_table(tmp_path / "t.yaml", table_values(cache))
     (tmp_path / "file").write_text("")
     words = [table, "--data", data, "--device", "cpu", "--out"]
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        code, _, err = call(capsys, *words, out)
-        assert code == 2
+        err = call(*words, out, code=2)
         assert "nothing can be written to" in err
         assert "(Not a directory); choose another folder" in err
 
@@ -482,21 +477,19 @@ def test_results_need_a_folder(capsys, data, cache, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
-    code, _, err = call(capsys, *words, tmp_path / "closed")
-    assert code == 2
+    err = call(*words, tmp_path / "closed", code=2)
     assert "nothing can be written to" in err
     assert "(Permission denied); choose another folder" in err
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_table_of_ones_own(capsys, data, cache, tmp_path):
+def test_the_command_runs_a_table_of_ones_own(call, data, cache, tmp_path):
     """With a process of its own for the run, which trains as one in this process does."""
     rows = table_values(cache)["rows"][:1]
     values = table_values(cache, rows=rows, claims=[], selection=True)
     path = write_table(tmp_path / "t.yaml", values)
     words = [path, "--data", data.parent / "data", "--out", tmp_path / "a", "--device", "cpu"]
-    code, out, err = call(capsys, *words, "--no-selection", "--seeds", "4")
-    assert code == 0, err
+    out = call(*words, "--no-selection", "--seeds", "4")
     home = tmp_path / "a" / "small"
     assert "Proxy-Anchor, seed 4: recall@1" in out
     assert f"results in {home / 'README.md'}" in out
