@@ -3,8 +3,9 @@ import timm
 import torch
 from torch import nn
 
+from proximetry.cuda.fused import fuse
 from proximetry.models import Embedder, list_backbones
-from proximetry.models.backbones import build, prepare
+from proximetry.models.backbones import build, prepare, set_drop_path
 
 
 def expected_bn_inception():
@@ -197,3 +198,37 @@ def test_spatial_pooling_of_tokens_is_refused_and_the_reverse():
         Embedder.create("test_vit", weights="none", pooling="gem")
     with pytest.raises(ValueError, match=r"'token' is for transformers, but test_resnet"):
         Embedder.create("test_resnet", weights="none", pooling="token")
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "test_vit"])
+def test_stochastic_depth_is_that_of_timm_and_of_training_alone(name):
+    embedder = Embedder.create(name, 8, weights="none", image_size=64)
+    pixels = torch.randn(8, 3, *embedder.preprocessing.crop)
+    with torch.no_grad():
+        before = embedder.eval()(pixels)
+        set_drop_path(embedder.backbone, name, 0.9)
+        expected = timm.create_model(name, num_classes=0, drop_path_rate=0.9)
+        rates = [
+            [(place, part.drop_prob) for place, part in model.named_modules() if is_drop_path(part)]
+            for model in (embedder.backbone, expected)
+        ]
+        assert rates[0] == rates[1]
+        assert max(share for _, share in rates[0]) > 0.5
+        assert torch.equal(embedder(pixels), before)
+        fuse(embedder).train()
+        found = []
+        for seed in (0, 1, 0):
+            torch.manual_seed(seed)
+            found.append(embedder(pixels))
+    assert not torch.allclose(found[0], found[1], atol=1e-3)
+    assert torch.equal(found[0], found[2])
+
+
+def is_drop_path(part):
+    return type(part).__name__ == "DropPath"
+
+
+@pytest.mark.parametrize("name", ["small_convnet", "own:Net"])
+def test_without_blocks_there_is_no_stochastic_depth(name):
+    with pytest.raises(ValueError, match=rf"model\.drop_path is for .*, and {name} has none"):
+        set_drop_path(nn.Identity(), name, 0.5)

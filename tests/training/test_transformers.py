@@ -116,7 +116,7 @@ def test_lora_is_evaluated_saved_and_continued_as_it_was_trained(images, cache, 
     recipe = recipe_for(
         images,
         cache,
-        model={"lora_rank": 2},
+        model={"lora_rank": 2, "drop_path": 0.3},
         training={"epochs": 2, "ema": 0.9, "checkpoint_steps": 1},
         optimizer={"layer_decay": 0.9},
     )
@@ -184,6 +184,10 @@ def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp
         (
             {"backbone": "small_convnet", "optimizer": {"layer_decay": 0.75}},
             "optimizer.layer_decay must be 1: small_convnet does not tell its layers apart",
+        ),
+        (
+            {"backbone": "small_convnet", "model": {"drop_path": 0.1}},
+            r"model\.drop_path is for networks of timm .*, and small_convnet has none",
         ),
         (
             {"backbone": "small_convnet", "model": {"lora_rank": 4}},

@@ -263,3 +263,13 @@ def test_a_frozen_backbone_trains_its_head_on_features(backbone, images, cache, 
 def test_a_frozen_backbone_cannot_learn_its_pooling():
     with pytest.raises(RecipeError, match="pooling gem-learned learns; use gem"):
         Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})
+    with pytest.raises(RecipeError, match=r"freeze_backbone and drop_path 0\.2 exclude each other"):
+        Recipe.load({"model": {"freeze_backbone": True, "drop_path": 0.2}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("freeze_backbone", True), ("flip_tta", True), ("drop_path", 0.2)]
+)
+def test_what_only_networks_of_images_have_is_refused_for_vectors(key, value):
+    with pytest.raises(RecipeError, match=f"{key} is for images; backbone vectors takes vectors"):
+        Recipe.load({"model": {"backbone": "vectors", key: value}})

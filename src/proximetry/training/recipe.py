@@ -275,6 +275,13 @@ class ModelConfig(Section):
         gt=0,
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
+    drop_path: Number = _key(
+        0.0,
+        "stochastic depth (Huang et al. 2016): probability of dropping the last block of a network "
+        "of timm in training, less for the blocks before it",
+        ge=0,
+        lt=1,
+    )
     layer_norm: Flag = _key(
         False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
     )
@@ -324,9 +331,14 @@ class ModelConfig(Section):
             raise ValueError(
                 "freeze_backbone keeps pooled features, but pooling gem-learned learns; use gem"
             )
-        if self.backbone in VECTOR_BACKBONES and (self.freeze_backbone or self.flip_tta):
-            key = "freeze_backbone" if self.freeze_backbone else "flip_tta"
-            raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
+        if self.freeze_backbone and self.drop_path:
+            raise ValueError(
+                f"freeze_backbone and drop_path {self.drop_path:g} exclude each other: features "
+                "are computed once, by all blocks; leave one of them out"
+            )
+        for key in ("freeze_backbone", "flip_tta", "drop_path"):
+            if self.backbone in VECTOR_BACKBONES and getattr(self, key):
+                raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         if self.bits is not None and self.dim != self.bits:
             raise ValueError(
                 f"dim {self.dim} and bits {self.bits} disagree: a code has one bit for each "

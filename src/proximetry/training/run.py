@@ -17,7 +17,7 @@ from proximetry.cuda.fused import fuse
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
-from proximetry.models.backbones import check_patches, takes_one_size
+from proximetry.models.backbones import check_patches, set_drop_path, takes_one_size
 from proximetry.models.embedder import NoFeatureMapError, Stage
 from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
@@ -302,10 +302,7 @@ def make_data(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
         )
     else:
-        if recipe.model.freeze_batchnorm:
-            freeze_batchnorm(embedder)
-        if recipe.model.lora_rank is not None and not embedder.is_own:
-            add_lora(embedder, recipe.model.lora_rank, recipe.model.lora_alpha)
+        _prepare(embedder, recipe.model)
     embedder.to(world.device)
     check_abilities(recipe, embedder)
     if not isinstance(own, OwnDatasets):
@@ -364,6 +361,7 @@ def make_embedder(
     of_training = {
         "pca_dim",
         "dropout",
+        "drop_path",
         "freeze_batchnorm",
         "freeze_backbone",
         "lora_rank",
@@ -377,11 +375,18 @@ def make_embedder(
     except NoFeatureMapError as error:
         embedder = Embedder.create(**given | {"pooling": "auto"})
         report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error.reason}")
+    _prepare(embedder, m)
+    return embedder
+
+
+def _prepare(embedder: Embedder, m: ModelConfig) -> None:
+    """Make an embedder, also one of the user's, train as the recipe says."""
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
-    if m.lora_rank is not None:
+    if m.lora_rank is not None and not embedder.is_own:  # which is refused later
         add_lora(embedder, m.lora_rank, m.lora_alpha)
-    return embedder
+    if m.drop_path:
+        set_drop_path(embedder.backbone, embedder.architecture.backbone, m.drop_path)
 
 
 def check_abilities(recipe: Recipe, embedder: Embedder) -> None:

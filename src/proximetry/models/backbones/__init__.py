@@ -3,15 +3,17 @@
 import copy
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
+from timm.layers.drop import DropPath
 from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, closest, shown
+from proximetry._common import UsageError, closest, random_numbers_kept, shown
 from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
 from proximetry.models.backbones.base import BACKBONES
 from proximetry.models.batchnorm import evaluating
@@ -74,6 +76,24 @@ def build(
         ) from error
     model.pretrained_cfg["state_dict"] = None
     return model  # type: ignore[no-any-return]
+
+
+def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
+    """Give a backbone stochastic depth, as timm builds it in: the more the later the block."""
+    rates: dict[str, float] = {}
+    if timm.is_model(name):
+        # A network that does not know the argument says so by a TypeError.
+        with random_numbers_kept(), suppress(TypeError):
+            parts = timm.create_model(name, num_classes=0, drop_path_rate=rate).named_modules()
+            rates = {place: one.drop_prob for place, one in parts if isinstance(one, DropPath)}
+    if not rates:
+        raise UsageError(
+            "model.drop_path is for networks of timm whose blocks can be dropped, and "
+            f"{name} has none"
+        )
+    for place, share in rates.items():
+        parent, _, child = place.rpartition(".")
+        setattr(model.get_submodule(parent), child, DropPath(share).train(model.training))
 
 
 def check_patches(
