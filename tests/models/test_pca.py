@@ -95,6 +95,39 @@ def test_centered_axes_ignore_an_offset():
     assert not torch.allclose(there, principal_axes(second_moments(vectors + 100), 2), atol=0.1)
 
 
+@given(
+    seed=st.integers(0, 99), power=st.floats(0, 1), scale=st.floats(1e-3, 1e3), about=st.booleans()
+)
+def test_whitening_divides_by_a_power_of_the_deviation(seed, power, scale, about):
+    torch.manual_seed(seed)
+    vectors = torch.randn(40, 6, dtype=torch.float64) * torch.logspace(0, -2, 6) + 0.1
+    moments = second_moments(vectors)
+    plain = principal_axes(moments, 5, about)
+    axes = principal_axes(moments, 5, about, power)
+    assert torch.equal(principal_axes(moments, 5, about, 0.0), plain)
+    # Nothing is turned, and the first axis stays.
+    assert torch.allclose(F.normalize(axes, dim=1), plain, atol=1e-6)
+    assert axes[0].norm().item() == pytest.approx(1, abs=1e-6)
+    components = (vectors - about * vectors.mean(0)) @ plain.double().t()
+    whitened = (vectors - about * vectors.mean(0)) @ axes.double().t()
+    before, after = (found.square().mean(0) for found in (components, whitened))
+    assert torch.allclose(after / after[0], (before / before[0]) ** (1 - power), rtol=1e-3)
+    # Longer vectors are compared by the same cosines.
+    longer = principal_axes(second_moments(scale * vectors), 5, about, power)
+    assert torch.allclose(longer, axes, rtol=1e-4, atol=1e-4 * float(axes.abs().max()))
+
+
+@pytest.mark.parametrize("about", [False, True])
+def test_whitening_does_not_enlarge_what_does_not_vary(about):
+    torch.manual_seed(0)
+    flat = torch.randn(30, 8) * torch.tensor([3.0, 2, 1, 0, 0, 0, 0, 0])
+    axes = principal_axes(second_moments(flat), 8, about, 1.0)
+    assert axes.norm(dim=1).max().item() == pytest.approx(1000, rel=1e-3)
+    equal = torch.ones(9, 4)
+    for power in (0.25, 1.0):
+        assert principal_axes(second_moments(equal), 3, about, power).isfinite().all()
+
+
 def test_all_axes_keep_all_similarities():
     torch.manual_seed(0)
     vectors = F.normalize(torch.randn(30, 8), dim=1)

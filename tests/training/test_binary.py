@@ -152,7 +152,8 @@ def test_what_cannot_be_meant_is_one_sentence_and_writes_nothing(
 
 
 def test_bits_take_the_place_of_the_dimension():
-    base = {"model": {"dim": 512, "pca_dim": 128}, "evaluation": {"eval_dims": [64]}}
+    reduced = {"dim": 512, "pca_dim": 128, "whitening": 0.5}
+    base = {"model": reduced, "evaluation": {"eval_dims": [64]}}
     recipe = Recipe.load(base, {"model.bits": 128})
     assert (recipe.model.dim, recipe.model.pca_dim, recipe.evaluation.eval_dims) == (128, None, ())
     assert recipe.override({"model.bits": 256}).model.dim == 256

@@ -90,9 +90,12 @@ def test_pca_to_all_dimensions_changes_nothing_that_is_measured(reduced, tmp_pat
 
 
 def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
-    recipe = with_(reduced, "model", normalize=False)
+    recipe = with_(reduced, "model", normalize=False, whitening=1.0)
     train(recipe, tmp_path / "run", device="cpu")
-    assert crosstalk(encoded(tmp_path / "run", recipe, "train")[0]) < 1e-3
+    vectors = encoded(tmp_path / "run", recipe, "train")[0]
+    assert crosstalk(vectors) < 1e-3
+    strength = vectors.square().mean(0)
+    assert torch.allclose(strength, strength[:1], rtol=1e-2)
     assert crosstalk(encoded(tmp_path / "run", recipe, "test")[0]) > 1e-2
 
 
@@ -160,6 +163,8 @@ def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
     [
         ({"model.pca_dim": 13}, "model.pca_dim 13 is more than dim 12"),
         ({"model.pca_dim": 0}, "model.pca_dim must be greater than or equal to 1, got 0"),
+        ({"model.pca_dim": None, "model.whitening": 0.25}, r"whitening 0\.25 goes with pca_dim"),
+        ({"model.whitening": 1.5}, r"model\.whitening must be less than or equal to 1, got 1\.5"),
         ({"evaluation.eval_dims": [5]}, r"eval_dims must differ and be below .* 5 dimensions"),
         ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be greater than or equal to 1"),
         ({"evaluation.eval_dims": [2, 2]}, r"evaluation.eval_dims must differ"),
@@ -240,7 +245,7 @@ def difficult(tmp_path):
     [
         {"training.precision": "bfloat16", "training.ema": 0.9},
         {"data.short_side": 40, "data.cache": "memory", "evaluation.batch_size": 5},
-        {"model.flip_tta": True, "model.pca_dim": 3, "evaluation.held_out": 0.4},
+        {"model": {"flip_tta": True, "pca_dim": 3, "whitening": 0.25}, "evaluation.held_out": 0.4},
         {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
     ],
     ids=str,

@@ -14,6 +14,11 @@ from torch.nn import functional as F
 
 from proximetry.models.embedder import Embedder
 
+# Smallest variance, relative to the largest, that counts in whitening. float64 would resolve far
+# less, but a network in bfloat16 rounds its features by about 1e-3, whose square this is: what
+# varies less is noise, which whitening would enlarge more than a thousandfold.
+_SMALLEST_VARIANCE = 1e-6
+
 
 def second_moments(vectors: Tensor) -> Tensor:
     """Return Σ (v, 1) (v, 1)ᵀ [D + 1, D + 1] of vectors [N, D], in float64, for `principal_axes`.
@@ -24,10 +29,14 @@ def second_moments(vectors: Tensor) -> Tensor:
     return torch.mm(extended.t(), extended)
 
 
-def principal_axes(moments: Tensor, dim: int, centered: bool = False) -> Tensor:
+def principal_axes(
+    moments: Tensor, dim: int, centered: bool = False, whitening: float = 0.0
+) -> Tensor:
     """Return the first `dim` principal axes [dim, D] of second moments, largest variance first.
 
-    About the origin, which keeps cosines; or `centered` on the mean, which distances ignore.
+    About the origin, which keeps cosines; or `centered` on the mean, which distances ignore. With
+    `whitening` each axis is divided by this power of the standard deviation along it, relative to
+    that along the first: with 0 all have unit length, with 1 all components vary alike.
     """
     second, first, count = moments[:-1, :-1], moments[:-1, -1], moments[-1, -1]
     if not 1 <= dim <= len(second):
@@ -36,10 +45,17 @@ def principal_axes(moments: Tensor, dim: int, centered: bool = False) -> Tensor:
         raise ValueError("the vectors, or their second moments, have NaN or infinite values")
     if centered:
         second = second - torch.outer(first, first) / count
-    axes: Tensor = torch.linalg.eigh(second).eigenvectors.flip(1)[:, :dim].t()
+    values, vectors = torch.linalg.eigh(second)
+    axes: Tensor = vectors.flip(1)[:, :dim].t()
     # The sign is arbitrary: the largest entry is made positive, so that equal runs agree.
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    return (axes * largest.sign()).float().contiguous()
+    axes = axes * largest.sign()
+    if whitening:
+        # Vectors that are all equal have no variance about their mean.
+        relative = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        deviation = relative.clamp(min=_SMALLEST_VARIANCE).sqrt().flip(0)[:dim, None]
+        axes = axes / deviation**whitening
+    return axes.float().contiguous()
 
 
 @torch.no_grad()

@@ -391,7 +391,8 @@ class Evaluator:
         )
         if self.world.size > 1:
             dist.all_reduce(moments)
-        axes = self.world.first(lambda: principal_axes(moments, dim, about_mean).cpu())
+        whitening = self.recipe.model.whitening
+        axes = self.world.first(lambda: principal_axes(moments, dim, about_mean, whitening).cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:

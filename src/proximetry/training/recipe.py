@@ -257,6 +257,13 @@ class ModelConfig(Section):
         "reduce the trained embedding to this dimension with PCA fitted on the training images "
         "(folded into the head); at most as many dimensions as there are of these",
     )
+    whitening: Number = _key(
+        0.0,
+        "with pca_dim: divide each principal component by this power of its standard deviation; 1 "
+        "whitens, about 0.25 helps to tell unseen classes apart",
+        ge=0,
+        le=1,
+    )
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
         "auto",
         "auto takes avg for feature maps and token, their own, for transformers; cls-avg is the "
@@ -320,6 +327,8 @@ class ModelConfig(Section):
     def _check(self) -> Self:
         if (self.pca_dim or self.dim) > self.dim:
             raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
+        if self.whitening and self.pca_dim is None:
+            raise ValueError(f"whitening {self.whitening:g} goes with pca_dim: give both")
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha:g} goes with lora_rank: give both")
         if self.freeze_backbone and self.lora_rank is not None:
@@ -702,7 +711,12 @@ def _roles() -> Iterator[tuple[str, Role | None]]:
 # What goes with model.image_size.
 _SIZES = (("model", "resize"), ("data", "crop_size"), ("data", "short_side"))
 # What goes with model.dim.
-_DIMENSIONS = (("model", "dim"), ("model", "pca_dim"), ("evaluation", "eval_dims"))
+_DIMENSIONS = (
+    ("model", "dim"),
+    ("model", "pca_dim"),
+    ("model", "whitening"),
+    ("evaluation", "eval_dims"),
+)
 # Keys that hold a value each, though the value is a dictionary.
 _WHOLE = ("loss.settings", "evaluation.metrics")
 

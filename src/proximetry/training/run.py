@@ -360,6 +360,7 @@ def make_embedder(
     """
     of_training = {
         "pca_dim",
+        "whitening",
         "dropout",
         "drop_path",
         "freeze_batchnorm",
