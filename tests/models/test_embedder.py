@@ -254,6 +254,18 @@ def test_an_embedder_with_bits_gives_codes_and_knows_them(tmp_path):
     assert plain.fingerprint() != embedder.fingerprint()  # they are not searched alike
 
 
+@pytest.mark.parametrize("wrong", [0.5, [1.0], [0.0], [float("nan")], [True], ["x"], 17 * [0.5]])
+def test_crops_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="tta_crops must be at most 16 numbers between 0 and 1"):
+        small(tta_crops=wrong)
+
+
+@pytest.mark.parametrize("key", [{"flip_tta": True}, {"tta_crops": [0.5]}], ids=str)
+def test_vectors_have_no_other_views(key):
+    with pytest.raises(ValueError, match="is for images; vectors takes vectors of 7 dimensions"):
+        Embedder.create("vectors", 4, input_dim=7, **key)
+
+
 def test_embedders_without_bits_are_saved_and_counted_as_ever(tmp_path):
     embedder = small(24)
     embedder.save(tmp_path / "embedder")

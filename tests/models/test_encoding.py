@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
+from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
 from proximetry.models import Embedder, evaluating, freeze_batchnorm
+from proximetry.models.embedder import _zoomed
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +118,12 @@ def test_concat_flip_is_refused_with_flip_tta(embedder):
 
 
 @pytest.mark.parametrize("backbone", ["test_resnet", "bn_inception", "test_vit", "test_convnext"])
-@pytest.mark.parametrize("flip_tta", [False, True])
-def test_encode_gives_the_bits_of_embed(backbone, flip_tta):
+@pytest.mark.parametrize("tta", [{}, {"flip_tta": True, "tta_crops": (0.8,)}], ids=str)
+def test_encode_gives_the_bits_of_embed(backbone, tta):
     """Pixels from the files or from a cache, in whatever layout: the same vectors."""
     torch.manual_seed(0)
     size = None if backbone == "test_vit" else 64
-    embedder = Embedder.create(
-        backbone, 8, weights="none", image_size=size, layer_norm=True, flip_tta=flip_tta
-    )
+    embedder = Embedder.create(backbone, 8, weights="none", image_size=size, layer_norm=True, **tta)
     images = [image_of(seed, 180 + seed, 170 + 2 * seed) for seed in range(5)]
     expected = embedder.encode(images, batch_size=2)
     pixels = torch.stack([embedder.preprocessing.pixels(image) for image in images])
@@ -147,6 +147,38 @@ def test_flip_tta_averages_the_features_outside_training(embedder):
     ready = freeze_batchnorm(both).preprocessing.normalize(pixels)
     assert torch.equal(both.train().features(ready), both.features(ready.clone()))
     torch.testing.assert_close(both.features(ready), views[0])
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_crops_are_averaged_too_outside_training(embedder, flip):
+    several = copy.deepcopy(embedder)
+    several.architecture = replace(embedder.architecture, flip_tta=flip, tta_crops=(0.75, 0.5))
+    pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    ready = embedder.preprocessing.normalize(pixels)
+    with torch.no_grad():
+        views = [ready]
+        for margin in (8, 16):
+            center = ready[:, :, margin:-margin, margin:-margin]
+            views.append(F.interpolate(center, (64, 64), mode="bilinear"))
+        views += [view.flip(3) for view in views] if flip else []
+        expected = torch.stack([embedder.features(view) for view in views]).mean(0)
+    torch.testing.assert_close(several.pixel_features(pixels), expected)
+    trained = freeze_batchnorm(several).train()
+    assert torch.equal(trained.features(ready), embedder.features(ready))
+
+
+@given(
+    sides=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    share=st.floats(0, 1, exclude_min=True, exclude_max=True),
+)
+def test_the_centre_lies_in_the_middle_whatever_the_size(sides, share):
+    torch.manual_seed(0)
+    pixels = torch.randn(2, 3, *sides)
+    found = _zoomed(pixels, share)
+    assert found.shape == pixels.shape
+    for side in (2, 3):
+        torch.testing.assert_close(_zoomed(pixels.flip(side), share), found.flip(side))
+    torch.testing.assert_close(_zoomed(torch.ones(1, 3, *sides), share), torch.ones(1, 3, *sides))
 
 
 def test_modes_come_back_and_statistics_stay():

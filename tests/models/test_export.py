@@ -26,7 +26,15 @@ def run(path, pixels):
     [
         ("tiny_dinov3", {"normalize": False, "pooling": "cls-avg"}),
         ("bn_inception", {"pooling": "gem"}),
-        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, "flip_tta": True}),
+        (
+            "small_convnet",
+            {
+                "pooling": "gem-learned",
+                "layer_norm": True,
+                "flip_tta": True,
+                "tta_crops": (0.875, 0.6),
+            },
+        ),
         ("small_convnet", {"bits": 16}),
     ],
 )
@@ -54,6 +62,7 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings
     assert json.loads(props["graph"]) == {
         "normalization": True,
         "flip_tta": embedder.architecture.flip_tta,
+        "tta_crops": list(embedder.architecture.tta_crops),
         "layer_norm": embedder.architecture.layer_norm,
         "pca_dim": None,
         "unit_length": embedder.architecture.normalize,

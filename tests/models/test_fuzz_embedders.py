@@ -42,7 +42,7 @@ def little_memory():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     torch.manual_seed(0)
-    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=24, tta_crops=[0.9])
     return embedder.save(
         tmp_path_factory.mktemp("saved") / "e",
         class_names=["a", "Bär"],

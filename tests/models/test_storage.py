@@ -39,7 +39,7 @@ def test_loading_leaves_random_numbers_alone_in_threads_too(tmp_path):
     ("backbone", "settings"),
     [
         ("test_resnet", {"pooling": "gem-learned", "layer_norm": True}),
-        ("test_vit", {"similarity": "euclidean", "flip_tta": True}),
+        ("test_vit", {"similarity": "euclidean", "flip_tta": True, "tta_crops": [0.875, 0.5]}),
         ("test_convnext", {"pooling": "avg+max", "normalize": False}),
         ("sphereface20", {}),
         ("small_convnet", {"resize": 70}),
@@ -53,6 +53,7 @@ def test_round_trip_is_bit_for_bit(tmp_path, backbone, settings):
     assert loaded.architecture == embedder.architecture
     assert loaded.preprocessing == embedder.preprocessing
     assert loaded.weights == embedder.weights
+    assert loaded.fingerprint() == embedder.fingerprint()
     assert not loaded.training
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
@@ -210,6 +211,14 @@ def test_damage_is_said(tmp_path):
         ({"tensors": None}, "names no weights file"),
         ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
         ({"architecture": {**architecture, "similarity": "?"}}, "damaged: similarity must be"),
+        (
+            {"architecture": {**architecture, "tta_crops": [2]}},
+            "damaged: tta_crops must be at most",
+        ),
+        (
+            {"architecture": {**architecture, "tta_crops": 0.5}},
+            "damaged: tta_crops must be at most",
+        ),
         ({"preprocessing": {}}, "damaged"),
         ({"weights": {}}, "damaged"),
     ):

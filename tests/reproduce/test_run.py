@@ -16,8 +16,9 @@ from proximetry.reproduce import (
     reproduce,
     runner,
 )
-from proximetry.reproduce.page import overview, page
+from proximetry.reproduce.page import _differences, overview, page
 from proximetry.reproduce.records import Results, read_records
+from proximetry.training import Recipe
 from tests.reproduce.small import (
     Ended,
     make_table,
@@ -30,6 +31,8 @@ from tests.reproduce.small import (
     with_base,
     write_table,
 )
+from tests.reproduce.test_statistics import record
+from tests.training.tiny import tiny_values
 
 IDS = [f"{row}-{part}" for row in ("mpa-k-2", "proxy-anchor") for part in ("seed0", "seed1")]
 IDS += ["mpa-k-2-selection", "proxy-anchor-selection"]
@@ -101,6 +104,28 @@ def test_angles_of_proxies_and_verification_stand_in_a_table(data, cache, tmp_pa
     claim = next(line for line in text.splitlines() if line.startswith("| MPA, K = 2 above"))
     other = [records[f"mpa-k-2-seed{seed}"].metrics()["mean_angle"] for seed in (0, 1)]
     assert f"| {sum(other) / 2 - mean:+.2f} ±" in claim
+
+
+def test_the_page_tells_what_no_paper_did(tmp_path):
+    table, plain = make_table(tmp_path), Recipe.load(tiny_values(tmp_path))
+    ours = plain.override(
+        {"model": {"pca_dim": 4, "whitening": 0.25, "drop_path": 0.2, "tta_crops": [0.875, 0.5]}}
+    )
+
+    def said(*recipes):
+        rows = zip(table.rows, recipes, strict=False)
+        records = [record(row.name, 0, 0.5, recipe=r.to_dict()) for row, r in rows]
+        return _differences(Results(table, records))
+
+    both = "\n".join(said(ours, plain))
+    assert "probability 0.2, those before it with less, unless the row says otherwise." in both
+    assert "by their centre alone, 0.875, 0.5 of the sides, enlarged to the same size" in both
+    assert "the features averaged, unless the row says otherwise." in both
+    assert "(fitted on training images), each component divided by its standard deviation" in both
+    assert "to the power 0.25." in both
+    assert "otherwise" not in "".join(said(ours))
+    assert not {*said(plain)} - {*said(ours)}
+    assert "centre alone" not in "".join(said(plain))
 
 
 def test_the_page_shows_ours_beside_the_published(whole):

@@ -165,6 +165,8 @@ def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
         ({"model.pca_dim": 0}, "model.pca_dim must be greater than or equal to 1, got 0"),
         ({"model.pca_dim": None, "model.whitening": 0.25}, r"whitening 0\.25 goes with pca_dim"),
         ({"model.whitening": 1.5}, r"model\.whitening must be less than or equal to 1, got 1\.5"),
+        ({"model.tta_crops": [0.5, 1]}, r"model\.tta_crops\.1 must be less than 1, got 1"),
+        ({"model.tta_crops": 17 * [0.5]}, r"model\.tta_crops has 17 crops, .*: at most 16"),
         ({"evaluation.eval_dims": [5]}, r"eval_dims must differ and be below .* 5 dimensions"),
         ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be greater than or equal to 1"),
         ({"evaluation.eval_dims": [2, 2]}, r"evaluation.eval_dims must differ"),
@@ -245,7 +247,10 @@ def difficult(tmp_path):
     [
         {"training.precision": "bfloat16", "training.ema": 0.9},
         {"data.short_side": 40, "data.cache": "memory", "evaluation.batch_size": 5},
-        {"model": {"flip_tta": True, "pca_dim": 3, "whitening": 0.25}, "evaluation.held_out": 0.4},
+        {
+            "model": {"flip_tta": True, "tta_crops": [0.8], "pca_dim": 3, "whitening": 0.25},
+            "evaluation.held_out": 0.4,
+        },
         {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
     ],
     ids=str,

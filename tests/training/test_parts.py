@@ -350,6 +350,29 @@ def test_a_network_of_ones_own_takes_vectors(recipe, tmp_path):
     assert loaded.encode(VECTORS.vectors[:3]).shape == (3, 8)
 
 
+def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
+    """With stochastic depth; how test images are seen is the embedder's."""
+    rates = []
+
+    class Look:
+        def on_start(self, run):
+            parts = run.updater.embedder.modules()
+            rates.extend(part.drop_prob for part in parts if type(part).__name__ == "DropPath")
+
+    changes = {"dim": 64, "pca_dim": 32, "whitening": 0.5, "drop_path": 0.9}
+    asked = recipe.override({"model": changes, "training.epochs": 1})
+    embedder = Embedder.create("test_resnet", 8, weights="none", image_size=24, tta_crops=(0.8,))
+    train(asked, tmp_path / "run", embedder=embedder, callbacks=[Look()])
+    assert max(rates) == pytest.approx(0.9)
+    begun = RunFolder(tmp_path / "run").begun().model
+    assert (begun.tta_crops, begun.pca_dim, begun.whitening) == ((0.8,), None, 0.0)
+    assert Embedder.load(tmp_path / "run").architecture == embedder.architecture
+    assert not any(type(part).__name__ == "DropPath" for part in embedder.modules())
+    with pytest.raises(ValueError, match=r"drop_path is for networks of timm .* own:Net has none"):
+        train(asked, tmp_path / "no", embedder=Embedder.wrap(Net(), PIXELS, 8))
+    assert not (tmp_path / "no").exists()
+
+
 def test_what_was_frozen_stays_as_it_was(recipe, tmp_path):
     net = Net()
     net.conv.requires_grad_(False)

@@ -268,7 +268,8 @@ def test_a_frozen_backbone_cannot_learn_its_pooling():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("freeze_backbone", True), ("flip_tta", True), ("drop_path", 0.2)]
+    ("key", "value"),
+    [("freeze_backbone", True), ("flip_tta", True), ("tta_crops", [0.9]), ("drop_path", 0.2)],
 )
 def test_what_only_networks_of_images_have_is_refused_for_vectors(key, value):
     with pytest.raises(RecipeError, match=f"{key} is for images; backbone vectors takes vectors"):

@@ -141,6 +141,7 @@ def _making(embedder: Embedder) -> str:
         "LayerNorm before the head": "yes" if made.layer_norm else "",
         "unit length": "yes" if made.normalize else "no",
         "flip test-time augmentation": "yes" if made.flip_tta else "no",
+        "centre crops of test-time augmentation": ", ".join(map(str, made.tta_crops)),
         "recipe": _recipe(embedder, "name"),
         "dataset": _dataset(embedder) if embedder.recipe else "",
         "loss": _recipe(embedder, "loss", "name"),

@@ -43,6 +43,7 @@ from proximetry.models.encoding import embed_images, embed_tensors
 from proximetry.models.names import (
     LARGEST_BITS,
     LARGEST_DIM,
+    MOST_TTA_CROPS,
     OWN,
     POOLINGS,
     SIMILARITIES,
@@ -88,6 +89,7 @@ class Architecture:
     flip_tta: bool = False
     similarity: Similarity = "cosine"
     binary: bool = False
+    tta_crops: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
@@ -99,6 +101,17 @@ class Architecture:
         for name in ("layer_norm", "normalize", "flip_tta", "binary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {shown(getattr(self, name))}")
+        crops = self.tta_crops
+        if (
+            not isinstance(crops, list | tuple)
+            or len(crops) > MOST_TTA_CROPS
+            or not all(isinstance(share, float) and 0 < share < 1 for share in crops)
+        ):
+            raise ValueError(
+                f"tta_crops must be at most {MOST_TTA_CROPS} numbers between 0 and 1, such as "
+                f"[0.875], got {shown(crops)}"
+            )
+        object.__setattr__(self, "tta_crops", tuple(crops))  # which JSON makes a list
         if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):
             raise ValueError(
                 f"bits must be a multiple of 8 from 8 to {LARGEST_BITS}, got {self.dim}"
@@ -113,8 +126,8 @@ class Architecture:
 
         What was added later is left out where it is not used: an embedder stays what it was.
         """
-        found = asdict(self)
-        return found if self.binary else {key: found[key] for key in found if key != "binary"}
+        found = {**asdict(self), "tta_crops": list(self.tta_crops)}
+        return {k: v for k, v in found.items() if v or k not in ("binary", "tta_crops")}
 
 
 class NoFeatureMapError(ValueError):
@@ -160,6 +173,11 @@ class Embedder(nn.Module):
                 f"pooling 'cls-avg' is for transformers with a class token, and "
                 f"{architecture.backbone} has none: use pooling='auto'"
             )
+        if not isinstance(preprocessing, Preprocessing) and (
+            architecture.flip_tta or architecture.tta_crops
+        ):
+            key = "flip_tta" if architecture.flip_tta else "tta_crops"
+            raise ValueError(f"{key} is for images; {architecture.backbone} takes {preprocessing}")
         features = _look_at(model, architecture.backbone, preprocessing, with_class)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
@@ -201,6 +219,7 @@ class Embedder(nn.Module):
         layer_norm: bool = False,
         normalize: bool = True,
         flip_tta: bool = False,
+        tta_crops: Sequence[float] = (),
         similarity: Similarity | None = None,
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
@@ -224,6 +243,9 @@ class Embedder(nn.Module):
             normalize: L2-normalise the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
                 horizontal flip, outside training (2× cost).
+            tta_crops: test-time augmentation: also average the features of the centre of the
+                crop, such shares of its sides as (0.875,), enlarged to its size; with `flip_tta`
+                of its flip too.
             similarity: how the vectors are compared, "cosine" or "euclidean"; None takes
                 "cosine" if they are normalised, else "euclidean".
             weights: "auto" takes an installed package that carries them, else the hub, else
@@ -248,6 +270,7 @@ class Embedder(nn.Module):
             flip_tta,
             similarity,
             bits is not None,
+            tta_crops,  # type: ignore[arg-type] # which makes a tuple of them
         )
         if (input_dim is not None) != (backbone in VECTOR_BACKBONES):
             needs = "needs input_dim" if input_dim is None else "takes images: leave out input_dim"
@@ -328,9 +351,15 @@ class Embedder(nn.Module):
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return the pooled features [B, width] of normalised pixels, before LayerNorm and head."""
-        if self.architecture.flip_tta and not self.training:
-            return (self._pooled(pixels) + self._pooled(pixels.flip(3))) / 2
-        return self._pooled(pixels)
+        found = self._pooled(pixels)
+        if self.training:
+            return found
+        views = [pixels, *(_zoomed(pixels, share) for share in self.architecture.tta_crops)]
+        if self.architecture.flip_tta:
+            views += [view.flip(3) for view in views]
+        for view in views[1:]:
+            found = found + self._pooled(view)
+        return found / len(views) if len(views) > 1 else found
 
     def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
@@ -631,6 +660,15 @@ class Embedder(nn.Module):
 
 
 _RANDOM = WeightsRecord("none", "random", None, 0, [])
+
+
+def _zoomed(pixels: Tensor, share: float) -> Tensor:
+    """The centre of pixels [B, 3, H, W], about this share of their sides, as large as they are."""
+    sides = pixels.shape[2:]
+    # As much on the left as on the right, so that the centre of a flip is the flip of the centre.
+    top, left = (min(round(side * (1 - share) / 2), (side - 1) // 2) for side in sides)
+    center = pixels[:, :, top : sides[0] - top, left : sides[1] - left]
+    return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
 def _look_at(model: nn.Module, name: str, preprocessing: Input, with_class: bool) -> Features:

@@ -81,6 +81,7 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
             {
                 "normalization": embedder.takes_images,
                 "flip_tta": made.flip_tta,
+                "tta_crops": list(made.tta_crops),
                 "layer_norm": made.layer_norm,
                 "pca_dim": _pca_dim(embedder),
                 "unit_length": made.normalize,

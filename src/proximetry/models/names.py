@@ -13,6 +13,8 @@ LARGEST_SIDE = 4096
 """Of the images that a network takes, in pixels."""
 LARGEST_BATCH = 65_536
 """Images in one forward pass."""
+MOST_TTA_CROPS = 16
+"""Of test-time augmentation, a forward pass each."""
 
 POOLINGS: tuple[str, ...] = (
     "auto",

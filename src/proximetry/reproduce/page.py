@@ -352,6 +352,16 @@ def _command(results: Results, selection: bool | None) -> str:
     )
 
 
+# Keys of the model that no published setting has, and what a page says of their values.
+_OPTIONS = {
+    "drop_path": "Stochastic depth: in training the last block of the network is dropped with "
+    "probability {}, those before it with less",
+    "flip_tta": "Flip test-time augmentation",
+    "tta_crops": "Test images are also seen by their centre alone, {} of the sides, enlarged to "
+    "the same size, and the features averaged",
+}
+
+
 def _differences(results: Results) -> list[str]:
     """How the runs differ from what was published, a sentence each."""
     table, recipes = results.table, [Recipe.load(record.recipe) for record in results.runs]
@@ -377,15 +387,21 @@ def _differences(results: Results) -> list[str]:
     ]
     if any((r.data.short_side or math.inf) < (r.model.resize or 0) for r in recipes):
         found.append("Test images are scaled up to that from the short side before.")
-    if any(r.model.flip_tta for r in recipes):
-        rest = "" if all(r.model.flip_tta for r in recipes) else ", unless the row says otherwise"
-        found.append(f"Flip test-time augmentation{rest}.")
-    reduced = dict.fromkeys((r.model.dim, r.model.pca_dim) for r in recipes if r.model.pca_dim)
-    found += [
-        f"A {dim}-d embedding is trained and reduced to {pca_dim}-d by PCA (fitted on training "
-        "images)."
-        for dim, pca_dim in reduced
-    ]
+    for key, sentence in _OPTIONS.items():
+        values = [getattr(r.model, key) for r in recipes]
+        rest = "" if all(values) else ", unless the row says otherwise"
+        for value in dict.fromkeys(filter(None, values)):
+            said = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+            found.append(sentence.format(said) + f"{rest}.")
+    reduced = dict.fromkeys(
+        (r.model.dim, r.model.pca_dim, r.model.whitening) for r in recipes if r.model.pca_dim
+    )
+    for dim, pca_dim, power in reduced:
+        divided = f", each component divided by its standard deviation to the power {power:g}"
+        found.append(
+            f"A {dim}-d embedding is trained and reduced to {pca_dim}-d by PCA (fitted on training "
+            f"images){divided if power else ''}."
+        )
     return [*found, *table.differences]
 
 

@@ -87,6 +87,7 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         "model.layer_norm": made.layer_norm,
         "model.normalize": made.normalize,
         "model.flip_tta": made.flip_tta,
+        "model.tta_crops": made.tta_crops,
         "model.weights": "own",
         "evaluation.similarity": made.similarity,
     }

@@ -40,6 +40,7 @@ from proximetry.models.names import (
     LARGEST_BITS,
     LARGEST_DIM,
     LARGEST_SIDE,
+    MOST_TTA_CROPS,
     OWN,
     POOLINGS,
     VECTOR_BACKBONES,
@@ -313,6 +314,11 @@ class ModelConfig(Section):
         "test-time augmentation: average the features of the image and its horizontal flip "
         "(2x cost)",
     )
+    tta_crops: tuple[Annotated[Number, Field(gt=0, lt=1)], ...] = _key(
+        (),
+        "test-time augmentation: also average the features of the centre of the crop, such shares "
+        "of its sides as 0.875, enlarged to its size (a forward pass each)",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -329,6 +335,11 @@ class ModelConfig(Section):
             raise ValueError(f"pca_dim {self.pca_dim} is more than dim {self.dim}")
         if self.whitening and self.pca_dim is None:
             raise ValueError(f"whitening {self.whitening:g} goes with pca_dim: give both")
+        if len(self.tta_crops) > MOST_TTA_CROPS:
+            raise ValueError(
+                f"tta_crops has {len(self.tta_crops)} crops, each a forward pass: at most "
+                f"{MOST_TTA_CROPS}"
+            )
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha:g} goes with lora_rank: give both")
         if self.freeze_backbone and self.lora_rank is not None:
@@ -345,7 +356,7 @@ class ModelConfig(Section):
                 f"freeze_backbone and drop_path {self.drop_path:g} exclude each other: features "
                 "are computed once, by all blocks; leave one of them out"
             )
-        for key in ("freeze_backbone", "flip_tta", "drop_path"):
+        for key in ("freeze_backbone", "flip_tta", "tta_crops", "drop_path"):
             if self.backbone in VECTOR_BACKBONES and getattr(self, key):
                 raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         if self.bits is not None and self.dim != self.bits:
