@@ -29,7 +29,8 @@ def test_repeated_runs_have_one_recipe_and_seed():
 
 def test_twins_train_alike_and_are_evaluated_differently():
     one = record("a", 0, 0.5, recipe=RECIPE)
-    two = record("b", 0, 0.6, recipe=changed(RECIPE, model={"flip_tta": True}))
+    views = {"flip_tta": True, "tta_crops": [0.875]}
+    two = record("b", 0, 0.6, recipe=changed(RECIPE, model=views))
     slow = record("c", 0, 0.5, recipe={"optimizer": {"lr": 2e-4}})
     assert twins([one, two, slow]) == [[one, two]]
     assert twins([one, one]) == []  # evaluated alike too: a repeat
