@@ -1,0 +1,234 @@
+"""What trained embedders gain on their held-out classes without further training.
+
+    proximetry reproduce benchmarks/record/cub-large.yaml --data CUB --out OUT --keep-runs
+    python -m benchmarks.record.posthoc --root CUB --short-side 400 --sizes 384 448 512 \
+        --shares 0.75 0.875 1 --out FILE.json OUT/cub-large/work/drop-path-seed0
+
+Each run is evaluated for views of other sizes and shares of the image, with and without its flip;
+for averages of such views; for powers of the spread that principal components are divided by; with
+`--deep`, at the largest size, also for three crops along the image, other exponents of GeM, and
+weights between the pretrained and the trained ones (WiSE-FT). With `--together` it is the average
+of the runs that is evaluated (a model soup): one backbone with the mean of their weights, and their
+heads side by side, reduced by PCA. The test set is not used.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from proximetry._common import atomic_write, chunks
+from proximetry.data import PixelCache, open_dataset
+from proximetry.data.augment.resample import Rows, Windows, resample
+from proximetry.metrics import Metrics, evaluate
+from proximetry.models import Embedder, evaluating
+from proximetry.models.pca import principal_axes, second_moments
+from proximetry.models.pooling import GeM
+from proximetry.models.weights import load_backbone
+from proximetry.training.data import divide
+from proximetry.training.recipe import Recipe
+from proximetry.training.update import autocast
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DIM, BATCH = 512, 128
+POWERS = (0.0, 0.15, 0.25, 0.35, 0.5, 0.75)
+
+Scores = dict[str, float]
+Ways = Iterator[tuple[str, Scores]]
+"""Ways of evaluating, by name."""
+View = tuple[int, float, float]
+"""Side in pixels, share of the short side, and place along the long side from 0 to 1."""
+
+
+class Images:
+    """The training images of a dataset, some of whose classes are held out."""
+
+    def __init__(self, root: str, short_side: int, recipe: Recipe) -> None:
+        catalog = open_dataset(recipe.data.dataset, root)
+        self._rows = divide(catalog, recipe).rows
+        self._pixels = PixelCache.build(catalog, short_side).to(DEVICE)
+        self._labels = np.asarray(catalog.labels)
+
+    def _view(self, rows: Rows, view: View, flip: bool) -> Tensor:
+        size, share, place = view
+        heights = torch.from_numpy(self._pixels.heights[rows])
+        widths = torch.from_numpy(self._pixels.widths[rows])
+        side = (torch.minimum(heights, widths).double() * share).round().long()
+        down, across = (
+            torch.where(long, place, 0.5) for long in (heights > widths, widths > heights)
+        )
+        windows = Windows(
+            top=((heights - side) * down).round().long(),
+            left=((widths - side) * across).round().long(),
+            height=side,
+            width=side,
+            flip=torch.full((len(side),), flip),
+        )
+        return resample(self._pixels, rows, windows, (size, size), "bicubic")
+
+    @torch.no_grad()
+    def features(
+        self, embedder: Embedder, split: str, views: Sequence[View], *, flip: bool = True
+    ) -> Tensor:
+        """Pooled features of a split, the mean over views and, if wanted, their flips."""
+        found = []
+        with evaluating(embedder), autocast("bfloat16", DEVICE):
+            for part in chunks(len(self._rows[split]), BATCH):
+                rows = self._rows[split][part]
+                each = [
+                    embedder.pixel_features(self._view(rows, view, flipped)).float()
+                    for view in views
+                    for flipped in ((False, True) if flip else (False,))
+                ]
+                found.append(torch.stack(each).mean(0))
+        return torch.cat(found)
+
+    def score(self, vectors: Tensor) -> Scores:
+        """Metrics of unit vectors of the held-out classes, in percent."""
+        labels = self._labels[self._rows["held_out"]]
+        found = evaluate(vectors, labels, metrics=Metrics(recall_at=(1,)), similarity="cosine")
+        return {key: round(100 * found[key], 3) for key in ("recall@1", "map@r")}
+
+
+def averaged(runs: Sequence[Embedder]) -> Embedder:
+    """One embedder with the mean of the backbones, and all heads side by side."""
+    soup = copy.deepcopy(runs[0])
+    states = [run.backbone.state_dict() for run in runs]
+    soup.backbone.load_state_dict(
+        {
+            key: torch.stack([state[key] for state in states]).mean(0)
+            if value.is_floating_point()
+            else value
+            for key, value in states[0].items()
+        }
+    )
+    heads: list[Any] = [run.head for run in runs]
+    soup.dim = sum(run.dim for run in runs)
+    soup.head = nn.Linear(soup.width, soup.dim).to(DEVICE)
+    with torch.no_grad():
+        soup.head.weight.copy_(torch.cat([head.weight for head in heads]))
+        soup.head.bias.copy_(torch.cat([head.bias for head in heads]))
+    return soup
+
+
+def between(embedder: Embedder, pretrained: nn.Module, share: float) -> Embedder:
+    """The embedder with this share of its own backbone, the rest of the pretrained one."""
+    mixed, start = copy.deepcopy(embedder), pretrained.state_dict()
+    state = mixed.backbone.state_dict()
+    for key, value in state.items():
+        if value.is_floating_point() and key in start:
+            value.lerp_(start[key].to(value), 1 - share)
+    return mixed
+
+
+class Trial:
+    """An embedder, to be evaluated in many ways."""
+
+    def __init__(self, images: Images, embedder: Embedder) -> None:
+        self._images, self.embedder = images, embedder
+        own = embedder.preprocessing
+        usual = (own.crop[0], own.crop[0] / own.resize, 0.5)
+        train = images.features(embedder, "train", [usual], flip=False)
+        self._moments = second_moments(_unit(embedder, train))
+
+    def features(self, *views: View, flip: bool = True, embedder: Embedder | None = None) -> Tensor:
+        """Pooled features of the held-out classes."""
+        return self._images.features(embedder or self.embedder, "held_out", views, flip=flip)
+
+    def score(
+        self, features: Tensor, power: float = 0.0, embedder: Embedder | None = None
+    ) -> Scores:
+        """Metrics of features, reduced by PCA and divided by this power of the spread."""
+        model = embedder or self.embedder
+        axes = principal_axes(self._moments, min(DIM, model.dim), whitening=power)
+        return self._images.score(F.normalize(_unit(model, features) @ axes.t()))
+
+    def views(self, sizes: Sequence[int], shares: Sequence[float]) -> Ways:
+        """Views, averages of views, and whitening of these."""
+        both: dict[tuple[int, float], Tensor] = {}
+        for size, share in product(sizes, shares):
+            name, view = f"{size} of {round(size / share)}", (size, share, 0.5)
+            yield name, self.score(self.features(view, flip=False))
+            both[size, share] = self.features(view)
+            yield f"{name}, flip", self.score(both[size, share])
+        for share in shares:
+            for pair in pairwise(sizes):
+                found = _mean(both[size, share] for size in pair)
+                yield f"{pair[0]} + {pair[1]} at {share:g}, flip", self.score(found)
+            found = _mean(both[size, share] for size in sizes)
+            yield f"all sizes at {share:g}, flip", self.score(found)
+        several = {f"{size} at all shares": [both[size, s] for s in shares] for size in sizes}
+        for name, views in {**several, "all sizes and shares": [*both.values()]}.items():
+            for power in POWERS:
+                whitened = f", whitened {power}" if power else ""
+                yield f"{name}, flip{whitened}", self.score(_mean(views), power)
+
+    def deeper(self, size: int) -> Ways:
+        """Three crops along the image, other exponents of GeM, weights nearer the pretrained."""
+        left, middle, right = ((size, 1.0, place) for place in (0.0, 0.5, 1.0))
+        name, pooling = f"{size} of {size}, flip", cast(GeM, self.embedder.pooling)
+        yield f"{name}, three crops", self.score(self.features(left, middle, right))
+        trained = pooling.p
+        for pooling.p in (2.0, 4.0, 5.0, 6.0):
+            yield f"{name}, GeM {pooling.p:g}", self.score(self.features(middle))
+        pooling.p = trained
+        backbone = self.embedder.architecture.backbone
+        pretrained = load_backbone(backbone, "auto", None, None)[0].to(DEVICE)
+        for share in (0.9, 0.8, 0.7, 0.6):
+            mixed = between(self.embedder, pretrained, share)
+            found = self.features(middle, embedder=mixed)
+            yield f"{name}, {share:g} of the training", self.score(found, embedder=mixed)
+
+
+@torch.no_grad()
+def _unit(embedder: Embedder, features: Tensor) -> Tensor:
+    return F.normalize(embedder.project(features).float())
+
+
+def _mean(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([*tensors]).mean(0)
+
+
+def main() -> None:
+    """Evaluate runs, or their average."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--root", required=True, help="where the images lie")
+    parser.add_argument("--short-side", type=int, required=True, help="of the cached images")
+    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="of views, in pixels")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.875, 1.0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--deep", action="store_true", help="also crops, GeM, pretrained weights")
+    parser.add_argument("--together", action="store_true", help="the average of the runs")
+    given = parser.parse_args()
+    embedders = [Embedder.load(run, device=DEVICE) for run in given.runs]
+    for embedder in embedders:
+        embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
+    names = [run.name for run in given.runs]
+    looked_at = dict(zip(names, embedders, strict=True))
+    if given.together:
+        looked_at = {" + ".join(names): averaged(embedders)}
+    images = Images(given.root, given.short_side, Recipe.load(embedders[0].recipe or {}))
+    found = {}
+    for name, embedder in looked_at.items():
+        trial = Trial(images, embedder)
+        deeper = trial.deeper(max(given.sizes)) if given.deep else ()
+        found[name] = dict([*trial.views(given.sizes, given.shares), *deeper])
+        atomic_write(given.out, (json.dumps(found, indent=1) + "\n").encode())
+        best = sorted(found[name].items(), key=lambda one: -one[1]["map@r"])[:6]
+        print(name, *(f"\n  {way}: {scores}" for way, scores in best), flush=True)
+
+
+if __name__ == "__main__":
+    main()
