@@ -3,6 +3,7 @@
 python -m benchmarks.results_page
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,7 @@ def make_page() -> str:
     """The whole page, from the JSON files alone."""
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("record-"))
     every = [Results.read(Table.load(name), HOME / name) for name in names]
-    parts = [_BEGIN.read_text(encoding="utf-8"), _in_short(every)]
+    parts = [_BEGIN.read_text(encoding="utf-8"), in_short(every)]
     parts += [
         overview(results, f"../benchmarks/results/{results.table.name}")
         for results in every
@@ -41,18 +42,20 @@ def make_page() -> str:
     return "\n".join(parts)
 
 
-def _in_short(every: Iterable[Results]) -> str:
+def in_short(every: Iterable[Results]) -> str:
     """How many published claims stand, table by table; and which tables were not run."""
-    verdicts: tuple[Verdict, ...] = get_args(Verdict)[:4]
-    lines, absent = [], []
+    absent, counts = [], []
     for results in every:
         table = results.table
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
         elif table.claims:
-            found = [examine(claim, results).verdict for claim in table.claims]
-            lines.append([table.title, *(found.count(verdict) or None for verdict in verdicts)])
-    text = grid(["claims", *verdicts], lines)
+            verdicts = Counter(examine(claim, results).verdict for claim in table.claims)
+            counts.append((table.title, verdicts))
+    # Whatever came out has a column, so that every claim is counted.
+    columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
+    lines = ([title, *(verdicts.get(v) for v in columns)] for title, verdicts in counts)
+    text = grid(["claims", *columns], lines)
     return text + (f"\n\nNot run yet: {'; '.join(absent)}." if absent else "") + "\n"
 
 

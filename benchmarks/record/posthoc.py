@@ -39,6 +39,7 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PRECISION = "bfloat16" if DEVICE.type == "cuda" else "float32"
 DIM, BATCH = 512, 128
 POWERS = (0.0, 0.15, 0.25, 0.35, 0.5, 0.75)
 
@@ -81,7 +82,7 @@ class Images:
     ) -> Tensor:
         """Pooled features of a split, the mean over views and, if wanted, their flips."""
         found = []
-        with evaluating(embedder), autocast("bfloat16", DEVICE):
+        with evaluating(embedder), autocast(PRECISION, DEVICE):
             for part in chunks(len(self._rows[split]), BATCH):
                 rows = self._rows[split][part]
                 each = [

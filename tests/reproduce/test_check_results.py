@@ -6,10 +6,13 @@ import shutil
 import pytest
 
 from benchmarks import check_results
-from benchmarks.results_page import HOME, TOLERANCES, repeats, same_losses, spread, twins
+from benchmarks.results_page import HOME, TOLERANCES, in_short, repeats, same_losses, spread, twins
 from proximetry.reproduce import Table
+from proximetry.reproduce.records import Results, read_records
+from proximetry.training import Recipe
 from tests.reproduce.test_statistics import record
 
+SEARCH = check_results.ROOT / "benchmarks" / "record" / "results" / "cars"
 RECIPE = {"optimizer": {"lr": 1e-4}}
 
 
@@ -39,6 +42,18 @@ def test_twins_train_alike_and_are_evaluated_differently():
     assert not same_losses([one, two.model_copy(update={"curve": [two.curve[0], line]})])
 
 
+def test_the_summary_counts_every_claim():
+    rows = [{"name": name} for name in "abc"]
+    claims = [{"better": "a", "worse": name} for name in "bc"]
+    table = Table.load({"name": "t", "title": "T", "rows": rows, "claims": claims})
+    results = Results(table, [record("a", 0, 0.5), record("b", 0, 0.4)])
+    assert in_short([results]).splitlines() == [
+        "| claims | one seed, not tested | not run |",
+        "|---|---|---|",
+        "| T | 1 | 1 |",
+    ]
+
+
 @pytest.fixture
 def copied(tmp_path):
     home = tmp_path / "record-cars"
@@ -66,3 +81,52 @@ def test_an_edited_run_is_noticed(copied, part):
     path.write_text(json.dumps(values))
     said = " ".join(check_results.check_folder(copied, Table.load(copied.name)))
     assert ("JSON files say" if part == "figure" else "optimizer.lr") in said
+
+
+def test_a_search_that_looked_at_the_test_set_is_noticed(tmp_path, monkeypatch):
+    home = tmp_path / "results" / SEARCH.name
+    shutil.copytree(SEARCH, home)
+    monkeypatch.setattr(check_results, "SEARCHES", (tmp_path,))
+    assert list(check_results.check_searches()) == []
+    path = home / "ln-90-colour-seed0.json"
+    values = json.loads(path.read_text())
+    values["last"]["test"] = values["last"]["held_out"]
+    path.write_text(json.dumps(values))
+    (complaint,) = check_results.check_searches()
+    assert complaint.startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"model.flip_tta": False}, True),  # chosen after training
+        ({"training.epochs": 90, "schedule.every": 30}, True),
+        ({"training.epochs": 90}, False),  # the learning rate drops elsewhere
+        ({"optimizer.lr": 2e-4}, False),
+        ({"data.crop_size": 288}, False),
+    ],
+)
+def test_a_best_recipe_that_was_not_tried_is_noticed(changes, same):
+    tried = Recipe.load(read_records(SEARCH)["ln-90-colour-seed0"].recipe)
+    best = Recipe.load("best-cars").override(changes)
+    assert check_results.trains_alike(best, tried) == same
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("/data/cub", "/data/cub"),
+        ("left out /home/me/cub/a.jpg: no image", "/home/me/cub/a.jpg:"),
+        ("root:/data", "/data"),
+        ("--weights=~/bn.pth", "~/bn.pth"),
+        ("C:\\Users\\me\\cub", r"C:\\Users\\me\\cub"),
+        ("10 classes in train/, T = 1/9, pairs/contrastive, https://a.org/b", None),
+    ],
+)
+def test_a_path_of_a_machine_is_noticed_in_any_file(tmp_path, text, path):
+    inner = tmp_path / "results" / "cub"
+    inner.mkdir(parents=True)
+    (inner / "base-seed0.json").write_text(json.dumps({"notes": [text]}))
+    said = list(check_results.check_paths(tmp_path))
+    place = f"{inner / 'base-seed0.json'} names a place on somebody's machine: {path}"
+    assert said == ([] if path is None else [place])

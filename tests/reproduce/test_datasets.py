@@ -96,7 +96,7 @@ def test_a_row_may_have_a_recipe_of_its_own(tmp_path):
     recipe = table.recipe_values(table.rows[0])
     assert recipe["model"]["backbone"] == "small_convnet"
     words = command_for(
-        table, "glyphs", [0], {"model": recipe["model"], "training": recipe["training"]}, False
+        table, "glyphs", [0], {"model": recipe["model"], "training": recipe["training"]}, ()
     )
     assert "--backbone" not in words
     with pytest.raises(ReproduceError, match="no recipe 'nothing'"):

@@ -10,6 +10,7 @@ from proximetry.reproduce.records import Results
 from proximetry.training import Recipe
 from proximetry.training.schedule import LearningRates, drop_epochs
 from tests.reproduce.small import make_table, table_values, with_base
+from tests.reproduce.test_statistics import record
 
 
 def test_runs_have_names_of_their_own_and_come_seed_by_seed(tmp_path):
@@ -40,10 +41,21 @@ def test_the_epoch_may_be_selected_of_some_rows_alone(tmp_path):
     table = make_table(tmp_path, selection=["MPA, K = 2"])
     ids = ["proxy-anchor-seed0", "mpa-k-2-seed0", "mpa-k-2-selection"]
     assert [run.id for run in plan(table, ReproduceOptions())] == ids
-    assert Results(table, []).missing([0], selection=True) == ids
+    results = Results(table, [])
+    assert results.missing([0], table.selected_rows()) == ids
+    assert results.missing([0], ()) == ids[:2]
+    asked = ReproduceOptions(selection=True)  # for all rows, and so must it be said
+    every = [run.id for run in plan(table, asked)]
+    assert results.missing([0], table.selected_rows(asked.selection)) == every
+    assert len(every) == 4
+    there = Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")])
+    assert there.selected() == table.rows  # it was asked for before
+    recipe = recipe_of(table).to_dict()
+    for rows, word in ((table.rows, " --selection"), (table.rows[1:], ""), ((), " --no-selection")):
+        said = command_for(table, "MPA, K = 2", [0], recipe, rows)
+        assert said.removeprefix("proximetry reproduce small.yaml --data FOLDER --seeds 0") == word
     others = plan(table, ReproduceOptions(rows=("Proxy-Anchor",)))
     assert [run.id for run in others] == ["proxy-anchor-seed0"]
-    assert len(plan(table, ReproduceOptions(selection=True))) == 4
     assert len(plan(table, ReproduceOptions(selection=False))) == 2
     with pytest.raises(ReproduceError, match="no row 'MPA, K = 3'"):
         make_table(tmp_path, selection=["MPA, K = 3"])
@@ -184,13 +196,13 @@ def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
 def test_the_command_says_what_differs_from_the_table():
     table = Table.load("mpa-table5")
     plain = recipe_of(table).to_dict()
-    assert command_for(table, "MPA", [0, 1], plain, True) == (
+    assert command_for(table, "MPA", [0, 1], plain, table.rows) == (
         "proximetry reproduce mpa-table5 --data CARS --seeds 0 1"
     )
     other = recipe_of(table, backbone="bn_inception", weights="/home/me/bn.pth", epochs=30)
     words = "--backbone bn_inception --weights bn.pth --epochs 30 --no-selection"
-    said = command_for(table, "MPA", [0], other.to_dict(), False)
+    said = command_for(table, "MPA", [0], other.to_dict(), ())
     assert said.endswith(f"--seeds 0 {words}")
     sweep = Table.load("mpa-table7")
-    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), True)
+    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), sweep.rows)
     assert said.endswith("--seeds 0 --selection")

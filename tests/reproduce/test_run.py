@@ -19,6 +19,7 @@ from proximetry.reproduce import (
 from proximetry.reproduce.page import _differences, overview, page
 from proximetry.reproduce.records import Results, read_records
 from proximetry.training import Recipe
+from proximetry.training.recipe import merge
 from tests.reproduce.small import (
     Ended,
     make_table,
@@ -100,6 +101,11 @@ def test_angles_of_proxies_and_verification_stand_in_a_table(data, cache, tmp_pa
     line = next(line for line in text.splitlines() if line.startswith("| Proxy-Anchor | ours"))
     mean = sum(one["mean_angle"] for one in found) / 2
     assert line.split(" | ")[4].startswith(f"{mean:.1f} ±")  # degrees, not percent
+    angles = make_table(cache, metrics=["mean_angle"], claims=[], figure=None)
+    one = records["proxy-anchor-seed0"]
+    assert runner.outcome(angles, one) == f"mean_angle {found[0]['mean_angle']:.1f}"
+    without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})
+    assert runner.outcome(angles, without) == "no mean_angle"  # losses without proxies
     assert "Angles, in degrees, are of each class's proxy to its nearest rival" in text
     claim = next(line for line in text.splitlines() if line.startswith("| MPA, K = 2 above"))
     other = [records[f"mpa-k-2-seed{seed}"].metrics()["mean_angle"] for seed in (0, 1)]
@@ -324,7 +330,7 @@ def test_why_a_process_ended(whole, cache, tmp_path, code, log, parallel, senten
 
 
 def test_a_page_without_runs(tmp_path):
-    text = page(Results(make_table(tmp_path), []), (0,), True)
+    text = page(Results(make_table(tmp_path), []), (0,))
     assert "No run of this table is done yet." in text
 
 
@@ -447,6 +453,20 @@ def test_fewer_epochs_are_said(data, cache, tmp_path):
     assert "- 1 of the table's 2 epochs: learning-rate drops and evaluation interval scale" in text
     assert "the warm-up stays" in text
     assert "--seeds 0 --epochs 1`" in text
+
+
+def test_epochs_are_compared_row_by_row(whole, cache):
+    values = table_values(cache)
+    for row, epochs in zip(values["rows"], (1, 2), strict=True):
+        row["changes"]["training.epochs"] = epochs
+    records = read_records(whole[0]).values()
+    swapped = [
+        r.model_copy(update={"recipe": merge(r.recipe, {"training.epochs": epochs})})
+        for r in records
+        for epochs in [2 if r.row == "Proxy-Anchor" else 1]
+    ]
+    text = page(Results(Table.load(values), swapped))
+    assert "- 1, 2 of the table's 1, 2 epochs: learning-rate drops" in text
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """A search for a better recipe: held-out classes alone, every row once, best first."""
 
 import pytest
+import torch
 
 from proximetry.metrics.scores import SEPARABILITY
-from proximetry.reproduce import ReproduceError, Table
-from proximetry.reproduce.records import read_records
-from tests.reproduce.small import no_training, run_table, table_values, with_base
+from proximetry.reproduce import ReproduceError, Table, runner
+from proximetry.reproduce.page import page
+from proximetry.reproduce.records import Results, read_records
+from tests.reproduce.small import Ended, no_training, run_table, table_values, with_base
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,23 @@ def table(cache):
 @pytest.fixture(scope="module")
 def home(table, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("search")
-    run_table(table, data, out, rows=("narrow",))
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def finished(job):
+        assert job.folder.results.exists()
+        return Ended(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "evaluate_embedder", no_memory)
+        sentence = "narrow, seed 0: it is trained, but its views were not evaluated: CUDA out of"
+        with pytest.raises(ReproduceError, match=sentence):
+            run_table(table, data, out, rows=("narrow",))
+    run_table(table, data, out, rows=("narrow",), start=finished)  # nothing is trained again
+    text = (out / "search" / "README.md").read_text()
+    assert "| narrow |" in text
+    assert text.endswith("\n\nRows without a run here: base.\n")
     lines = []
     home = run_table(table, data, out, lines.append)
     assert lines[0] == "search: 2 runs, 1 of them done already"
@@ -75,7 +93,24 @@ def test_the_page_ranks_the_rows(home):
         "| protocol | last epoch, on held-out training classes; the test set is not used |" in text
     )
     assert "Published" not in text
+    assert "without a run" not in text
     assert sorted(p.name for p in home.iterdir() if p.suffix != ".json") == ["README.md"]
+
+
+def test_a_row_without_the_first_metric_comes_last(home, table):
+    records = read_records(home)
+    best = max(records.values(), key=lambda r: r.metrics()["recall@1"])
+    own = {k: v for k, v in best.metrics().items() if k != "recall@1"}
+    less = best.model_copy(update={"last": {**best.last, "held_out": own}})
+    text = page(Results(table, [less, *(r for r in records.values() if r is not best)]))
+    names = [
+        line.split(" | ")[0]
+        for line in text.splitlines()
+        if line.startswith(("| base", "| narrow"))
+    ]
+    assert len(names) == 2
+    assert names[-1] == f"| {best.row}"
+    assert f"| {best.row} | — | {100 * own['map@r']:.2f} |" in text
 
 
 def test_another_recipe_under_the_same_name_is_refused(home, table, data):

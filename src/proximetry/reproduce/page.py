@@ -11,7 +11,8 @@ from proximetry.reproduce.figures import curve, picture_names, why_no_seconds
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import examine, sample
-from proximetry.training.recipe import AUTO, Recipe
+from proximetry.reproduce.table import Row
+from proximetry.training.recipe import Recipe
 from proximetry.training.schedule import drop_epochs
 
 NOT_RECORDED = "not recorded"
@@ -19,20 +20,20 @@ _NEAR = 0.95  # of the best final recall: what counts as having arrived
 _NOTES_SHOWN = 3
 
 
-def page(results: Results, seeds: Sequence[int] = (), selection: bool | None = None) -> str:
+def page(results: Results, seeds: Sequence[int] = (), selected: Sequence[Row] | None = None) -> str:
     """The whole page.
 
-    ``seeds`` and ``selection`` say what was asked for, done or not; without them it is the seeds
-    that are there, and what the table says.
+    ``seeds`` and ``selected``, the rows whose epoch is selected, say what was asked for, done or
+    not; without them it is the seeds that are there, and what the table says.
     """
     table = results.table
     parts = [f"# {table.title}", table.source]
     if not results.runs:
         return _joined([*parts, "No run of this table is done yet."])
-    parts += [*_setting(results, selection), "## Results"]
+    parts += [*_setting(results, selected), "## Results"]
     if table.protocol == "held_out":
         return _joined([*parts, *_ranking(results)])
-    parts += _figures(results, seeds, selection)
+    parts += _figures(results, seeds, selected)
     if table.claims:
         parts += ["## Claims", *_findings(results)]
     if table.figure is not None and table.figure.kind == "curves":
@@ -92,7 +93,7 @@ def _columns(results: Results) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> list[str]:
+def _figures(results: Results, seeds: Sequence[int], selected: Sequence[Row] | None) -> list[str]:
     """The table itself, what its lines mean, and what is missing."""
     table, columns = results.table, _columns(results)
     lines: list[list[object]] = []
@@ -137,7 +138,7 @@ def _figures(results: Results, seeds: Sequence[int], selection: bool | None) -> 
         caption += f" They cannot be compared: {reason}." if reason else ""
     heads = ["", "", *columns, *(["seconds"] if table.seconds else [])]
     parts = [grid(heads, lines), caption]
-    missing = results.missing(seeds, bool(table.selection) if selection is None else selection)
+    missing = results.missing(seeds, table.selected_rows() if selected is None else selected)
     if missing:
         parts.append(f"**Not complete.** Still missing: {', '.join(missing)}.")
     return parts
@@ -161,20 +162,22 @@ def _ranking(results: Results) -> list[str]:
     lines: list[tuple[float, list[object]]] = []
     for row in results.table.rows:
         runs = results.runs_of[row.name]
-        found = [sample(runs, metric, **of) for metric, of in columns.values()]
-        if found[0] is None:
+        if not runs:
             continue
+        found = [sample(runs, metric, **of) for metric, of in columns.values()]
         shown = [None if figures is None else f"{figures.mean:.2f}" for figures in found]
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
         seconds = _mean_seconds(runs)
         cells: list[object] = [row.name, *shown, len(runs), seconds, changes or "none"]
-        lines.append((found[0].mean, cells))
+        lines.append((-math.inf if found[0] is None else found[0].mean, cells))
     ranked = sorted(lines, key=lambda line: line[0], reverse=True)
     part = _values(100 * run.recipe["evaluation"]["held_out"] for run in results.runs)
+    absent = ", ".join(name for name, runs in results.runs_of.items() if not runs)
     return [
         grid(["row", *columns, "seeds", "s", "changes"], (cells for _, cells in ranked)),
         f"Percent on the held-out {part} % of the training classes at the last epoch, mean over "
         "the seeds, best first; s is seconds of training.",
+        absent and f"Rows without a run here: {absent}.",
     ]
 
 
@@ -239,7 +242,7 @@ def _pictures(results: Results, folder: str) -> list[str]:
     return [f"![{about}]({folder}{name})" for name, about in picture_names(results).items()]
 
 
-def _setting(results: Results, selection: bool | None) -> list[str]:
+def _setting(results: Results, selected: Sequence[Row] | None) -> list[str]:
     """A table of what was run, and a sentence about what was published."""
     runs, everything = results.runs, results.everything
 
@@ -265,7 +268,7 @@ def _setting(results: Results, selection: bool | None) -> list[str]:
         "concurrent runs": _values(record.parallel or NOT_RECORDED for record in everything),
         "versions": _versions(results),
         "date": dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
-        "command": f"`{_command(results, selection)}`",
+        "command": f"`{_command(results, selected)}`",
     }
     published = results.table.published
     sentence = f"Published with {published.backbone}; {published.protocol}. {published.note}"
@@ -329,26 +332,29 @@ def _versions(results: Results) -> str:
 
 def _epochs(results: Results) -> str:
     """How many epochs were run, and of how many if there should be more or less."""
-    table = results.table
-    epochs = {
-        (record.recipe["training"]["epochs"], table.epochs(table.row(record.row)))
-        for record in results.runs
-    }
-    ran = _values(sorted({done for done, _ in epochs}))
-    wanted = _values(sorted({done if asked == AUTO else asked for done, asked in epochs}))
+    ran, wanted = _epochs_of_runs(results)
+    shown = _values(sorted(ran))
     if ran == wanted:
-        return f"{ran} epochs"
-    published = table.published.epochs
-    of = f"published {published}" if published else f"table's {wanted}"
-    return f"{ran} of the {of} epochs"
+        return f"{shown} epochs"
+    published = results.table.published.epochs
+    of = f"published {published}" if published else f"table's {_values(sorted(wanted))}"
+    return f"{shown} of the {of} epochs"
 
 
-def _command(results: Results, selection: bool | None) -> str:
-    """The command that makes these runs again; ``selection`` as it was asked for, if it was."""
+def _epochs_of_runs(results: Results) -> tuple[list[int], list[int]]:
+    """The epochs of each run, and those of its row; auto is as many as were run."""
+    table = results.table
+    ran = [record.recipe["training"]["epochs"] for record in results.runs]
+    said = [table.epochs(table.row(record.row)) for record in results.runs]
+    return ran, [n if isinstance(n, int) else own for own, n in zip(ran, said, strict=True)]
+
+
+def _command(results: Results, selected: Sequence[Row] | None) -> str:
+    """The command that makes these runs again; ``selected`` as it was asked for, if it was."""
     first = results.runs[0]
-    selected = bool(results.selection) if selection is None else selection
+    rows = results.selected() if selected is None else selected
     return command_for(
-        results.table, first.row, results.seeds, first.recipe, selected, first.epochs_given
+        results.table, first.row, results.seeds, first.recipe, rows, first.epochs_given
     )
 
 
@@ -368,7 +374,8 @@ def _differences(results: Results) -> list[str]:
     found, theirs = [], table.published.backbone
     if theirs:
         found.append(f"Network: {_values(r.model.backbone for r in recipes)} here, {theirs} there.")
-    if " of " in _epochs(results):
+    ran, wanted = _epochs_of_runs(results)
+    if ran != wanted:
         ends = [(r.schedule, r.training.epochs) for r in recipes]
         drops = _values(at for how, end in ends for at in drop_epochs(how, end) if at < end)
         after = f" (here after {drops})" if drops else ""

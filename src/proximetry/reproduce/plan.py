@@ -53,10 +53,13 @@ def command_for(
     row: str,
     seeds: Sequence[int],
     recipe: Mapping[str, Any],
-    selection: bool,
+    selected: Sequence[Row],
     epochs_given: bool = False,
 ) -> str:
-    """The command that makes runs of a recipe again; what is as in the table is left out."""
+    """The command that makes runs of a recipe again; what is as in the table is left out.
+
+    ``selected`` are the rows whose epoch is also selected.
+    """
     model, own = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
     epochs = recipe["training"]["epochs"]
     datasets = {table.dataset(row) for row in table.rows}
@@ -70,8 +73,8 @@ def command_for(
         words += ["--weights", Path(model["weights"]).name]
     if epochs_given or table.epochs(table.row(row)) not in (epochs, AUTO):
         words += ["--epochs", str(epochs)]
-    if selection != bool(table.selection):
-        words.append("--selection" if selection else "--no-selection")
+    if tuple(selected) != table.selected_rows():
+        words.append("--selection" if selected else "--no-selection")
     return " ".join(words)
 
 
@@ -82,20 +85,14 @@ def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[
         raise ReproduceError(
             f"seeds must be different whole numbers from 0 on, at least one; got {list(seeds)}"
         )
+    if options.selection and table.protocol == "held_out":
+        raise ReproduceError(f"table {table.name} is evaluated on held-out classes as it is")
     rows = [table.row(name) for name in dict.fromkeys(options.rows)] or table.rows
     kind: Kind = "full" if table.protocol == "last" else "held_out"
     runs = [make_run(table, row, seed, kind, options, on_gpu) for seed in seeds for row in rows]
-    if wants_selection(table, options):
-        selected = [row for row in table.selected_rows(options.selection) if row in rows]
-        runs += [make_run(table, row, seeds[0], "selection", options, on_gpu) for row in selected]
+    selected = [row for row in table.selected_rows(options.selection) if row in rows]
+    runs += [make_run(table, row, seeds[0], "selection", options, on_gpu) for row in selected]
     return runs
-
-
-def wants_selection(table: Table, options: ReproduceOptions) -> bool:
-    """Whether the epoch is also selected on held-out classes."""
-    if options.selection and table.protocol == "held_out":
-        raise ReproduceError(f"table {table.name} is evaluated on held-out classes as it is")
-    return bool(table.selection) if options.selection is None else options.selection
 
 
 def make_run(

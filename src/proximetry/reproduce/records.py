@@ -1,7 +1,7 @@
 """One JSON file per run: everything a figure needs to be believed, and no path of a machine."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from proximetry._common import atomic_write, parse_json
 from proximetry.reproduce.plan import Kind, Run, command_for, run_id
-from proximetry.reproduce.table import ReproduceError, Table
+from proximetry.reproduce.table import ReproduceError, Row, Table
 from proximetry.training.automatic import keep_choices
 from proximetry.training.recipe import (
     Recipe,
@@ -94,12 +94,13 @@ def make_record(
     folder: "RunFolder",
     *,
     on_gpu: bool,
-    selection: bool,
+    selected: Sequence[Row],
     epochs_given: bool,
     **known: Any,
 ) -> Record:
     """Gather what a finished run left in its folder; ``known`` are further fields of the record.
 
+    ``selected`` are the rows whose epoch is also selected.
     The recipe is that of the folder, which leaves nothing to ``auto``.
     """
     results = folder.read_results()
@@ -115,7 +116,7 @@ def make_record(
         seed=run.seed,
         kind=run.kind,
         recipe=recipe,
-        command=command_for(table, run.row.name, [run.seed], recipe, selection, epochs_given),
+        command=command_for(table, run.row.name, [run.seed], recipe, selected, epochs_given),
         epochs_given=epochs_given,
         device=environment["device"] if on_gpu else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
@@ -205,12 +206,19 @@ class Results:
         """The runs in a folder."""
         return cls(table, read_records(folder).values())
 
-    def missing(self, seeds: Iterable[int], selection: bool) -> list[str]:
+    def selected(self, asked: Iterable[Row] = ()) -> tuple[Row, ...]:
+        """The rows whose epoch a complete table selects, by what is there and what was asked for.
+
+        Those that the table names, or all as soon as there is another one.
+        """
+        names = {*self.selection, *(row.name for row in asked)}
+        named = self.table.selected_rows() if names else ()
+        return named if names <= {row.name for row in named} else self.table.rows
+
+    def missing(self, seeds: Iterable[int], selected: Iterable[Row]) -> list[str]:
         """Names of the runs that a complete table would also have."""
         there = {record.id for record in self.everything}
         wanted = sorted({*self.seeds, *seeds})
         names = [run_id(row.slug, seed, "full") for seed in wanted for row in self.table.rows]
-        if selection or self.selection:
-            rows = self.table.selected_rows() or self.table.rows
-            names += [run_id(row.slug, 0, "selection") for row in rows]
+        names += [run_id(row.slug, 0, "selection") for row in self.selected(selected)]
         return [name for name in names if name not in there]

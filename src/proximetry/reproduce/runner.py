@@ -26,9 +26,10 @@ from proximetry.models.backbones import check_name
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page
-from proximetry.reproduce.plan import Run, make_run, plan, wants_selection
+from proximetry.reproduce.plan import Run, make_run, plan
 from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
-from proximetry.reproduce.table import ReproduceError, RunsFailedError, Table
+from proximetry.reproduce.statistics import sample
+from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
 from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.recipe import AUTO, read_yaml
@@ -149,7 +150,8 @@ def reproduce(
     if options.render:
         if not any(home.glob("*.json")):
             raise ReproduceError(f"{home} holds no results to render; --out says where they are")
-        _write(chosen, home, (), options.selection)
+        asked = None if options.selection is None else chosen.selected_rows(options.selection)
+        _write(chosen, home, (), asked)
         return home
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
@@ -183,7 +185,7 @@ def reproduce(
             try:
                 failures = _perform(jobs, at_once, start, finish, report)
             finally:
-                _write(chosen, home, options.seeds, wants_selection(chosen, options))
+                _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
         except KeyboardInterrupt:  # also one that comes while the page is written
             done = len(list(home.glob("*.json")))
             raise Interrupted(
@@ -247,32 +249,39 @@ def _finish(
     if code:
         raise ReproduceError(_why(job, code))
     _, catalog = data[job.run.recipe.data.dataset]
+    try:
+        views = _evaluate_views(job, table, catalog) if table.views else None
+    except (RuntimeError, ValueError, OSError) as error:
+        # A record without them would never get them; the run folder stays for the next time.
+        raise ReproduceError(f"it is trained, but its views were not evaluated: {error}") from error
     record = make_record(
         table,
         job.run,
         job.folder,
         on_gpu=job.on_gpu,
-        selection=wants_selection(table, options),
+        selected=table.selected_rows(options.selection),
         epochs_given=options.epochs is not None,
         parallel=job.most_at_once(),
         images={split: len(catalog.filter(split=split)) for split in ("train", "test")},
-        views=_evaluate_views(job, table, catalog),
+        views=views,
     )
     record.write(home)
     if not options.keep_runs:
         _tidy(home, [job.run.id])
+    return f"{outcome(table, record)}, {record.seconds or 0:.0f} s"
+
+
+def outcome(table: Table, record: Record) -> str:
+    """What came out of a run, in short."""
     if record.selected_epoch is not None:
-        said = f"epoch {record.selected_epoch} selected on held-out classes"
-    else:
-        metric = table.metrics[0]
-        said = f"{metric} {100 * record.metrics()[metric]:.1f}"
-    return f"{said}, {record.seconds or 0:.0f} s"
+        return f"epoch {record.selected_epoch} selected on held-out classes"
+    metric = table.metrics[0]
+    found = sample([record], metric)
+    return f"{metric} {found}" if found else f"no {metric}"
 
 
-def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]] | None:
+def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]]:
     """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
-    if not table.views:
-        return None
     embedder = Embedder.load(job.folder.embedder, device=job.device)
     held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
     own, found = embedder.preprocessing, {}
@@ -404,10 +413,10 @@ def _check_begun(job: Job) -> None:
         job.file.unlink(missing_ok=True)
 
 
-def _write(table: Table, home: Path, seeds: Sequence[int], selection: bool | None) -> None:
+def _write(table: Table, home: Path, seeds: Sequence[int], selected: Sequence[Row] | None) -> None:
     results = Results.read(table, home)
     draw(results, home)
-    atomic_write(home / "README.md", page(results, seeds, selection).encode())
+    atomic_write(home / "README.md", page(results, seeds, selected).encode())
 
 
 def _tidy(home: Path, names: Iterable[str]) -> None:
