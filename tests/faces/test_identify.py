@@ -10,7 +10,6 @@ from proximetry.faces import identify_people
 from proximetry.faces.identify import FAR, read_people
 from proximetry.models import Embedder
 from tests.faces.small import ANGLES, by_angle, lfw, mean_color, save
-from tests.faces.test_verify import run  # noqa: F401
 
 
 def reference(probes, labels, distractors):
@@ -77,10 +76,10 @@ def crowd(tmp_path):
     return tmp_path
 
 
-def test_distractors_as_images_and_as_vectors_agree(run, crowd):  # noqa: F811
+def test_distractors_as_images_and_as_vectors_agree(call, crowd):
     words = ["faces", "identify", crowd / "m.onnx", crowd / "probes", "--json", "--distractors"]
     found = {
-        name: json.loads(run(*words, crowd / name))
+        name: json.loads(call(*words, crowd / name))
         for name in ("crowd", "both.npy", "both.npz", "plain.npy")
     }
     for name, document in found.items():
@@ -94,35 +93,35 @@ def test_distractors_as_images_and_as_vectors_agree(run, crowd):  # noqa: F811
         )
 
 
-def test_the_command_prints_writes_and_draws(run, crowd):  # noqa: F811
+def test_the_command_prints_writes_and_draws(call, crowd):
     words = ["faces", "identify", crowd / "m.onnx", crowd / "probes"]
     words += ["--distractors", crowd / "crowd", "--out", crowd / "x.json"]
-    text = run(*words, "--cmc", crowd / "cmc.svg")
+    text = call(*words, "--cmc", crowd / "cmc.svg")
     assert "15 probes of 5 people, 30 trials, 50 distractors" in text
     rank = json.loads((crowd / "x.json").read_text())["rank"]
     assert f"rank-1 {100 * rank['1']:.2f} %" in text
     assert b"<svg" in (crowd / "cmc.svg").read_bytes()
 
 
-def test_unreadable_images_are_refused_or_skipped_and_listed(run, crowd):  # noqa: F811
+def test_unreadable_images_are_refused_or_skipped_and_listed(call, crowd):
     bad = [crowd / "probes" / "P0" / "P0_0002.png", crowd / "crowd" / "1" / "01.png"]
     words = ["faces", "identify", crowd / "m.onnx", crowd / "probes"]
     words += ["--distractors", crowd / "crowd"]
-    before = json.loads(run(*words, "--json"))
+    before = json.loads(call(*words, "--json"))
     for number, path in enumerate(bad):
         path.write_bytes(b"not an image")
-        assert f"{bad[0]}: not an image" in run(*words, code=1)
-        found = json.loads(run(*words, "--bad-images", "skip", "--batch-size", "4", "--json"))
+        assert f"{bad[0]}: not an image" in call(*words, code=1)
+        found = json.loads(call(*words, "--bad-images", "skip", "--batch-size", "4", "--json"))
         assert len(found["skipped"]) == number + 1
         assert found["trials"] == before["trials"] - 4
         assert found["distractors"] == 50 - number
     (crowd / "probes" / "P0" / "P0_0003.png").write_bytes(b"neither")
-    found = json.loads(run(*words, "--bad-images", "skip", "--json"))
+    found = json.loads(call(*words, "--bad-images", "skip", "--json"))
     assert found["people"] == 4
     assert "1 images are left without another of their person" in found["notes"]
     for path in (crowd / "probes").rglob("*.png"):
         path.write_bytes(b"")
-    assert "no two are of one person" in run(*words, "--bad-images", "skip", code=1)
+    assert "no two are of one person" in call(*words, "--bad-images", "skip", code=1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_unreadable_images_are_refused_or_skipped_and_listed(run, crowd):  # noq
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_mistakes_are_one_sentence(run, crowd, words, code, message):  # noqa: F811
+def test_mistakes_are_one_sentence(call, crowd, words, code, message):
     lfw(crowd / "alone", {"a": [1], "b": [2]})
     (crowd / "empty").mkdir()
     both = np.load(crowd / "both.npy")
@@ -167,15 +166,15 @@ def test_mistakes_are_one_sentence(run, crowd, words, code, message):  # noqa: F
         "HOME": crowd,
     }
     words = [places.get(w, crowd / w if w.endswith(("npy", "npz")) else w) for w in words]
-    told = run("faces", "identify", crowd / "m.onnx", *words, code=code)
+    told = call("faces", "identify", crowd / "m.onnx", *words, code=code)
     assert message.replace("MODEL", str(crowd / "m.onnx")) in told
 
 
-def test_a_saved_embedder_on_one_folder(run, tmp_path):  # noqa: F811
+def test_a_saved_embedder_on_one_folder(call, tmp_path):
     rng = np.random.default_rng(0)
     counts = {"a": 3, "b": 2, "c": 1, "d": 1}
     lfw(tmp_path / "faces", {n: rng.integers(0, 256, (k, 3)) for n, k in counts.items()})
     made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
     words = ["faces", "identify", made.save(tmp_path / "e"), tmp_path / "faces", "--json"]
-    found = json.loads(run(*words))
+    found = json.loads(call(*words))
     assert (found["probes"], found["trials"], found["distractors"]) == (5, 8, 2)
