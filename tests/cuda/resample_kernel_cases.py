@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as tv
 from proximetry.cuda.resample_kernel import FIELDS, resample_fused
 from proximetry.data import CenterCrop, PixelCache, RandomResizedCrop
 from proximetry.data.augment.resample import Windows, resample, window_table
-from proximetry.data.images import resize_and_center_crop, resize_short_side
+from proximetry.data.images import resize_and_center_crop, resize_image
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
@@ -188,7 +188,7 @@ def test_center_crops_are_exactly_what_reading_the_image_gives(
 ):
     crop = resize - less[0], resize - less[1]
     file = Image.fromarray(image(height * width, height, width))
-    cached = np.asarray(resize_short_side(file, resize, interpolation))
+    cached = np.asarray(resize_image(file, resize, interpolation))
     pixels = PixelCache.in_memory([image(3, 2, 3), cached])
     windows = CenterCrop(crop).windows(pixels, [1])
     expected = chw(resize_and_center_crop(file, resize, crop, interpolation))

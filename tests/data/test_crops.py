@@ -70,6 +70,8 @@ def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
     Image.fromarray(array).save(folder / f"x.{form}")
     resize = data.draw(st.integers(1, 40))
     crop = tuple(data.draw(st.integers(1, resize)) for _ in range(2))
+    if data.draw(st.booleans()):
+        resize = (resize, data.draw(st.integers(crop[1], 40)))  # whatever its shape is
     interpolation = data.draw(st.sampled_from(list(MODES)))
     catalog = Catalog((f"x.{form}",), ("a",), ("all",), folder)
     cache = PixelCache.build(catalog, resize, folder / "cache", interpolation=interpolation)

@@ -409,13 +409,14 @@ def test_in_memory():
     ("options", "message"),
     [
         ({"policy": "ignore"}, "got 'ignore'"),
-        ({"short_side": 0}, "from 1 to 4096 pixels, got 0"),
+        ({"size": 0}, "1 to 4096 pixels, got short side 0"),
+        ({"size": (16, 4097)}, "1 to 4096 pixels, got 16 × 4097"),
         ({"interpolation": "nearest"}, "'bilinear' or 'bicubic', got 'nearest'"),
     ],
 )
 def test_bad_options(catalog, home, options, message):
     with pytest.raises(ValueError, match=message):
-        PixelCache.build(catalog, **({"short_side": 16, "root": home} | options))
+        PixelCache.build(catalog, **({"size": 16, "root": home} | options))
     with pytest.raises(ValueError, match="empty"):
         PixelCache.build(catalog.subset([]), 16, home)
 

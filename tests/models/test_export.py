@@ -36,6 +36,7 @@ def run(path, pixels):
             },
         ),
         ("small_convnet", {"bits": 16}),
+        ("small_convnet", {"resize": 70, "squash": True}),
     ],
 )
 def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings):
@@ -57,6 +58,7 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings
     assert before.keys() == {"resize", "crop", "interpolation"}
     assert Preprocessing.from_json({**before, **inside}) == embedder.preprocessing
     assert "must not be applied again" in props["input"]
+    assert ("whatever the shape" in props["resize"]) == ("squash" in settings)
     assert json.loads(props["architecture"]) == embedder.architecture.to_json()
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert json.loads(props["graph"]) == {

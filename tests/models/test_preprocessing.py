@@ -21,6 +21,7 @@ def test_json_round_trip():
     for pixels in (
         IMAGENET,
         replace(IMAGENET, channels="BGR", crop=(112, 96), interpolation="bilinear"),
+        replace(IMAGENET, resize=(248, 248)),
     ):
         assert Preprocessing.from_json(json.loads(json.dumps(asdict(pixels)))) == pixels
 
@@ -52,6 +53,8 @@ def test_backbones_want_their_published_pixels():
     )
     face = Embedder.create("sphereface20", weights="none").preprocessing
     assert (face.crop, face.resize) == ((112, 96), 96)
+    squashed = Embedder.create("convnext_tiny.in12k_ft_in1k_384", weights="none").preprocessing
+    assert (squashed.crop, squashed.resize) == ((384, 384), (384, 384))
     white = face.normalize(torch.full((1, 3, 1, 1), 255.0))
     assert white.flatten().tolist() == [(255 - 127.5) / 128] * 3
 
@@ -61,6 +64,8 @@ def test_backbones_want_their_published_pixels():
     [
         ({"resize": 0}, "resize"),
         ({"resize": 200}, "resize 200 is smaller than the crop 224×224"),
+        ({"resize": (256, 200)}, "resize 256×200 is smaller than the crop 224×224"),
+        ({"resize": (256, 256, 256)}, r"resize must be \(height, width\)"),
         ({"crop": (224,)}, "crop"),
         ({"crop": (0, 3)}, "crop"),
         ({"mean": (0.1, 0.2)}, "mean"),
@@ -120,7 +125,10 @@ def test_pixels_are_torchvisions(height, width, side, crop, kind):
 
 
 @pytest.mark.parametrize("size", [(90, 61), (64, 64), (75, 200)])
-@pytest.mark.parametrize(("side", "crop"), [(57, (40, 50)), (64, (64, 64)), (200, (33, 32))])
+@pytest.mark.parametrize(
+    ("side", "crop"),
+    [(57, (40, 50)), (64, (64, 64)), (200, (33, 32)), ([57, 63], (40, 50)), ([64, 64], (64, 64))],
+)
 @pytest.mark.parametrize("kind", ["bilinear", "bicubic"])
 def test_the_documented_function_gives_the_same_bytes(size, side, crop, kind, tmp_path):
     """What whoever deploys the ONNX file is told to do."""

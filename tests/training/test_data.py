@@ -105,9 +105,11 @@ def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch)
         assert torch.equal(labels, same)
 
 
-@pytest.mark.parametrize("short_side", [24, 20, 40])
-def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, short_side):
-    recipe = recipe.override({"data.short_side": short_side, "model.resize": 32})
+@pytest.mark.parametrize("squash", [False, True])
+@pytest.mark.parametrize("short_side", [24, 20, 40, None])
+def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, short_side, squash):
+    changes = {"data.short_side": short_side, "model.resize": 32, "model.squash": squash}
+    recipe = recipe.override(changes)
     data = make_data(recipe)
     rows = data.rows["held_out"]
     views = torch.cat(list(data.views(rows, 5)))

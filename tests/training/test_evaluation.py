@@ -180,16 +180,16 @@ def test_dimensions_that_cannot_be(reduced, changes, message):
 
 SIZES = sorted(
     {
-        (r.data.short_side, r.model.image_size, r.model.resize, r.data.crop_size)
+        (r.data.short_side, r.model.image_size, r.model.resize, r.data.crop_size, r.model.squash)
         for r in map(Recipe.load, shipped_recipes())
     },
     key=str,
 )
 
 
-@pytest.mark.parametrize(("short_side", "image_size", "resize", "crop_size"), SIZES)
+@pytest.mark.parametrize(("short_side", "image_size", "resize", "crop_size", "squash"), SIZES)
 def test_train_and_evaluate_print_the_same_figures(
-    tmp_path, cache, short_side, image_size, resize, crop_size
+    tmp_path, cache, short_side, image_size, resize, crop_size, squash
 ):
     """For every shipped recipe's sizes; images are larger than all of them, and not square."""
     sides = {"short_side": short_side, "crop_size": crop_size}
@@ -206,7 +206,12 @@ def test_train_and_evaluate_print_the_same_figures(
         tmp_path / "images",
         cache,
         data=sides,
-        model={"image_size": image_size or 224, "resize": resize, "pca_dim": 6},
+        model={
+            "image_size": image_size or 224,
+            "resize": resize,
+            "squash": squash,
+            "pca_dim": 6,
+        },
         training={"epochs": 1},
         evaluation={
             "protocol": "last",
@@ -252,6 +257,8 @@ def difficult(tmp_path):
             "evaluation.held_out": 0.4,
         },
         {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
+        {"model.squash": True, "data.crop_ratio": [0.5, 2.0]},
+        {"model.squash": True, "data.random_crop": False, "data.cache": "none"},
     ],
     ids=str,
 )

@@ -44,9 +44,18 @@ def assert_equal(batches, others):
         assert torch.equal(labels, same)
 
 
-@pytest.mark.parametrize("changes", [{}, {"short_side": 30, "color_jitter": 0.3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data": {"short_side": 30, "color_jitter": 0.3}},
+        {"model.squash": True, "data.crop_ratio": [0.5, 3.0]},
+        {"model.squash": True, "data.random_crop": False, "data.short_side": None},
+    ],
+    ids=str,
+)
 def test_batches_and_views_are_those_of_the_pixel_cache(recipe, processes, changes):
-    recipe = with_(recipe, "data", **changes)
+    recipe = recipe.override(changes)
     cached, decoded = make_data(recipe), make_data(with_(recipe, "data", cache="none"))
     for epoch, start in ((0, 0), (1, 2)):
         assert_equal(decoded.batches(epoch, start), cached.batches(epoch, start))

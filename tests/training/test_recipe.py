@@ -136,6 +136,8 @@ def test_what_was_said_is_told_apart_from_defaults():
         ({"data": {"dataset": "cubs"}}, "data.dataset is 'cubs', did you mean 'cub'"),
         ({"data": {"root": 3}}, "data.root must be a valid string, got 3"),
         ({"data": {"crop_scale": [0.5]}}, "crop_scale"),
+        ({"data": {"crop_ratio": [1.5, 0.5]}}, r"crop_ratio .* got \[1.5, 0.5\]"),
+        ({"data": {"crop_ratio": [0, 0.5]}}, r"crop_ratio .* got \[0.0, 0.5\]"),
         ({"data": {"crop_scale": [0.9, 0.1]}}, r"crop_scale .* got \[0.9, 0.1\]"),
         ({"data": {"color_jitter": 2.0}}, "data.color_jitter must be less than or equal to 1"),
         ({"data": {"hue": 0.7}}, r"data.hue must be less than or equal to 0\.5"),

@@ -31,9 +31,10 @@ from proximetry._common import Progress, cores
 from proximetry.data.images import (
     ImageError,
     Interpolation,
+    Size,
     check_header,
     open_image,
-    resize_short_side,
+    resize_image,
 )
 from proximetry.data.tar_shards import Member, read_member
 
@@ -65,7 +66,7 @@ ENCODED = "JPEG 95"
 
 
 def decode(
-    file: File, short_side: int, interpolation: Interpolation, encoded: bool = False
+    file: File, size: Size, interpolation: Interpolation, encoded: bool = False
 ) -> Array | ImageError:
     """Return the scaled image [height, width, 3], or why there is none.
 
@@ -73,8 +74,8 @@ def decode(
     """
     try:
         source = file if isinstance(file, str) else read_member(file)
-        image = open_image(source, short_side=short_side)
-        image = resize_short_side(image, short_side, interpolation)
+        image = open_image(source, size=size)
+        image = resize_image(image, size, interpolation)
     except ImageError as error:
         return error
     if not encoded:
@@ -84,15 +85,13 @@ def decode(
     return np.frombuffer(stream.getbuffer(), np.uint8)[None]
 
 
-def check(
-    file: str, short_side: int, interpolation: Interpolation, whole: bool
-) -> ImageError | None:
+def check(file: str, size: Size, interpolation: Interpolation, whole: bool) -> ImageError | None:
     """Return why an image cannot be decoded, going by its header or by the whole file."""
     if whole:
-        image = decode(file, short_side, interpolation)
+        image = decode(file, size, interpolation)
         return image if isinstance(image, ImageError) else None
     try:
-        check_header(file, short_side)
+        check_header(file, size)
     except ImageError as error:
         return error
     return None
@@ -100,14 +99,14 @@ def check(
 
 def decode_all(
     files: Sequence[str],
-    short_side: int,
+    size: Size,
     interpolation: Interpolation,
     progress: Progress | None = None,
     *,
     encoded: bool = False,
 ) -> Generator[Array | ImageError]:
     """Decode in order, with only a few images in memory at once; close it to end the processes."""
-    here = partial(decode, short_side=short_side, interpolation=interpolation, encoded=encoded)
+    here = partial(decode, size=size, interpolation=interpolation, encoded=encoded)
     with ExitStack() as stack:
         pool = DecodingPool(here, len(files))
         stack.callback(pool.close)
@@ -126,28 +125,28 @@ def decode_all(
 
 def check_all(
     files: Sequence[str],
-    short_side: int,
+    size: Size,
     interpolation: Interpolation,
     whole: bool,
     progress: Progress | None = None,
 ) -> Generator[tuple[int, ImageError]]:
     """Give number and reason of the files that cannot be decoded, by header or as a whole."""
-    here = partial(decode, short_side=short_side, interpolation=interpolation)
+    here = partial(decode, size=size, interpolation=interpolation)
     with ExitStack() as stack:
         pool = DecodingPool(here, len(files))
         stack.callback(pool.close)
         waiting: deque[tuple[int, Future[list[ImageError | None]]]] = deque()
-        total, size = len(files), 64
-        for start in range(0, total + 4 * pool.workers * size, size):
+        total, several = len(files), 64
+        for start in range(0, total + 4 * pool.workers * several, several):
             if start < total:
-                waiting.append((start, pool.check(files[start : start + size], whole)))
-            if start >= 4 * pool.workers * size and waiting:
+                waiting.append((start, pool.check(files[start : start + several], whole)))
+            if start >= 4 * pool.workers * several and waiting:
                 first, future = waiting.popleft()
                 for number, error in enumerate(future.result(), first):
                     if error is not None:
                         yield number, error
                 if progress is not None:
-                    progress(min(first + size, total), total)
+                    progress(min(first + several, total), total)
 
 
 class DecodingPool:

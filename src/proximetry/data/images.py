@@ -23,6 +23,8 @@ except ModuleNotFoundError:
     need("PIL", "images", "Reading images")
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+Size: TypeAlias = int | tuple[int, int]
+"""What images are scaled to: their short side, or height and width whatever their shape was."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
 
 # Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns by itself as well.
@@ -72,7 +74,7 @@ class ImageError(ValueError):
 
 
 def open_image(
-    source: Source, *, max_pixels: int = MAX_PIXELS, short_side: int | None = None
+    source: Source, *, max_pixels: int = MAX_PIXELS, size: Size | None = None
 ) -> Image.Image:
     """Read one image as upright RGB.
 
@@ -81,10 +83,10 @@ def open_image(
     applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
     Colour profiles are not applied.
 
-    Of a large JPEG file that will be scaled to a ``short_side``, only as much detail is decoded as
-    that needs: a half, a quarter or an eighth of its size, as long as at least twice the short side
-    is left. Every part of the package that scales an image says to which short side, so all of them
-    see the same bytes.
+    Of a large JPEG file that will be scaled to a ``size``, only as much detail is decoded as that
+    needs: a half, a quarter or an eighth of its own, as long as at least twice the size is left.
+    Every part of the package that scales an image says to which size, so all of them see the same
+    bytes.
 
     Raises:
         ImageError: missing, unreadable, truncated, or more than `max_pixels` pixels. The size
@@ -99,8 +101,9 @@ def open_image(
     with _opened(source) as image:
         _check_size(*image.size, name, max_pixels)
         width, height = image.size
-        if short_side is not None:
-            image.draft(None, (2 * short_side, 2 * short_side))  # does nothing but with JPEG
+        if size is not None:
+            enough = 2 * (size if isinstance(size, int) else max(size))
+            image.draft(None, (enough, enough))  # does nothing but with JPEG
         part = max(1, round(width / image.width))
         upright = _finish(image, name, max_pixels)
         if part > 1:
@@ -144,11 +147,11 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
-def check_header(file: str, short_side: int) -> None:
+def check_header(file: str, size: Size) -> None:
     """Raise an ImageError where the header of a file tells that it cannot be read and scaled."""
     width, height = image_size(file)
     _check_size(width, height, file, MAX_PIXELS)
-    _check_scaled(width, height, file, short_side)
+    _check_scaled(width, height, file, size)
 
 
 def open_bytes(path: str) -> Stream:
@@ -199,34 +202,39 @@ def check_interpolation(name: str) -> None:
         raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {name!r}")
 
 
-def scaled_size(width: int, height: int, short_side: int) -> tuple[int, int]:
-    """Return width and height with the shorter one as asked and the other in proportion."""
+def scaled_size(width: int, height: int, size: Size) -> tuple[int, int]:
+    """Return width and height after scaling: as asked, or one as asked and one in proportion."""
+    if not isinstance(size, int):
+        return size[1], size[0]
     if width <= height:
-        return short_side, max(short_side, int(short_side * height / width))
-    return max(short_side, int(short_side * width / height)), short_side
+        return size, max(size, int(size * height / width))
+    return max(size, int(size * width / height)), size
 
 
-def resize_short_side(
-    image: Image.Image, short_side: int, interpolation: Interpolation
-) -> Image.Image:
-    """Scale an image with Pillow so that its shorter side has so many pixels.
+def described_size(size: Size) -> str:
+    """Say in words what images are scaled to."""
+    return f"short side {size}" if isinstance(size, int) else f"{size[0]} × {size[1]}"
+
+
+def resize_image(image: Image.Image, size: Size, interpolation: Interpolation) -> Image.Image:
+    """Scale an image with Pillow.
 
     Raises:
         ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
     """
     check_interpolation(interpolation)
     whole = _whole(image)
-    size = _check_scaled(*whole.size, _name(image), short_side)
-    if size == image.size:
+    scaled = _check_scaled(*whole.size, _name(image), size)
+    if scaled == image.size:
         return image
-    return image.resize(size, Image.Resampling[interpolation.upper()], box=whole.box)
+    return image.resize(scaled, Image.Resampling[interpolation.upper()], box=whole.box)
 
 
-def _check_scaled(width: int, height: int, name: str, short_side: int) -> tuple[int, int]:
-    size = scaled_size(width, height, short_side)
-    if size[0] * size[1] > MAX_PIXELS:
+def _check_scaled(width: int, height: int, name: str, size: Size) -> tuple[int, int]:
+    scaled = scaled_size(width, height, size)
+    if scaled[0] * scaled[1] > MAX_PIXELS:
         raise ImageError(name, f"{width}×{height} pixels is too narrow to scale")
-    return size
+    return scaled
 
 
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
@@ -238,9 +246,9 @@ def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def resize_and_center_crop(
-    image: Image.Image, resize: int, crop: int | tuple[int, int], interpolation: Interpolation
+    image: Image.Image, resize: Size, crop: int | tuple[int, int], interpolation: Interpolation
 ) -> Image.Image:
-    """Scale the shorter side to `resize`, then take the centre: a square or (height, width)."""
+    """Scale an image to `resize`, then take the centre: a square or (height, width)."""
     height, width = crop_size(crop)
     scaled_width, scaled_height = scaled_size(*_whole(image).size, resize)
     if scaled_height < height or scaled_width < width:
@@ -250,7 +258,7 @@ def resize_and_center_crop(
             f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
             f"use a resize of {max(height, width)}",
         )
-    image = resize_short_side(image, resize, interpolation)
+    image = resize_image(image, resize, interpolation)
     # Halves are rounded to even, as torchvision does.
     top, left = round((image.height - height) / 2), round((image.width - width) / 2)
     return image.crop((left, top, left + width, top + height))

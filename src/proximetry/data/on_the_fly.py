@@ -30,7 +30,7 @@ from proximetry.data.decoding import (
     SharedMemory,
     decode,
 )
-from proximetry.data.images import ImageError, Interpolation
+from proximetry.data.images import ImageError, Interpolation, Size
 from proximetry.data.pixel_cache import Pixels
 from proximetry.data.tar_shards import Member, shard_members, split_shard_path
 
@@ -57,11 +57,11 @@ class DecodedBatch(Pixels):
 
 
 class OnTheFly:
-    """Images of a catalogue as RGB bytes, scaled to the same short side, without a cache.
+    """Images of a catalogue as RGB bytes, all scaled alike, without a cache.
 
     Args:
         catalog: the images.
-        short_side: pixels of the shorter side after scaling.
+        size: pixels of the shorter side after scaling, or of height and width.
         interpolation: "bicubic" or "bilinear".
         largest: images in a batch at most.
         device: where the pixels will be sent to, for which memory is pinned.
@@ -74,7 +74,7 @@ class OnTheFly:
     def __init__(
         self,
         catalog: Catalog,
-        short_side: int,
+        size: Size,
         interpolation: Interpolation,
         *,
         largest: int,
@@ -84,9 +84,10 @@ class OnTheFly:
         sharing: int = 1,
     ) -> None:
         self._catalog, self._largest, self._sharing = catalog, largest, sharing
-        self._decode = partial(decode, short_side=short_side, interpolation=interpolation)
+        self._decode = partial(decode, size=size, interpolation=interpolation)
         self._members = _shard_places(catalog) if members is None else members
-        self._room = round(3 * short_side**2 * _SHAPE)  # bytes to an image
+        pixels = size**2 * _SHAPE if isinstance(size, int) else size[0] * size[1]
+        self._room = round(3 * pixels)  # bytes to an image
         self._pins, self._held = device is not None and device.type == "cuda", held
         self._started: _Slots | None = None
 

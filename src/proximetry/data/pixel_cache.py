@@ -55,7 +55,9 @@ from proximetry.data.images import (
     MAX_PIXELS,
     ImageError,
     Interpolation,
+    Size,
     check_interpolation,
+    described_size,
     image_size,
     open_bytes,
     scaled_size,
@@ -112,7 +114,7 @@ class Pixels:
 
 
 class PixelCache(Pixels):
-    """Images of a catalogue as RGB bytes, all scaled to the same short side.
+    """Images of a catalogue as RGB bytes, all scaled alike.
 
     Attributes:
         catalog: the images that could be read, in the order of the cache.
@@ -142,7 +144,7 @@ class PixelCache(Pixels):
     def build(
         cls,
         catalog: Catalog,
-        short_side: int,
+        size: Size,
         root: str | os.PathLike[str] | None = None,
         *,
         interpolation: Interpolation = "bicubic",
@@ -157,7 +159,7 @@ class PixelCache(Pixels):
 
         Args:
             catalog: what to decode.
-            short_side: pixels of the shorter side after scaling; see `resize_short_side`.
+            size: pixels of the shorter side after scaling, or of height and width.
             root: folder of caches; the user's cache folder unless given.
             interpolation: "bicubic" or "bilinear".
             policy: when images cannot be read, "error" raises an ImageError that names them,
@@ -166,12 +168,12 @@ class PixelCache(Pixels):
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
-        _check(catalog, short_side, interpolation)
+        _check(catalog, size, interpolation)
         home, states = cache_home(root), _states(catalog)
         contents = _contents(catalog, home, states)
 
         def store() -> Path:
-            return home / _key(contents, short_side, interpolation, cls.encoded)
+            return home / _key(contents, size, interpolation, cls.encoded)
 
         def find() -> Self | None:
             return _open(cls, store(), catalog.subset(_readable(contents)))
@@ -184,15 +186,13 @@ class PixelCache(Pixels):
                 if found is None:
                     _clear(folder, alone)
                     files = [catalog.file(row) for row in _readable(contents)]
-                    images = decode_all(
-                        files, short_side, interpolation, progress, encoded=cls.encoded
-                    )
+                    images = decode_all(files, size, interpolation, progress, encoded=cls.encoded)
                     with closing(images):  # however it ends, the decoding processes end too
                         _write(store, _followed(images, catalog, states, contents))
                     found = find()
         if found is None:
             raise OSError(f"{store()} does not hold what was just written to it")
-        about = f"short side {short_side}, {interpolation}{', encoded' if cls.encoded else ''}"
+        about = f"{described_size(size)}, {interpolation}{', encoded' if cls.encoded else ''}"
         found._use = note_use(store(), catalog.root, len(catalog), about)
         found.bad = _all_bad(found.bad, catalog, contents)
         _refuse(found.bad, len(catalog), policy)
@@ -273,7 +273,7 @@ class EncodedCache(PixelCache):
 
 def estimate(
     catalog: Catalog,
-    short_side: int,
+    size: Size,
     root: str | os.PathLike[str] | None = None,
     *,
     interpolation: Interpolation = "bicubic",
@@ -284,16 +284,16 @@ def estimate(
     Reads the headers of at most 1 000 images. So a cache that was built from the same images in
     another place is found by `build`, but not here.
     """
-    _check(catalog, short_side, interpolation)
+    _check(catalog, size, interpolation)
     home = cache_home(root)
     contents = _remembered(catalog, home, _states(catalog))[1]
     if contents:
-        file = home / _key(contents, short_side, interpolation, encoded) / "pixels.bin"
+        file = home / _key(contents, size, interpolation, encoded) / "pixels.bin"
         if file.is_file():
             return True, file.stat().st_size
     total = len(catalog)
     files = [catalog.file(i) for i in range(0, total, -(-total // 1000))]
-    sizes = [_scaled_bytes(file, short_side) for file in files]
+    sizes = [_scaled_bytes(file, size) for file in files]
     share = _ENCODED_SHARE if encoded else 1
     return False, round(share * sum(sizes) / len(sizes) * total)
 
@@ -306,7 +306,7 @@ def known_contents(catalog: Catalog, root: str | os.PathLike[str] | None = None)
 
 def check_files(
     catalog: Catalog,
-    short_side: int,
+    size: Size,
     root: str | os.PathLike[str] | None = None,
     *,
     interpolation: Interpolation = "bicubic",
@@ -319,16 +319,16 @@ def check_files(
     With "skip" every image is decoded once, as `PixelCache.build` would, so that it is known which
     ones to leave out. Either is remembered for as long as no file changes.
     """
-    _check(catalog, short_side, interpolation)
+    _check(catalog, size, interpolation)
     states = _states(catalog)
-    facts = (_FORMAT, short_side, interpolation, metadata.version("pillow"), policy)
+    facts = (_FORMAT, size, interpolation, metadata.version("pillow"), policy)
     name = _digest([repr(facts).encode(), _states_digest(catalog, states).encode()])
     file = cache_home(root) / "checked" / f"{name}.json"
     try:
         found = [(row, reason) for row, reason in json.loads(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError):
         files = [catalog.file(row) for row in range(len(catalog))]
-        errors = list(check_all(files, short_side, interpolation, policy == "skip", progress))
+        errors = list(check_all(files, size, interpolation, policy == "skip", progress))
         found = [(row, error.reason) for row, error in errors]
         if not any(error.passing for _, error in errors):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -369,18 +369,19 @@ def _size(file: str) -> int:
         return -1
 
 
-def _scaled_bytes(file: str, short_side: int) -> int:
+def _scaled_bytes(file: str, size: Size) -> int:
     try:
-        width, height = scaled_size(*image_size(file), short_side)
+        width, height = scaled_size(*image_size(file), size)
     except ImageError:
         return 0
     return 3 * width * height if width * height <= MAX_PIXELS else 0  # too narrow to scale
 
 
-def _check(catalog: Catalog, short_side: int, interpolation: str) -> None:
+def _check(catalog: Catalog, size: Size, interpolation: str) -> None:
     check_interpolation(interpolation)
-    if not 1 <= short_side <= 4096:
-        raise ValueError(f"short_side must be from 1 to 4096 pixels, got {short_side}")
+    sides = (size,) if isinstance(size, int) else size
+    if not 1 <= min(sides) <= max(sides) <= 4096:
+        raise ValueError(f"images are scaled to 1 to 4096 pixels, got {described_size(size)}")
     if len(catalog) == 0:
         raise ValueError("the catalogue is empty: there is nothing to decode")
 
@@ -487,9 +488,9 @@ def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def _key(contents: Iterable[Content], short_side: int, interpolation: str, encoded: bool) -> str:
+def _key(contents: Iterable[Content], size: Size, interpolation: str, encoded: bool) -> str:
     """Digest what the cache depends on: the bytes that were read, and how they are decoded."""
-    facts: tuple[Any, ...] = (_FORMAT, short_side, metadata.version("pillow"), interpolation)
+    facts: tuple[Any, ...] = (_FORMAT, size, metadata.version("pillow"), interpolation)
     if encoded:
         facts = (*facts, ENCODED)
     return _digest([repr(facts).encode(), *filter(_is_read, contents)])

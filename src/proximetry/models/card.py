@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from proximetry._common import shorten, spaced
+from proximetry.data.images import described_size
 from proximetry.models.embedder import Embedder, versions
 
 TASK = "image-feature-extraction"
@@ -160,7 +161,7 @@ def _pixels(embedder: Embedder) -> str:
         return f"## Preprocessing\n\nNone: it takes {wanted}, as float32, as they are."
     height, width = wanted.crop
     rows = {
-        "short side": f"{wanted.resize} pixels, {wanted.interpolation}",
+        "scaled to": f"{described_size(wanted.resize)} pixels, {wanted.interpolation}",
         "crop in the centre": f"{height} × {width}",
         "channels": wanted.channels,
         "scale, mean, std": f"{wanted.scale:.6g}, {list(wanted.mean)}, {list(wanted.std)}",

@@ -224,6 +224,7 @@ class Embedder(nn.Module):
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
+        squash: bool | None = None,
         input_dim: int | None = None,
     ) -> Self:
         """Make an embedder.
@@ -252,6 +253,8 @@ class Embedder(nn.Module):
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.
             resize: short side before the crop when evaluating; None keeps the usual proportion.
+            squash: scale both sides to `resize`, whatever the shape of the image; None does what
+                the weights were trained with.
             input_dim: dimension of the vectors that the embedder takes, for "vectors" and
                 "vectors_mlp" alone.
         """
@@ -280,7 +283,7 @@ class Embedder(nn.Module):
             return cls(model, architecture, Tensors((input_dim,)), record)
         check_name(backbone)
         crop = (image_size, image_size) if image_size else None
-        model, preprocessing, record = load_backbone(backbone, weights, crop, resize)
+        model, preprocessing, record = load_backbone(backbone, weights, crop, resize, squash)
         check_patches(model, backbone, preprocessing.crop)
         return cls(model, architecture, preprocessing, record)
 

@@ -107,8 +107,13 @@ def _input(embedder: Embedder) -> dict[str, str]:
         "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
         "std) is inside the graph and must not be applied again.",
         "preprocessing": json.dumps(before),
-        "resize": "with Pillow: shorter side = resize, longer side = int(resize * long / "
-        "short), filter = interpolation",
+        "resize": "with Pillow: "
+        + (
+            "to (height, width) = resize, whatever the shape"
+            if embedder.preprocessing.squash
+            else "shorter side = resize, longer side = int(resize * long / short)"
+        )
+        + ", filter = interpolation",
         "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
         "normalization": json.dumps(inside),
     }

@@ -1,7 +1,7 @@
 """What pixels a backbone takes, and the steps from an image to them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import floor, inf, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -13,6 +13,7 @@ from proximetry._common import shown, some
 from proximetry.data.images import (
     MAX_PIXELS,
     Interpolation,
+    Size,
     Source,
     check_interpolation,
     open_image,
@@ -24,6 +25,11 @@ _LARGEST_PIXEL = 1e9  # whose square float32 still holds
 _LARGEST_TENSOR = 2**28  # values: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
+
+
+def _sides(crop: tuple[int, int], short: int) -> tuple[int, int]:
+    """Height and width of the shape of a crop, the shorter one as asked."""
+    return short * crop[0] // min(crop), short * crop[1] // min(crop)
 
 
 def _is_finite(value: Any) -> bool:
@@ -39,12 +45,13 @@ def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
 class Preprocessing:
     """The pixels a backbone takes.
 
-    An image is resized so that its short side is `resize`, cropped in the centre to `crop`
-    (height, width), put into the order `channels`, multiplied by `scale` and standardised with
-    `mean` and `std`, which are given in the order of `channels` and in the units after `scale`.
+    An image is resized so that its short side is `resize`, or to `resize` as (height, width)
+    whatever its shape, cropped in the centre to `crop` (height, width), put into the order
+    `channels`, multiplied by `scale` and standardised with `mean` and `std`, which are given in the
+    order of `channels` and in the units after `scale`.
     """
 
-    resize: int
+    resize: Size
     crop: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -53,19 +60,24 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
-        for name, values in (("resize", (self.resize,)), ("crop", self.crop)):
+        if isinstance(self.resize, list):  # of a JSON file
+            object.__setattr__(self, "resize", tuple(self.resize))
+        sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
+        for name, values in (("resize", sides), ("crop", self.crop)):
             for value in values:
                 if type(value) is not int or not 1 <= value <= LARGEST_SIDE:
                     raise ValueError(
                         f"{name} must be from 1 to {LARGEST_SIDE} pixels, "
                         f"got {shown(getattr(self, name))}"
                     )
-        if len(self.crop) != 2:
-            raise ValueError(f"crop must be (height, width), got {shown(self.crop)}")
-        if self.resize < min(self.crop):
+            if len(values) != 2:
+                raise ValueError(f"{name} must be (height, width), got {shown(values)}")
+        height, width = self.crop
+        least = self.crop if self.squash else (min(self.crop),) * 2
+        if sides[0] < least[0] or sides[1] < least[1]:
+            size, enough = (f"{h}×{w}" if self.squash else f"{h}" for h, w in (sides, least))
             raise ValueError(
-                f"resize {self.resize} is smaller than the crop {self.crop[0]}×{self.crop[1]}: "
-                f"give resize >= {min(self.crop)}"
+                f"resize {size} is smaller than the crop {height}×{width}: give resize >= {enough}"
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -83,13 +95,36 @@ class Preprocessing:
             raise ValueError(f"channels must be 'RGB' or 'BGR', got {shown(self.channels)}")
         check_interpolation(self.interpolation)
 
+    @property
+    def short_side(self) -> int:
+        """The shorter side of a resized image."""
+        return self.resize if isinstance(self.resize, int) else min(self.resize)
+
+    @property
+    def squash(self) -> bool:
+        """Whether images are resized to one shape, whatever theirs is."""
+        return not isinstance(self.resize, int)
+
+    def at(self, crop: tuple[int, int], resize: int) -> Self:
+        """Return the same for other sizes."""
+        return replace(self, crop=crop, resize=_sides(crop, resize) if self.squash else resize)
+
     @classmethod
-    def from_timm(cls, model: Any, crop: tuple[int, int] | None, resize: int | None) -> Self:
-        """Take the pretrained configuration of a model; `crop` and `resize` override its sizes."""
+    def from_timm(
+        cls,
+        model: Any,
+        crop: tuple[int, int] | None = None,
+        resize: int | None = None,
+        squash: bool | None = None,
+    ) -> Self:
+        """Take the pretrained configuration of a model; what is given overrides it."""
         config = model.pretrained_cfg
         height, width = crop or config["input_size"][-2:]
+        short = resize or floor(min(height, width) / config["crop_pct"])
+        if squash is None:
+            squash = config.get("crop_mode") == "squash"
         return cls(
-            resize=resize or floor(min(height, width) / config["crop_pct"]),
+            resize=_sides((height, width), short) if squash else short,
             crop=(height, width),
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),
@@ -109,7 +144,7 @@ class Preprocessing:
         """
         if isinstance(source, Tensor):
             source = source.numpy(force=True)
-        image = open_image(source, max_pixels=max_pixels, short_side=self.resize)
+        image = open_image(source, max_pixels=max_pixels, size=self.resize)
         image = resize_and_center_crop(image, self.resize, self.crop, self.interpolation)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 

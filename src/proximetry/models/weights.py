@@ -57,7 +57,11 @@ class WeightsRecord:
 
 
 def load_backbone(
-    name: str, choice: str | PathLike[str], crop: tuple[int, int] | None, resize: int | None
+    name: str,
+    choice: str | PathLike[str],
+    crop: tuple[int, int] | None,
+    resize: int | None,
+    squash: bool | None = None,
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Make the backbone with the weights of `choice`, and say what pixels these take."""
     pixels: dict[str, Any] = {}
@@ -72,7 +76,7 @@ def load_backbone(
     else:
         path, tensors, pixels = _open(name, Path(choice))
         model, record = _from_file(name, crop, path, tensors)
-    wanted = Preprocessing.from_timm(model, crop, resize)
+    wanted = Preprocessing.from_timm(model, crop, resize, squash)
     if record.source == "package":
         pixels = _PACKAGE_PIXELS
     return model, replace(wanted, **pixels), record

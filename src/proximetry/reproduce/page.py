@@ -12,7 +12,7 @@ from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import examine, sample
 from proximetry.reproduce.table import Row
-from proximetry.training.recipe import Recipe
+from proximetry.training.recipe import DataConfig, Recipe
 from proximetry.training.schedule import drop_epochs
 
 NOT_RECORDED = "not recorded"
@@ -368,6 +368,10 @@ _OPTIONS = {
 }
 
 
+def _scaled_side(recipe: Recipe) -> str:
+    return "both sides, whatever their shape," if recipe.model.squash else "short side"
+
+
 def _differences(results: Results) -> list[str]:
     """How the runs differ from what was published, a sentence each."""
     table, recipes = results.table, [Recipe.load(record.recipe) for record in results.runs]
@@ -390,7 +394,13 @@ def _differences(results: Results) -> list[str]:
     resize, crop = (_values(getattr(r.model, k) for r in recipes) for k in ("resize", "image_size"))
     found += [
         f"Training crops are cut from images scaled to a short side of {sides}.",
-        f"Test images: short side to {resize}, centre crop {crop}.",
+        f"Test images: {_values(map(_scaled_side, recipes))} to {resize}, centre crop {crop}.",
+    ]
+    shapes = {r.data.crop_ratio for r in recipes} - {DataConfig().crop_ratio}
+    found += [
+        f"Training crops are {low:g} to {high:g} times as wide as high before they are scaled to a "
+        "square."
+        for low, high in sorted(shapes)
     ]
     if any((r.data.short_side or math.inf) < (r.model.resize or 0) for r in recipes):
         found.append("Test images are scaled up to that from the short side before.")

@@ -283,13 +283,15 @@ def outcome(table: Table, record: Record) -> str:
 def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]]:
     """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
     embedder = Embedder.load(job.folder.embedder, device=job.device)
+    plain = replace(embedder.architecture, flip_tta=False, tta_crops=())
+    embedder.architecture = plain
     held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
     own, found = embedder.preprocessing, {}
     for crop, side in table.views:
-        embedder.preprocessing = replace(own, crop=(crop, crop), resize=side)
+        embedder.preprocessing = own.at((crop, crop), side)
         found[f"{crop} of {side}"] = evaluate_embedder(embedder, held_out)
     embedder.preprocessing = own
-    embedder.architecture = replace(embedder.architecture, flip_tta=True)
+    embedder.architecture = replace(plain, flip_tta=True)
     return {**found, "flip TTA": evaluate_embedder(embedder, held_out)}
 
 

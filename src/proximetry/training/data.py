@@ -21,6 +21,7 @@ from proximetry.data import (
     list_datasets,
     open_dataset,
 )
+from proximetry.data.images import Size
 from proximetry.models import Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.models.names import OWN
@@ -269,6 +270,14 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     return pairs.split_classes((able - held, held), seed=0)[1].class_names, ""
 
 
+def cache_sizes(recipe: Recipe, preprocessing: Preprocessing) -> tuple[Size, Size]:
+    """What images are scaled to for training and for evaluation."""
+    d, resize = recipe.data, preprocessing.resize
+    # Random crops are cut from images of their own shape, also where evaluation scales all to one.
+    own = preprocessing.short_side if d.random_crop else resize
+    return d.short_side or own, resize
+
+
 def make_augmentation(
     d: DataConfig, preprocessing: Preprocessing
 ) -> tuple[RandomResizedCrop | CenterCrop, ColorJitter]:
@@ -280,7 +289,7 @@ def make_augmentation(
     if not d.random_crop:
         return CenterCrop(crop, d.flip), colors
     how = preprocessing.interpolation
-    return RandomResizedCrop(crop, d.crop_scale, flip=d.flip, interpolation=how), colors
+    return RandomResizedCrop(crop, d.crop_scale, d.crop_ratio, d.flip, how), colors
 
 
 def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:

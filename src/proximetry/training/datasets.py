@@ -16,10 +16,17 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from proximetry._common import UsageError, chunks, cores, random_numbers_kept, shown, spaced
 from proximetry.data import Catalog, PixelCache, open_image
 from proximetry.data.augment.colors import ColorChanges, recolor
-from proximetry.data.images import ImageError, resize_short_side
+from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
-from proximetry.training.data import Batch, Rows, TrainingData, derive_seed, make_augmentation
+from proximetry.training.data import (
+    Batch,
+    Rows,
+    TrainingData,
+    cache_sizes,
+    derive_seed,
+    make_augmentation,
+)
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Recipe
@@ -219,7 +226,7 @@ class _Reader(Dataset[tuple[Tensor, list[Any]] | Exception]):
         self.starts = np.cumsum([0, *(len(part) for part in datasets.parts.values())])  # type: ignore[arg-type]
         if tensors:
             return
-        self.side = d.short_side or preprocessing.resize
+        self.size = cache_sizes(recipe, preprocessing)[0]
         self.augment, self.colors = make_augmentation(d, preprocessing)
 
     def __getitem__(self, order: _Order) -> tuple[Tensor, list[Any]] | Exception:
@@ -237,8 +244,7 @@ class _Reader(Dataset[tuple[Tensor, list[Any]] | Exception]):
             return torch.stack([self.preprocessing.pixels(image) for image, _ in items]), labels
         how = self.preprocessing.interpolation
         arrays = [
-            np.array(resize_short_side(open_image(_array(image)), self.side, how))
-            for image, _ in items
+            np.array(resize_image(open_image(_array(image)), self.size, how)) for image, _ in items
         ]
         pixels, rows = PixelCache.in_memory(arrays), np.arange(len(arrays))
         found = self.augment.apply(pixels, rows, self.augment.windows(pixels, rows, order.chances))

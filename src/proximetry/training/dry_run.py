@@ -17,6 +17,7 @@ from proximetry.models.embedder import Stage
 from proximetry.training.automatic import StorageFacts, choose, device_facts
 from proximetry.training.data import (
     Division,
+    cache_sizes,
     divide,
     make_sampler,
     open_catalog,
@@ -83,9 +84,9 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
 
     storage = None
     if embedder.takes_images:  # the caches, as the run would build them
-        side, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
-        sides = recipe.data.short_side or side, side
-        storage = storage_facts(recipe, catalog, division.rows, sides, how)
+        sizes = cache_sizes(recipe, embedder.preprocessing)
+        how = embedder.preprocessing.interpolation
+        storage = storage_facts(recipe, catalog, division.rows, sizes, how)
     facts = device_facts(world)
     images = len(parts["train"])
     recipe, lines = choose(
@@ -108,8 +109,7 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     features: dict[str, float] = {}
     if embedder.takes_images and (stage == "features" or recipe.data.cache == "none"):
         # All cores decode while the network computes.
-        side, how = embedder.preprocessing.resize, embedder.preprocessing.interpolation
-        decoding = decoding_seconds(catalog, recipe.data.short_side or side, how)
+        decoding = decoding_seconds(catalog, sizes[0], how)
         if stage == "features":
             rate = _features_rate(embedder, world)
             features = {"features": max(decoding, sum(counts.values()) / rate)}

@@ -29,7 +29,7 @@ from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
 from proximetry.data.decoding import ENCODED, decode
-from proximetry.data.images import Interpolation
+from proximetry.data.images import Interpolation, Size
 from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
 from proximetry.data.pixel_cache import (
     EncodedCache,
@@ -42,7 +42,13 @@ from proximetry.data.pixel_cache import (
 )
 from proximetry.models import Preprocessing
 from proximetry.training.automatic import StorageFacts
-from proximetry.training.data import Rows, TrainingData, make_augmentation, open_catalog
+from proximetry.training.data import (
+    Rows,
+    TrainingData,
+    cache_sizes,
+    make_augmentation,
+    open_catalog,
+)
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.recipe import Recipe
@@ -91,7 +97,7 @@ class ImageData(TrainingData):
         d = recipe.data
         self._display = display
         self._filter = preprocessing.interpolation
-        self._sides = d.short_side or preprocessing.resize, preprocessing.resize
+        self._sizes = cache_sizes(recipe, preprocessing)
         if catalog is None:
             catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
         super().__init__(recipe, catalog, world)  # which may refuse it, before hours of decoding
@@ -106,17 +112,17 @@ class ImageData(TrainingData):
         self._eval_rows: Rows
 
     def _build(
-        self, catalog: Catalog, short_side: int, kind: type[PixelCache] = PixelCache
+        self, catalog: Catalog, scaled: Size, kind: type[PixelCache] = PixelCache
     ) -> PixelCache:
         recipe, d = self._recipe, self._recipe.data
-        what: Any = (catalog, short_side, d.cache_dir)
+        what: Any = (catalog, scaled, d.cache_dir)
 
         def build() -> PixelCache:
             there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
             count, started = spaced(len(catalog)), time.monotonic()
             if not there:
                 check_space(recipe, size)
-                seconds = decoding_seconds(catalog, short_side, self._filter)
+                seconds = decoding_seconds(catalog, scaled, self._filter)
                 takes = f", about {readable_seconds(seconds)}" if seconds >= 1 else ""
                 self._display.message(
                     f"decoding {count} images into the cache ({readable_size(size)}{takes})…"
@@ -150,35 +156,35 @@ class ImageData(TrainingData):
     def storage(self) -> StorageFacts:
         """What the choice of a cache depends on."""
         return self.world.first(
-            lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sides, self._filter)
+            lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sizes, self._filter)
         )
 
     def put(self, place: str) -> None:
         """Read the images on the fly, or decode them into a cache, on disk or on the GPU."""
-        train_side, eval_side = self._sides
+        train_size, eval_size = self._sizes
         if place == "none":
             bad = self.world.first(self._check_files)
             left_out = {path for path, _ in bad}
             good = [row for row, path in enumerate(self.catalog.paths) if path not in left_out]
             self._take(self.catalog.subset(good) if bad else self.catalog, bad)
-            self._source = self._eval_source = self._on_the_fly(train_side)
+            self._source = self._eval_source = self._on_the_fly(train_size)
             self._eval_rows = np.arange(len(self.catalog))
-            if eval_side != train_side:
-                self._eval_source = self._on_the_fly(eval_side)
+            if eval_size != train_size:
+                self._eval_source = self._on_the_fly(eval_size)
             return
         kind = EncodedCache if place == "encoded" else PixelCache
-        cache = self._build(self.catalog, train_side, kind)
+        cache = self._build(self.catalog, train_size, kind)
         self._take(cache.catalog, cache.bad)
         if isinstance(cache, EncodedCache):
             self._encoded = cache  # which is in use as long as somebody holds it
             self.notes.append(_ENCODED)
             self._display.message(_ENCODED)
-            self._source = self._on_the_fly(train_side, cache.members())
+            self._source = self._on_the_fly(train_size, cache.members())
             # What is saved will see files: so does evaluation, and its figures are the same.
-            self._eval_source = self._on_the_fly(eval_side)
+            self._eval_source = self._on_the_fly(eval_size)
             self._eval_rows = np.arange(len(self.catalog))
             return
-        self._eval_rows, eval_cache = self._evaluation_cache(cache, eval_side)
+        self._eval_rows, eval_cache = self._evaluation_cache(cache)
         self._source = self._move(cache, place)
         self._eval_source = self._source
         if eval_cache is not cache:
@@ -199,7 +205,7 @@ class ImageData(TrainingData):
             self._display.message(f"checking {count} images, once, for which ones to leave out…")
         return check_files(
             self.catalog,
-            self._sides[0],
+            self._sizes[0],
             d.cache_dir,
             interpolation=self._filter,
             policy=d.bad_images,
@@ -218,11 +224,11 @@ class ImageData(TrainingData):
                 self._display.message(note)
         self.fingerprint = fingerprint(self.catalog, known, file_sizes(self.catalog))
 
-    def _on_the_fly(self, short_side: int, members: Members | None = None) -> OnTheFly:
+    def _on_the_fly(self, scaled: Size, members: Members | None = None) -> OnTheFly:
         d, e, world = self._recipe.data, self._recipe.evaluation, self.world
         return OnTheFly(
             self.catalog,
-            short_side,
+            scaled,
             self._filter,
             largest=max(-(-d.batch_size // world.size), e.batch_size),
             device=world.device,
@@ -239,18 +245,18 @@ class ImageData(TrainingData):
         except ValueError as error:
             raise RunError(f"data.cache gpu: {error}") from error
 
-    def _evaluation_cache(self, cache: PixelCache, resize: int) -> tuple[Rows, PixelCache]:
+    def _evaluation_cache(self, cache: PixelCache) -> tuple[Rows, PixelCache]:
         """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
 
-        Evaluation sees what the saved embedder will see of the image files: their short side
-        scaled to `resize`, once. Where the training cache has another size, there is a second one.
+        Evaluation sees what the saved embedder will see of the image files, scaled once. Where the
+        training cache has another size, there is a second one.
         """
-        wanted = second_cache(self._recipe, self.rows, len(self.catalog), resize)
+        wanted = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)
         if len(wanted) == 0:
             return np.arange(len(self.catalog)), cache
         places = np.full(len(self.catalog), -1)
         places[wanted] = np.arange(len(wanted))
-        return places, self._build(self.catalog.subset(wanted), resize)
+        return places, self._build(self.catalog.subset(wanted), self._sizes[1])
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of this process's part of each batch, from batch ``start`` on.
@@ -393,16 +399,16 @@ def storage_facts(
     recipe: Recipe,
     catalog: Catalog,
     rows: dict[str, Rows],
-    sides: tuple[int, int],
+    sizes: tuple[Size, Size],
     interpolation: Interpolation,
 ) -> StorageFacts:
     """Find out what the choice of a cache depends on; of each image file at most the header."""
     encoded = recipe.data.cache == "encoded"
-    second = second_cache(recipe, rows, len(catalog), sides[1])
-    parts = [(catalog, sides[0]), (catalog.subset(second), sides[1])]
+    second = second_cache(recipe, rows, len(catalog), sizes)
+    parts = [(catalog, sizes[0]), (catalog.subset(second), sizes[1])]
     caches = [
-        estimate(part, side, recipe.data.cache_dir, interpolation=interpolation, encoded=encoded)
-        for part, side in (parts[:1] if encoded else parts)
+        estimate(part, size, recipe.data.cache_dir, interpolation=interpolation, encoded=encoded)
+        for part, size in (parts[:1] if encoded else parts)
         if len(part)
     ]
     return StorageFacts(
@@ -413,12 +419,12 @@ def storage_facts(
     )
 
 
-def decoding_seconds(catalog: Catalog, short_side: int, interpolation: Interpolation) -> float:
+def decoding_seconds(catalog: Catalog, size: Size, interpolation: Interpolation) -> float:
     """Estimate how long all cores take to decode the images, from a few of them."""
     rows = np.unique(np.linspace(0, len(catalog) - 1, 8).astype(int))
     started = time.perf_counter()
     for done, row in enumerate(rows, 1):  # noqa: B007
-        decode(catalog.file(row), short_side, interpolation)
+        decode(catalog.file(row), size, interpolation)
         if time.perf_counter() - started > 1:
             break
     return (time.perf_counter() - started) / done * len(catalog) / cores()
@@ -441,9 +447,11 @@ def check_space(recipe: Recipe, size: int) -> None:
         )
 
 
-def second_cache(recipe: Recipe, rows: dict[str, Rows], images: int, resize: int) -> Rows:
+def second_cache(
+    recipe: Recipe, rows: dict[str, Rows], images: int, sizes: tuple[Size, Size]
+) -> Rows:
     """The rows whose pixels evaluation needs at another size than training, if it is another."""
-    if (recipe.data.short_side or resize) == resize:
+    if sizes[0] == sizes[1]:
         return np.arange(0)
     if recipe.model.pca_dim or recipe.model.bits or len(rows["held_out"]):
         return np.arange(images)  # so that runs with other held-out classes share their cache

@@ -103,7 +103,7 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
     if embedder.takes_images:
         wanted = embedder.preprocessing
         words["model.image_size"] = wanted.crop[0] if len({*wanted.crop}) == 1 else None
-        words["model.resize"] = wanted.resize
+        words |= {"model.resize": wanted.short_side, "model.squash": wanted.squash}
     if embedder.is_own and recipe.training.cuda_graph == AUTO:
         words["training.cuda_graph"] = False  # nobody knows what it does from call to call
     return words

@@ -162,6 +162,11 @@ class DataConfig(Section):
     crop_scale: tuple[Number, Number] = _key(
         (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
     )
+    crop_ratio: tuple[Number, Number] = _key(
+        (0.75, 4 / 3),
+        "smallest and largest width over height of the random resized crop, before it is scaled to "
+        "a square; wider ones for objects that are wide",
+    )
     random_crop: Flag = _key(
         True,
         "false trains on the centre crops of evaluation, as is usual for aligned faces",
@@ -229,6 +234,11 @@ class DataConfig(Section):
         if not 0 < low <= high <= 1:
             raise ValueError(
                 f"crop_scale must satisfy 0 < smallest <= largest <= 1, got {[low, high]}"
+            )
+        narrow, wide = self.crop_ratio
+        if not 0 < narrow <= wide:
+            raise ValueError(
+                f"crop_ratio must satisfy 0 < smallest <= largest, got {[narrow, wide]}"
             )
         if self.sampler == "balanced" and self.batch_size % self.images_per_class:
             raise ValueError(
@@ -300,6 +310,11 @@ class ModelConfig(Section):
     image_size: Side | None = _key(None, "side of the crop; default: the backbone's")
     resize: Side | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"
+    )
+    squash: Flag | None = _key(
+        None,
+        "scale both sides of an image to resize in evaluation, whatever its shape, so that the "
+        "whole of a wide one is seen; default: as the backbone was pretrained",
     )
     freeze_batchnorm: Flag = _key(
         False, "keep the running statistics of batch normalisation as they are"
