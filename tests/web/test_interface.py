@@ -164,7 +164,7 @@ def test_a_browser_does_not_show_pictures_of_another_gallery(tmp_path, size):
 
 
 def wait_for_map(client):
-    for _ in range(1200):
+    for _ in range(6000):  # it is computed at a low priority, beside other tests
         answer = client.get("/map")
         if answer.status_code != 202:
             return answer
