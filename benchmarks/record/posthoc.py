@@ -5,11 +5,9 @@
         --shares 0.75 0.875 1 --out FILE.json OUT/cub-large/work/drop-path-seed0
 
 Each run is evaluated for views of other sizes and shares of the image, with and without its flip;
-for averages of such views; for powers of the spread that principal components are divided by; with
-`--deep`, at the largest size, also for three crops along the image, other exponents of GeM, and
-weights between the pretrained and the trained ones (WiSE-FT). With `--together` it is the average
-of the runs that is evaluated (a model soup): one backbone with the mean of their weights, and their
-heads side by side, reduced by PCA. The test set is not used.
+for averages of such views; and for powers of the spread that principal components are divided by.
+With `--together` it is the average of the runs that is evaluated (a model soup): one backbone with
+the mean of their weights, and their heads side by side, reduced by PCA. The test set is not used.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +30,6 @@ from proximetry.data.augment.resample import Rows, Windows, resample
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.pca import principal_axes, second_moments
-from proximetry.models.pooling import GeM
-from proximetry.models.weights import load_backbone
 from proximetry.training.data import divide
 from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
@@ -46,8 +42,8 @@ POWERS = (0.0, 0.15, 0.25, 0.35, 0.5, 0.75)
 Scores = dict[str, float]
 Ways = Iterator[tuple[str, Scores]]
 """Ways of evaluating, by name."""
-View = tuple[int, float, float]
-"""Side in pixels, share of the short side, and place along the long side from 0 to 1."""
+View = tuple[int, float]
+"""Side in pixels, and share of the short side."""
 
 
 class Images:
@@ -60,16 +56,13 @@ class Images:
         self._labels = np.asarray(catalog.labels)
 
     def _view(self, rows: Rows, view: View, flip: bool) -> Tensor:
-        size, share, place = view
         heights = torch.from_numpy(self._pixels.heights[rows])
         widths = torch.from_numpy(self._pixels.widths[rows])
+        size, share = view
         side = (torch.minimum(heights, widths).double() * share).round().long()
-        down, across = (
-            torch.where(long, place, 0.5) for long in (heights > widths, widths > heights)
-        )
         windows = Windows(
-            top=((heights - side) * down).round().long(),
-            left=((widths - side) * across).round().long(),
+            top=((heights - side) / 2).round().long(),
+            left=((widths - side) / 2).round().long(),
             height=side,
             width=side,
             flip=torch.full((len(side),), flip),
@@ -121,43 +114,30 @@ def averaged(runs: Sequence[Embedder]) -> Embedder:
     return soup
 
 
-def between(embedder: Embedder, pretrained: nn.Module, share: float) -> Embedder:
-    """The embedder with this share of its own backbone, the rest of the pretrained one."""
-    mixed, start = copy.deepcopy(embedder), pretrained.state_dict()
-    state = mixed.backbone.state_dict()
-    for key, value in state.items():
-        if value.is_floating_point() and key in start:
-            value.lerp_(start[key].to(value), 1 - share)
-    return mixed
-
-
 class Trial:
     """An embedder, to be evaluated in many ways."""
 
     def __init__(self, images: Images, embedder: Embedder) -> None:
-        self._images, self.embedder = images, embedder
+        self._images, self._embedder = images, embedder
         own = embedder.preprocessing
-        usual = (own.crop[0], own.crop[0] / own.resize, 0.5)
+        usual = (own.crop[0], own.crop[0] / own.short_side)
         train = images.features(embedder, "train", [usual], flip=False)
         self._moments = second_moments(_unit(embedder, train))
 
-    def features(self, *views: View, flip: bool = True, embedder: Embedder | None = None) -> Tensor:
+    def features(self, *views: View, flip: bool = True) -> Tensor:
         """Pooled features of the held-out classes."""
-        return self._images.features(embedder or self.embedder, "held_out", views, flip=flip)
+        return self._images.features(self._embedder, "held_out", views, flip=flip)
 
-    def score(
-        self, features: Tensor, power: float = 0.0, embedder: Embedder | None = None
-    ) -> Scores:
+    def score(self, features: Tensor, power: float = 0.0) -> Scores:
         """Metrics of features, reduced by PCA and divided by this power of the spread."""
-        model = embedder or self.embedder
-        axes = principal_axes(self._moments, min(DIM, model.dim), whitening=power)
-        return self._images.score(F.normalize(_unit(model, features) @ axes.t()))
+        axes = principal_axes(self._moments, min(DIM, self._embedder.dim), whitening=power)
+        return self._images.score(F.normalize(_unit(self._embedder, features) @ axes.t()))
 
     def views(self, sizes: Sequence[int], shares: Sequence[float]) -> Ways:
         """Views, averages of views, and whitening of these."""
         both: dict[tuple[int, float], Tensor] = {}
         for size, share in product(sizes, shares):
-            name, view = f"{size} of {round(size / share)}", (size, share, 0.5)
+            name, view = f"{size} of {round(size / share)}", (size, share)
             yield name, self.score(self.features(view, flip=False))
             both[size, share] = self.features(view)
             yield f"{name}, flip", self.score(both[size, share])
@@ -172,22 +152,6 @@ class Trial:
             for power in POWERS:
                 whitened = f", whitened {power}" if power else ""
                 yield f"{name}, flip{whitened}", self.score(_mean(views), power)
-
-    def deeper(self, size: int) -> Ways:
-        """Three crops along the image, other exponents of GeM, weights nearer the pretrained."""
-        left, middle, right = ((size, 1.0, place) for place in (0.0, 0.5, 1.0))
-        name, pooling = f"{size} of {size}, flip", cast(GeM, self.embedder.pooling)
-        yield f"{name}, three crops", self.score(self.features(left, middle, right))
-        trained = pooling.p
-        for pooling.p in (2.0, 4.0, 5.0, 6.0):
-            yield f"{name}, GeM {pooling.p:g}", self.score(self.features(middle))
-        pooling.p = trained
-        backbone = self.embedder.architecture.backbone
-        pretrained = load_backbone(backbone, "auto", None, None)[0].to(DEVICE)
-        for share in (0.9, 0.8, 0.7, 0.6):
-            mixed = between(self.embedder, pretrained, share)
-            found = self.features(middle, embedder=mixed)
-            yield f"{name}, {share:g} of the training", self.score(found, embedder=mixed)
 
 
 @torch.no_grad()
@@ -210,7 +174,6 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="of views, in pixels")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.875, 1.0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--deep", action="store_true", help="also crops, GeM, pretrained weights")
     parser.add_argument("--together", action="store_true", help="the average of the runs")
     given = parser.parse_args()
     embedders = [Embedder.load(run, device=DEVICE) for run in given.runs]
@@ -223,9 +186,7 @@ def main() -> None:
     images = Images(given.root, given.short_side, Recipe.load(embedders[0].recipe or {}))
     found = {}
     for name, embedder in looked_at.items():
-        trial = Trial(images, embedder)
-        deeper = trial.deeper(max(given.sizes)) if given.deep else ()
-        found[name] = dict([*trial.views(given.sizes, given.shares), *deeper])
+        found[name] = dict(Trial(images, embedder).views(given.sizes, given.shares))
         atomic_write(given.out, (json.dumps(found, indent=1) + "\n").encode())
         best = sorted(found[name].items(), key=lambda one: -one[1]["map@r"])[:6]
         print(name, *(f"\n  {way}: {scores}" for way, scores in best), flush=True)
