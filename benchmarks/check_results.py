@@ -56,7 +56,11 @@ def folders() -> dict[Path, Table]:
 
 def check_folder(home: Path, table: Table) -> Iterator[str]:
     """The page says what the files say, and the files belong to the rows of the table."""
-    results = Results.read(table, home)
+    try:
+        results = Results.read(table, home)
+    except ReproduceError as error:
+        yield str(error)
+        return
     if not results.runs:
         yield f"{home} holds no runs"
     if (home / "README.md").read_text(encoding="utf-8") != page(results):

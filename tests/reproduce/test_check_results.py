@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import check_results
 from benchmarks.results_page import HOME, TOLERANCES, in_short, repeats, same_losses, spread, twins
-from proximetry.reproduce import Table
+from proximetry.reproduce import ReproduceError, ReproduceOptions, Table, reproduce
 from proximetry.reproduce.records import Results, read_records
 from proximetry.training import Recipe
 from tests.reproduce.test_statistics import record
@@ -68,6 +68,19 @@ def test_an_edited_figure_is_noticed(copied):
     (copied / "README.md").write_text(page.replace("95.2 ± 0.1", "95.3 ± 0.1"))
     (complaint,) = check_results.check_folder(copied, table)
     assert "is not what its JSON files say" in complaint
+
+
+def test_a_run_of_a_row_that_is_no_more_is_noticed(copied):
+    path = copied / "best-cars-seed1.json"
+    values = json.loads(path.read_text()) | {"row": "gone", "slug": "gone"}
+    path.unlink()
+    (copied / "gone-seed1.json").write_text(json.dumps(values))
+    (complaint,) = check_results.check_folder(copied, Table.load(copied.name))
+    assert complaint.startswith(f"{copied / 'gone-seed1.json'}: ")
+    assert "'gone'" in complaint
+    options = ReproduceOptions(render=True)
+    with pytest.raises(ReproduceError, match=r"gone-seed1\.json: .*remove it"):
+        reproduce(copied.name, out=copied.parent, options=options)
 
 
 def test_a_page_says_how_images_are_scaled():

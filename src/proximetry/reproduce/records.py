@@ -150,9 +150,17 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def read_records(folder: Path) -> dict[str, Record]:
-    """All runs that are done, by their names."""
-    return {path.stem: read_record(path) for path in sorted(folder.glob("*.json"))}
+def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
+    """All runs that are done, by their names; one whose row a table does not have is named."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        record = found[path.stem] = read_record(path)
+        try:
+            if table is not None:
+                table.row(record.row)
+        except ReproduceError as error:
+            raise ReproduceError(f"{path}: {error} Use another --out, or remove it") from error
+    return found
 
 
 def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
@@ -204,7 +212,7 @@ class Results:
     @classmethod
     def read(cls, table: Table, folder: Path) -> "Results":
         """The runs in a folder."""
-        return cls(table, read_records(folder).values())
+        return cls(table, read_records(folder, table).values())
 
     def selected(self, asked: Iterable[Row] = ()) -> tuple[Row, ...]:
         """The rows whose epoch a complete table selects, by what is there and what was asked for.

@@ -378,14 +378,10 @@ def _check_existing(
     table: Table, home: Path, options: ReproduceOptions, on_gpu: bool
 ) -> dict[str, Record]:
     """Read what is done; refuse to mix it with what is asked for if the recipes differ."""
-    records = read_records(home)
+    records = read_records(home, table)
     for name, record in records.items():
         path = home / f"{name}.json"
-        try:
-            row = table.row(record.row)
-        except ReproduceError as error:
-            raise ReproduceError(f"{path}: {error} Use another --out, or remove it") from error
-        run = make_run(table, row, record.seed, record.kind, options, on_gpu)
+        run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
         if record.epochs_given and run.recipe.training.epochs == AUTO:
             raise ReproduceError(
                 f"{path} was made with --epochs {record.recipe['training']['epochs']}; give it "
