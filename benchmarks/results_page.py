@@ -65,9 +65,16 @@ def repeats(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def twins(records: Iterable[Record]) -> list[list[Record]]:
-    """Runs that train alike, of several rows which are evaluated in different ways."""
+    """Runs that train alike, of several rows which are evaluated in different ways.
+
+    Those of one training, which took the same time to the millisecond, say nothing about another.
+    """
     groups = _alike(records, _training)
-    return [group for group in groups if len(_alike(group, _recipe)) > 1]
+    return [
+        group
+        for group in groups
+        if len(_alike(group, _recipe)) > 1 and len({r.seconds for r in group}) == len(group)
+    ]
 
 
 def _alike(

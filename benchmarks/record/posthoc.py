@@ -177,7 +177,9 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="the average of the runs")
     given = parser.parse_args()
     embedders = [Embedder.load(run, device=DEVICE) for run in given.runs]
-    for embedder in embedders:
+    for run, embedder in zip(given.runs, embedders, strict=True):
+        if embedder.preprocessing.squash:
+            parser.error(f"{run} sees whole images (model.squash), and views are parts of them")
         embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
     names = [run.name for run in given.runs]
     looked_at = dict(zip(names, embedders, strict=True))

@@ -53,10 +53,27 @@ def test_backbones_want_their_published_pixels():
     )
     face = Embedder.create("sphereface20", weights="none").preprocessing
     assert (face.crop, face.resize) == ((112, 96), 96)
-    squashed = Embedder.create("convnext_tiny.in12k_ft_in1k_384", weights="none").preprocessing
-    assert (squashed.crop, squashed.resize) == ((384, 384), (384, 384))
     white = face.normalize(torch.full((1, 3, 1, 1), 255.0))
     assert white.flatten().tolist() == [(255 - 127.5) / 128] * 3
+
+
+def test_a_squashed_image_is_seen_whole():
+    def made(backbone, **settings):
+        return Embedder.create(backbone, weights="none", squash=True, **settings).preprocessing
+
+    wanted = made("small_convnet", image_size=32)
+    assert (wanted.crop, wanted.resize, wanted.short_side) == ((32, 32), (32, 32), 32)
+    assert made("small_convnet", image_size=32, resize=40).resize == (40, 40)
+    assert made("sphereface20").resize == (112, 96)
+    assert made("sphereface20", resize=101).resize == (117, 101)
+    assert wanted.size_at(48) == (48, 48)
+    assert replace(IMAGENET, resize=(448, 336), crop=(40, 40)).size_at(48) == (64, 48)
+    assert IMAGENET.size_at(48) == 48
+    pixels = np.zeros((20, 60, 3), np.uint8)
+    pixels[:, :10] = 255  # which no centre shows
+    assert wanted.pixels(pixels)[:, :, 0].min() == 255
+    with pytest.raises(ValueError, match="squash must be True or False, got 'no'"):
+        made("small_convnet") and Embedder.create("small_convnet", weights="none", squash="no")
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ def test_repeated_runs_have_one_recipe_and_seed():
 def test_twins_train_alike_and_are_evaluated_differently():
     one = record("a", 0, 0.5, recipe=RECIPE)
     views = {"flip_tta": True, "tta_crops": [0.875]}
-    two = record("b", 0, 0.6, recipe=changed(RECIPE, model=views))
+    two = record("b", 0, 0.6, recipe=changed(RECIPE, model=views), seconds=13.0)
     slow = record("c", 0, 0.5, recipe={"optimizer": {"lr": 2e-4}})
     assert twins([one, two, slow]) == [[one, two]]
     assert twins([one, one]) == []  # evaluated alike too: a repeat
+    assert twins([one, two.model_copy(update={"seconds": one.seconds})]) == []  # one training
     assert same_losses([one, two])
     line = changed(two.curve[1], loss=two.curve[1]["loss"] * (1 + 1e-15))
     assert not same_losses([one, two.model_copy(update={"curve": [two.curve[0], line]})])
@@ -87,7 +88,8 @@ def test_a_page_says_how_images_are_scaled():
     whole, centre = (
         (HOME / f"record-{name}" / "README.md").read_text() for name in ("cars", "cub")
     )
-    assert "Test images: both sides, whatever their shape, to 448, centre crop 448." in whole
+    assert "Test images: both sides to 448, centre crop 448." in whole
+    assert "One view per image: the weights are those of best-cars" in whole
     assert "Training crops are 0.75 to 1.8 times as wide as high" in whole
     assert "Test images: short side to 448, centre crop 448." in centre
     assert "as wide as high" not in centre

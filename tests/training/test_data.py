@@ -11,7 +11,7 @@ import torch
 from proximetry.data import RandomResizedCrop
 from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
-from proximetry.training.data import make_sampler
+from proximetry.training.data import cache_sizes, make_augmentation, make_sampler
 from proximetry.training.distributed import World
 from proximetry.training.images import ImageData
 from proximetry.training.reporting import Display
@@ -21,7 +21,12 @@ from tests.training.tiny import with_
 def preprocessing_of(recipe):
     m = recipe.model
     return Embedder.create(
-        m.backbone, m.dim, weights="none", image_size=m.image_size, resize=m.resize
+        m.backbone,
+        m.dim,
+        weights="none",
+        image_size=m.image_size,
+        resize=m.resize,
+        squash=m.squash,
     ).preprocessing
 
 
@@ -115,6 +120,33 @@ def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, sho
     views = torch.cat(list(data.views(rows, 5)))
     for row, view in zip(rows, views, strict=True):
         assert torch.equal(view, preprocessing_of(recipe).pixels(data.catalog.file(row)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, (32, 32)),
+        ({"model.squash": True}, (32, (32, 32))),
+        ({"model.squash": True, "data.short_side": 40}, (40, (32, 32))),
+        ({"model.squash": True, "data.random_crop": False}, ((32, 32), (32, 32))),
+        (
+            {"model.squash": True, "data.random_crop": False, "data.short_side": 40},
+            ((40, 40), (32, 32)),
+        ),
+        ({"model.freeze_backbone": True, "data.short_side": 40}, (32, 32)),
+        ({"model.freeze_backbone": True, "model.squash": True}, ((32, 32), (32, 32))),
+    ],
+    ids=str,
+)
+def test_what_images_are_scaled_to(recipe, changes, sizes):
+    recipe = recipe.override({"data.short_side": None, "model.resize": 32, **changes})
+    assert cache_sizes(recipe, preprocessing_of(recipe)) == sizes
+
+
+def test_crops_have_the_shapes_of_the_recipe(recipe):
+    recipe = recipe.override({"data.crop_ratio": [0.5, 3.0], "data.crop_scale": [0.2, 0.9]})
+    crop, _ = make_augmentation(recipe.data, preprocessing_of(recipe))
+    assert (crop.ratio, crop.scale) == ((0.5, 3.0), (0.2, 0.9))
 
 
 def test_ranks_share_a_batch_evenly(recipe):

@@ -361,11 +361,14 @@ def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
 
     changes = {"dim": 64, "pca_dim": 32, "whitening": 0.5, "drop_path": 0.9}
     asked = recipe.override({"model": changes, "training.epochs": 1})
-    embedder = Embedder.create("test_resnet", 8, weights="none", image_size=24, tta_crops=(0.8,))
+    seen = {"image_size": 24, "resize": 28, "squash": True, "tta_crops": (0.8,)}
+    embedder = Embedder.create("test_resnet", 8, weights="none", **seen)
     train(asked, tmp_path / "run", embedder=embedder, callbacks=[Look()])
     assert max(rates) == pytest.approx(0.9)
     begun = RunFolder(tmp_path / "run").begun().model
     assert (begun.tta_crops, begun.pca_dim, begun.whitening) == ((0.8,), None, 0.0)
+    assert (begun.image_size, begun.resize, begun.squash) == (24, 28, True)
+    assert Embedder.load(tmp_path / "run").preprocessing == embedder.preprocessing
     assert Embedder.load(tmp_path / "run").architecture == embedder.architecture
     assert not any(type(part).__name__ == "DropPath" for part in embedder.modules())
     with pytest.raises(ValueError, match=r"drop_path is for networks of timm .* own:Net has none"):

@@ -260,6 +260,22 @@ def test_a_frozen_backbone_trains_its_head_on_features(backbone, images, cache, 
     assert_same_run(tmp_path / "run", tmp_path / "cut")
 
 
+@pytest.mark.parametrize("changes", [{"model.squash": True}, {"data.short_side": 40}], ids=str)
+@pytest.mark.parametrize("protocol", ["last", "held_out"])
+def test_frozen_features_are_those_of_evaluation(images, cache, tmp_path, changes, protocol):
+    model = {"freeze_backbone": True, "image_size": 24, "resize": 28}
+    data = {"short_side": None}
+    recipe = make_recipe(images, cache, model=model, data=data).override(
+        {**changes, "training.epochs": 1, "evaluation.protocol": protocol}
+    )
+    found = [
+        train(recipe.override({"data.cache": place}), tmp_path / place)["last"]
+        for place in ("none", "pixels")
+    ]
+    assert found[0] == found[1]
+    assert_same_run(tmp_path / "none", tmp_path / "pixels")
+
+
 def test_a_frozen_backbone_cannot_learn_its_pooling():
     with pytest.raises(RecipeError, match="pooling gem-learned learns; use gem"):
         Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})

@@ -256,7 +256,7 @@ def resize_and_center_crop(
             _name(image),
             f"an image of {image.height}×{image.width} pixels becomes "
             f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
-            f"use a resize of {max(height, width)}",
+            f"use a resize of {max(height, width) if isinstance(resize, int) else (height, width)}",
         )
     image = resize_image(image, resize, interpolation)
     # Halves are rounded to even, as torchvision does.

@@ -224,7 +224,7 @@ class Embedder(nn.Module):
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
-        squash: bool | None = None,
+        squash: bool = False,
         input_dim: int | None = None,
     ) -> Self:
         """Make an embedder.
@@ -253,8 +253,8 @@ class Embedder(nn.Module):
                 fails; "package", "hub", a file, or "none" for random weights on purpose.
             image_size: side of the square crop; None takes what the weights were trained with.
             resize: short side before the crop when evaluating; None keeps the usual proportion.
-            squash: scale both sides to `resize`, whatever the shape of the image; None does what
-                the weights were trained with.
+            squash: when evaluating, scale both sides to `resize`, or to `image_size` unless it is
+                given, whatever the shape of the image.
             input_dim: dimension of the vectors that the embedder takes, for "vectors" and
                 "vectors_mlp" alone.
         """
@@ -263,6 +263,8 @@ class Embedder(nn.Module):
         for name, value in (sizes | {"input_dim": input_dim}).items():
             if value is not None and (isinstance(value, bool) or value < 1 or value != int(value)):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(squash, bool):
+            raise ValueError(f"squash must be True or False, got {squash!r}")
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(
             backbone,

@@ -1,7 +1,7 @@
 """What pixels a backbone takes, and the steps from an image to them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import floor, inf, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -25,11 +25,6 @@ _LARGEST_PIXEL = 1e9  # whose square float32 still holds
 _LARGEST_TENSOR = 2**28  # values: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
-
-
-def _sides(crop: tuple[int, int], short: int) -> tuple[int, int]:
-    """Height and width of the shape of a crop, the shorter one as asked."""
-    return short * crop[0] // min(crop), short * crop[1] // min(crop)
 
 
 def _is_finite(value: Any) -> bool:
@@ -105,9 +100,12 @@ class Preprocessing:
         """Whether images are resized to one shape, whatever theirs is."""
         return not isinstance(self.resize, int)
 
-    def at(self, crop: tuple[int, int], resize: int) -> Self:
-        """Return the same for other sizes."""
-        return replace(self, crop=crop, resize=_sides(crop, resize) if self.squash else resize)
+    def size_at(self, short_side: int) -> Size:
+        """What images are scaled to, for another short side."""
+        if isinstance(self.resize, int):
+            return short_side
+        height, width = (side * short_side // self.short_side for side in self.resize)
+        return height, width
 
     @classmethod
     def from_timm(
@@ -115,16 +113,17 @@ class Preprocessing:
         model: Any,
         crop: tuple[int, int] | None = None,
         resize: int | None = None,
-        squash: bool | None = None,
+        squash: bool = False,
     ) -> Self:
-        """Take the pretrained configuration of a model; what is given overrides it."""
+        """Take the pretrained configuration of a model; `crop` and `resize` override its sizes."""
         config = model.pretrained_cfg
         height, width = crop or config["input_size"][-2:]
-        short = resize or floor(min(height, width) / config["crop_pct"])
-        if squash is None:
-            squash = config.get("crop_mode") == "squash"
+        size: Size = resize or floor(min(height, width) / config["crop_pct"])
+        if squash:
+            short = min(height, width)
+            size = ((resize or short) * height // short, (resize or short) * width // short)
         return cls(
-            resize=_sides((height, width), short) if squash else short,
+            resize=size,
             crop=(height, width),
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),

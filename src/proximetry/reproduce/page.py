@@ -368,10 +368,6 @@ _OPTIONS = {
 }
 
 
-def _scaled_side(recipe: Recipe) -> str:
-    return "both sides, whatever their shape," if recipe.model.squash else "short side"
-
-
 def _differences(results: Results) -> list[str]:
     """How the runs differ from what was published, a sentence each."""
     table, recipes = results.table, [Recipe.load(record.recipe) for record in results.runs]
@@ -392,9 +388,10 @@ def _differences(results: Results) -> list[str]:
         found.append(f"The network runs in {', '.join(precisions)}; proxies and loss are float32.")
     sides = _values(r.data.short_side or r.model.resize for r in recipes)
     resize, crop = (_values(getattr(r.model, k) for r in recipes) for k in ("resize", "image_size"))
+    scaled = _values("both sides" if r.model.squash else "short side" for r in recipes)
     found += [
         f"Training crops are cut from images scaled to a short side of {sides}.",
-        f"Test images: {_values(map(_scaled_side, recipes))} to {resize}, centre crop {crop}.",
+        f"Test images: {scaled} to {resize}, centre crop {crop}.",
     ]
     shapes = {r.data.crop_ratio for r in recipes} - {DataConfig().crop_ratio}
     found += [

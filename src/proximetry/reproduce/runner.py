@@ -288,7 +288,7 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
     held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
     own, found = embedder.preprocessing, {}
     for crop, side in table.views:
-        embedder.preprocessing = own.at((crop, crop), side)
+        embedder.preprocessing = replace(own, crop=(crop, crop), resize=own.size_at(side))
         found[f"{crop} of {side}"] = evaluate_embedder(embedder, held_out)
     embedder.preprocessing = own
     embedder.architecture = replace(plain, flip_tta=True)

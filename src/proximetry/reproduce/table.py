@@ -114,7 +114,7 @@ class Table(Section):
         seconds: whether the seconds of training are a column.
         dims: further columns: the first metric for the first d dimensions of the embedding.
         views: with held_out, further columns: the first metric for other sizes of the evaluated
-            images (pairs of a crop and the short side before it), and with flip TTA.
+            images (pairs of a crop and of what images are scaled to before it), and with flip TTA.
         claims: what the paper says about the order of the rows.
         selection: whether the epoch is also selected on held-out classes; or of which rows it is.
         differences: how our setting differs from the published one, a sentence each.

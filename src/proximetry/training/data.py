@@ -273,9 +273,11 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
 def cache_sizes(recipe: Recipe, preprocessing: Preprocessing) -> tuple[Size, Size]:
     """What images are scaled to for training and for evaluation."""
     d, resize = recipe.data, preprocessing.resize
+    if recipe.model.freeze_backbone:  # whose features are those of evaluation
+        return resize, resize
+    short_side = d.short_side or preprocessing.short_side
     # Random crops are cut from images of their own shape, also where evaluation scales all to one.
-    own = preprocessing.short_side if d.random_crop else resize
-    return d.short_side or own, resize
+    return (short_side if d.random_crop else preprocessing.size_at(short_side)), resize
 
 
 def make_augmentation(

@@ -311,10 +311,10 @@ class ModelConfig(Section):
     resize: Side | None = _key(
         None, "short side before the centre crop in evaluation; default: the backbone's"
     )
-    squash: Flag | None = _key(
-        None,
-        "scale both sides of an image to resize in evaluation, whatever its shape, so that the "
-        "whole of a wide one is seen; default: as the backbone was pretrained",
+    squash: Flag = _key(
+        False,
+        "scale both sides of an image to resize in evaluation, whatever its shape; resize is then "
+        "image_size unless given, and the whole of a wide image is seen",
     )
     freeze_batchnorm: Flag = _key(
         False, "keep the running statistics of batch normalisation as they are"

@@ -113,7 +113,7 @@ class CenterCrop:
     """The centre of cached images: a square, or (height, width).
 
     As augmentation (`draw`, `apply`), with ``flip`` every second image is mirrored, at random.
-    From a cache whose short side is an embedder's `resize`, scaled with its interpolation, these
+    From a cache whose size is an embedder's `resize`, scaled with its interpolation, these
     are the bytes that `resize_and_center_crop` makes of the files.
     """
 
