@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.results_page import HOME, PAGE, TOLERANCES, make_page, repeats, same_losses, spread
+from benchmarks.results_page import (
+    HOME,
+    OF_TEST_IMAGES,
+    PAGE,
+    TOLERANCES,
+    make_page,
+    repeats,
+    same_losses,
+    spread,
+)
 from benchmarks.results_page import twins as find_twins
 from proximetry.reproduce.options import ReproduceOptions
 from proximetry.reproduce.page import page
@@ -185,8 +194,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
 
     ``untried`` are keys in which they may differ too.
     """
-    after = ("image_size", "resize", "flip_tta", "tta_crops", "whitening")
-    apart = {*untried, *(f"model.{key}" for key in after)}
+    apart = {*untried, *OF_TEST_IMAGES, "model.image_size", "model.resize"}
     found, wanted = (
         {
             key: value

@@ -95,8 +95,8 @@ def _recipe(record: Record) -> dict[str, Any]:
     return {**Recipe.load(record.recipe).portable(), "device": record.device}
 
 
-# Keys of the model that training does not depend on.
-_OF_TEST_IMAGES = ("model.pca_dim", "model.whitening", "model.flip_tta", "model.tta_crops")
+# How test images are seen, which training does not depend on.
+OF_TEST_IMAGES = ("model.whitening", "model.flip_tta", "model.tta_crops")
 
 
 def _training(record: Record) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _training(record: Record) -> dict[str, Any]:
     return {
         key: value
         for key, value in _recipe(record).items()
-        if key not in _OF_TEST_IMAGES and not key.startswith("evaluation.")
+        if key not in ("model.pca_dim", *OF_TEST_IMAGES) and not key.startswith("evaluation.")
     }
 
 

@@ -2,12 +2,13 @@
 
     proximetry reproduce benchmarks/record/cub-large.yaml --data CUB --out OUT --keep-runs
     python -m benchmarks.record.posthoc --root CUB --short-side 400 --sizes 384 448 512 \
-        --shares 0.75 0.875 1 --out FILE.json OUT/cub-large/work/drop-path-seed0
+        --shares 0.75 0.875 1 --out FILE.json RUN
 
-Each run is evaluated for views of other sizes and shares of the image, with and without its flip;
-for averages of such views; and for powers of the spread that principal components are divided by.
-With `--together` it is the average of the runs that is evaluated (a model soup): one backbone with
-the mean of their weights, and their heads side by side, reduced by PCA. The test set is not used.
+RUN is a folder that `--keep-runs` has kept. Each run is evaluated for views of other sizes and
+shares of the image, with and without its flip; for averages of such views; and for powers of the
+spread that principal components are divided by. With `--together` it is the average of the runs
+that is evaluated (a model soup): one backbone with the mean of their weights, and their heads side
+by side, reduced by PCA. The test set is not used.
 """
 
 import argparse
@@ -70,21 +71,16 @@ class Images:
         return resample(self._pixels, rows, windows, (size, size), "bicubic")
 
     @torch.no_grad()
-    def features(
-        self, embedder: Embedder, split: str, views: Sequence[View], *, flip: bool = True
-    ) -> Tensor:
-        """Pooled features of a split, the mean over views and, if wanted, their flips."""
-        found = []
+    def features(self, embedder: Embedder, split: str, view: View, *, flip: bool = False) -> Tensor:
+        """Pooled features of a view of a split, or of its flip."""
+        rows = self._rows[split]
         with evaluating(embedder), autocast(PRECISION, DEVICE):
-            for part in chunks(len(self._rows[split]), BATCH):
-                rows = self._rows[split][part]
-                each = [
-                    embedder.pixel_features(self._view(rows, view, flipped)).float()
-                    for view in views
-                    for flipped in ((False, True) if flip else (False,))
+            return torch.cat(
+                [
+                    embedder.pixel_features(self._view(rows[part], view, flip)).float()
+                    for part in chunks(len(rows), BATCH)
                 ]
-                found.append(torch.stack(each).mean(0))
-        return torch.cat(found)
+            )
 
     def score(self, vectors: Tensor) -> Scores:
         """Metrics of unit vectors of the held-out classes, in percent."""
@@ -121,25 +117,26 @@ class Trial:
         self._images, self._embedder = images, embedder
         own = embedder.preprocessing
         usual = (own.crop[0], own.crop[0] / own.short_side)
-        train = images.features(embedder, "train", [usual], flip=False)
-        self._moments = second_moments(_unit(embedder, train))
-
-    def features(self, *views: View, flip: bool = True) -> Tensor:
-        """Pooled features of the held-out classes."""
-        return self._images.features(self._embedder, "held_out", views, flip=flip)
+        moments = second_moments(_unit(embedder, images.features(embedder, "train", usual)))
+        dim = min(DIM, embedder.dim)
+        self._axes = {power: principal_axes(moments, dim, whitening=power) for power in POWERS}
 
     def score(self, features: Tensor, power: float = 0.0) -> Scores:
         """Metrics of features, reduced by PCA and divided by this power of the spread."""
-        axes = principal_axes(self._moments, min(DIM, self._embedder.dim), whitening=power)
-        return self._images.score(F.normalize(_unit(self._embedder, features) @ axes.t()))
+        vectors = _unit(self._embedder, features) @ self._axes[power].t()
+        return self._images.score(F.normalize(vectors))
 
     def views(self, sizes: Sequence[int], shares: Sequence[float]) -> Ways:
         """Views, averages of views, and whitening of these."""
         both: dict[tuple[int, float], Tensor] = {}
         for size, share in product(sizes, shares):
             name, view = f"{size} of {round(size / share)}", (size, share)
-            yield name, self.score(self.features(view, flip=False))
-            both[size, share] = self.features(view)
+            plain, flipped = (
+                self._images.features(self._embedder, "held_out", view, flip=flip)
+                for flip in (False, True)
+            )
+            yield name, self.score(plain)
+            both[size, share] = _mean((plain, flipped))
             yield f"{name}, flip", self.score(both[size, share])
         for share in shares:
             for pair in pairwise(sizes):

@@ -73,7 +73,7 @@ def test_a_squashed_image_is_seen_whole():
     pixels[:, :10] = 255  # which no centre shows
     assert wanted.pixels(pixels)[:, :, 0].min() == 255
     with pytest.raises(ValueError, match="squash must be True or False, got 'no'"):
-        made("small_convnet") and Embedder.create("small_convnet", weights="none", squash="no")
+        Embedder.create("small_convnet", weights="none", squash="no")
 
 
 @pytest.mark.parametrize(

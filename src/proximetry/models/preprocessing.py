@@ -27,6 +27,12 @@ Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
 
 
+def _in_proportion(shape: tuple[int, int], short_side: int) -> tuple[int, int]:
+    """Height and width of a shape whose shorter side is as asked."""
+    height, width = shape
+    return height * short_side // min(shape), width * short_side // min(shape)
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and -inf < value < inf
 
@@ -102,28 +108,25 @@ class Preprocessing:
 
     def size_at(self, short_side: int) -> Size:
         """What images are scaled to, for another short side."""
-        if isinstance(self.resize, int):
-            return short_side
-        height, width = (side * short_side // self.short_side for side in self.resize)
-        return height, width
+        shape = self.resize
+        return short_side if isinstance(shape, int) else _in_proportion(shape, short_side)
 
     @classmethod
     def from_timm(
         cls,
         model: Any,
-        crop: tuple[int, int] | None = None,
-        resize: int | None = None,
-        squash: bool = False,
+        crop: tuple[int, int] | None,
+        resize: int | None,
+        squash: bool,
     ) -> Self:
         """Take the pretrained configuration of a model; `crop` and `resize` override its sizes."""
         config = model.pretrained_cfg
         height, width = crop or config["input_size"][-2:]
-        size: Size = resize or floor(min(height, width) / config["crop_pct"])
-        if squash:
-            short = min(height, width)
-            size = ((resize or short) * height // short, (resize or short) * width // short)
+        short_side = min(height, width)
         return cls(
-            resize=size,
+            resize=_in_proportion((height, width), resize or short_side)
+            if squash
+            else resize or floor(short_side / config["crop_pct"]),
             crop=(height, width),
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),

@@ -61,7 +61,7 @@ def load_backbone(
     choice: str | PathLike[str],
     crop: tuple[int, int] | None,
     resize: int | None,
-    squash: bool = False,
+    squash: bool,
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Make the backbone with the weights of `choice`, and say what pixels these take."""
     pixels: dict[str, Any] = {}
