@@ -33,6 +33,8 @@ from proximetry.training.recipe import AUTO, Recipe, plain_values
 
 ROOT = Path(__file__).parents[1]
 SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
+# Tables of which fewer epochs are complete, with all of theirs as far as they were run.
+WHOLE = ROOT / "benchmarks" / "whole"
 # Folders of results that are not those of a table.
 OTHERS = ("faces",)
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
@@ -57,7 +59,7 @@ BEST = (
 
 def folders() -> dict[Path, Table]:
     """Every folder of results with its table."""
-    found = {path: Table.load(path.name) for path in _tables()}
+    found = {path: Table.load(path.name) for path in (*_tables(), *_tables(WHOLE))}
     for path in _searches():
         found[path] = Table.load(path.parents[1] / f"{path.name}.yaml")
     return found
@@ -195,13 +197,16 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
     ``untried`` are keys in which they may differ too.
     """
     apart = {*untried, *OF_TEST_IMAGES, "model.image_size", "model.resize"}
+    longer = scale(tried, best.training.epochs).override(
+        {"schedule.warmup_epochs": tried.schedule.warmup_epochs}  # best recipes keep it as it is
+    )
     found, wanted = (
         {
             key: value
             for key, value in recipe.essence().items()
             if key not in apart and not key.startswith("evaluation.")
         }
-        for recipe in (keep_choices(best, tried), scale(tried, best.training.epochs))
+        for recipe in (keep_choices(best, tried), longer)
     )
     return found == wanted
 

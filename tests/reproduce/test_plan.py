@@ -83,9 +83,13 @@ def test_half_the_epochs():
     assert recipe.evaluation.every == 2
     assert recipe.schedule.warmup_epochs == 1
     steps = Table.load("proxynca-pp-cub")
-    assert recipe_of(steps, epochs=20).schedule.at == (10, 15)
-    with pytest.raises(ReproduceError, match="Take at least 6"):
-        recipe_of(steps, epochs=5)
+    assert recipe_of(steps).schedule.warmup_epochs == 5
+    half = recipe_of(steps, epochs=20).schedule
+    assert (half.at, half.warmup_epochs) == ((10, 15), 2)
+    assert recipe_of(steps, epochs=80).schedule.warmup_epochs == 10
+    assert recipe_of(steps, epochs=2).schedule.warmup_epochs == 1
+    with pytest.raises(ReproduceError, match="the warm-up takes 1, and the backbone would never"):
+        recipe_of(steps, epochs=1)
 
 
 def test_a_step_that_is_no_whole_number_becomes_milestones():
@@ -122,27 +126,38 @@ def test_scaled_steps_drop_where_they_should(published, epochs, every):
     epochs=st.integers(1, 400),
     every=st.integers(1, 60),
     at=st.sets(st.integers(1, 200)),
+    warm=st.integers(0, 20),
 )
-def test_scaling_keeps_the_shape(published, epochs, every, at):
+def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
+    schedule = {"name": "milestones", "every": every, "at": sorted(at), "warmup_epochs": warm}
     recipe = Recipe.load(
         {
             "training": {"epochs": published},
-            "schedule": {"name": "milestones", "every": every, "at": sorted(at)},
+            "schedule": schedule,
             "evaluation": {"every": every},
         }
     )
-    scaled = scale(recipe, epochs)
+    wanted = warm * epochs / published
+    try:
+        scaled = scale(recipe, epochs)
+    except ReproduceError:
+        assert max(wanted, 1) >= epochs - 0.5
+        return
     assert scaled.training.epochs == epochs
     assert scaled.schedule.every >= 1
+    found = scaled.schedule.warmup_epochs
+    assert found == 0 if warm == 0 else 1 <= found < epochs and abs(found - wanted) <= 1
     assert list(scaled.schedule.at) == sorted(set(scaled.schedule.at))
     for old in at:
         if old >= published:  # never came, and never comes
             continue
         nearest = min(abs(new - old * epochs / published) for new in scaled.schedule.at)
         assert nearest <= 1
-    same = scale(recipe, published)
-    assert drops(same) == drops(recipe)
-    assert same.evaluation == recipe.evaluation
+    if warm < published:
+        same = scale(recipe, published)
+        assert drops(same) == drops(recipe)
+        assert same.schedule.warmup_epochs == warm
+        assert same.evaluation == recipe.evaluation
 
 
 @pytest.mark.parametrize("row", ["birds: default", "birds: default-cpu"])
@@ -150,7 +165,7 @@ def test_drops_that_follow_the_number_of_epochs_are_left_to_follow(row):
     table = Table.load("defaults")
     recipe = recipe_of(table, table.rows.index(table.row(row)), epochs=6)
     assert (recipe.training.epochs, recipe.schedule.every) == (6, "auto")
-    with pytest.raises(ReproduceError, match="Take at least 2"):
+    with pytest.raises(ReproduceError, match="the warm-up takes 1"):
         recipe_of(table, table.rows.index(table.row(row)), epochs=1)
 
 

@@ -450,8 +450,8 @@ def test_fewer_epochs_are_said(data, cache, tmp_path):
     home = run_table(table, data, tmp_path, epochs=1)
     text = (home / "README.md").read_text()
     assert "| epochs | 1 of the table's 2 epochs |" in text
-    assert "- 1 of the table's 2 epochs: learning-rate drops and evaluation interval scale" in text
-    assert "the warm-up stays" in text
+    said = "- 1 of the table's 2 epochs: learning-rate drops, warm-up and evaluation interval scale"
+    assert f"{said} with the number of epochs" in text
     assert "--seeds 0 --epochs 1`" in text
 
 

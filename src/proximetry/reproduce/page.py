@@ -380,8 +380,8 @@ def _differences(results: Results) -> list[str]:
         drops = _values(at for how, end in ends for at in drop_epochs(how, end) if at < end)
         after = f" (here after {drops})" if drops else ""
         found.append(
-            f"{_epochs(results)}: learning-rate drops{after} and evaluation interval scale with "
-            "the number of epochs, rounded to whole epochs; the warm-up stays."
+            f"{_epochs(results)}: learning-rate drops{after}, warm-up and evaluation interval "
+            "scale with the number of epochs, rounded to whole epochs, at least one."
         )
     precisions = sorted({r.training.precision for r in recipes} - {"float32"})
     if precisions:

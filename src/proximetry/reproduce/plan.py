@@ -144,29 +144,30 @@ def _check(table: Table, recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """Return a recipe of so many epochs; learning-rate drops and evaluation interval scale too.
+    """Return a recipe of so many epochs; warm-up, drops and evaluation interval scale too.
 
-    A step that would not be a whole number of epochs becomes milestones; the warm-up stays.
+    Each is rounded to whole epochs, at least one; a step that would not be a whole number of epochs
+    becomes milestones.
     """
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
     schedule, published = recipe.schedule, recipe.training.epochs
-    if epochs <= schedule.warmup_epochs:
-        raise ReproduceError(
-            f"{epochs} epochs end before the warm-up of {schedule.warmup_epochs} does, and the "
-            f"backbone would never be trained. Take at least {schedule.warmup_epochs + 1}"
-        )
-    if published == AUTO:
-        return recipe.override({"training.epochs": epochs})
 
     def moved(epoch: int) -> int:
-        return max(1, round(epoch * epochs / published))
+        return epoch if published == AUTO else max(1, round(epoch * epochs / published))
 
+    warm = moved(schedule.warmup_epochs) if schedule.warmup_epochs else 0
+    if epochs <= warm:
+        raise ReproduceError(
+            f"with --epochs {epochs} the warm-up takes {warm}, and the backbone would never be "
+            "trained; give more"
+        )
     changes: dict[str, Any] = {
         "training.epochs": epochs,
+        "schedule.warmup_epochs": warm,
         "evaluation.every": moved(recipe.evaluation.every),
     }
-    if schedule.name == "step" and schedule.every == AUTO:
+    if published == AUTO or (schedule.name == "step" and schedule.every == AUTO):
         return recipe.override(changes)
     if schedule.name == "step" and schedule.every * epochs % published == 0:
         changes["schedule.every"] = schedule.every * epochs // published
