@@ -1,7 +1,7 @@
 import errno
-import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +15,7 @@ from PIL import Image
 from proximetry.data import Catalog, ImageError, PixelCache, open_image
 from proximetry.data.images import open_bytes
 from proximetry.data.pixel_cache import estimate
+from tests.processes import Process
 
 
 def make_images(root, count=8, seed=0):
@@ -181,6 +182,19 @@ def test_a_file_without_permission_is_left_out_until_it_has_it(ordinary_user):
         assert len(PixelCache.build(catalog, 16, home)) == 8
 
 
+def test_a_cache_folder_that_can_only_be_read(ordinary_user):
+    whole, closed = (make_images(ordinary_user / name) for name in ("whole", "closed"))
+    home = ordinary_user / "cache"
+    Path(closed.file(2)).chmod(0)  # so that digests are not remembered
+    for _ in range(2):
+        assert len(PixelCache.build(whole, 16, home)) == 8
+        assert len(PixelCache.build(closed, 16, home, policy="skip")) == 7
+        for folder in (*home.glob("*/"), home):
+            folder.chmod(0o555)
+        for lock in home.glob("*.lock"):
+            lock.chmod(0o444)
+
+
 def test_special_files_are_named_and_not_opened(catalog, home):
     os.mkfifo(catalog.root / "class0" / "pipe.png")
     (catalog.root / "class1" / "zero.png").symlink_to("/dev/zero")
@@ -321,30 +335,106 @@ def test_estimate_leaves_out_what_is_no_image(catalog, home):
         estimate(catalog.subset([]), 16, home)
 
 
-def _build(root, home, start, results):
-    start.wait()
-    cache = PixelCache.build(Catalog.from_folder(root), 24, home)
-    results.put(int(cache.flat.long().sum()))
+# Tells what it does, and stops after its first image until a file is there.
+AT_ONCE = """
+import os, sys, time
+from pathlib import Path
+from proximetry.data import Catalog, PixelCache, decoding, pixel_cache
+
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def telling(what, function):
+    def tell_first(file, **options):
+        tell(what, Path(file).name)
+        return function(file, **options)
+    return tell_first
+
+def hold(done, total):
+    if done == 1:
+        tell("held")
+        while not Path(sys.argv[3]).exists():
+            time.sleep(0.01)
+
+pixel_cache.open_bytes = telling("read", pixel_cache.open_bytes)
+decoding.open_image = telling("decoded", decoding.open_image)
+cache = PixelCache.build(
+    Catalog.from_folder(sys.argv[1]), 24, sys.argv[2],
+    progress=hold, starting=lambda: tell("starting"), waiting=lambda: tell("waiting"),
+)
+tell("sum", int(cache.flat.long().sum()))
+"""
 
 
-def test_processes_that_start_together_share_one_cache(tmp_path, home):
-    root = tmp_path / "images"
-    make_images(root, 40)
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Event(), context.Queue()
-    workers = [context.Process(target=_build, args=(root, home, start, results)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    start.set()
-    sums = {results.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
-    expected = PixelCache.build(Catalog.from_folder(root), 24, tmp_path / "alone")
-    assert sums == {int(expected.flat.long().sum())}
-    assert [files(folder) for folder in stores(home)] == list(
-        map(files, stores(tmp_path / "alone"))
-    )
+@pytest.fixture
+def three(server, tmp_path, home):
+    """Processes that want the same cache, when one decodes and the others wait; and a gate."""
+    make_images(tmp_path / "images", 40)
+    gate = tmp_path / "open"
+    words = AT_ONCE, tmp_path / "images", home, gate
+    logs = [tmp_path / f"{i}.log" for i in range(3)]
+    for log in logs:
+        log.touch()
+    processes = [Process(server, log, *words) for log in logs]
+    try:
+        yield until_one_decodes(processes), gate
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def until_one_decodes(processes):
+    """Wait until one is held after its first image and the others wait; return it first."""
+
+    def held():
+        return [process for process in processes if "held" in process.said()]
+
+    def at_rest():
+        return all(re.search("held|waiting", process.said()) for process in processes)
+
+    processes[0].until(lambda: held() and at_rest())
+    (first,) = held()
+    return [first, *(process for process in processes if process is not first)]
+
+
+def told(process, what):
+    lines = [line.split() for line in process.said().splitlines()]
+    return sorted(words[1] for words in lines if words[0] == what and len(words) > 1)
+
+
+def assert_same_store(processes, tmp_path, home):
+    """Each has the pixels of a cache that is built alone, and that is all there is."""
+    alone = PixelCache.build(Catalog.from_folder(tmp_path / "images"), 24, tmp_path / "alone")
+    for process in processes:
+        assert told(process, "sum") == [str(int(alone.flat.long().sum()))]
+    assert [*map(files, stores(home))] == [*map(files, stores(tmp_path / "alone"))]
+
+
+def test_of_processes_that_start_together_one_decodes(three, tmp_path, home):
+    (first, *others), gate = three
+    gate.touch()
+    assert [process.ended() for process in (first, *others)] == [0, 0, 0]
+    names = sorted(f"{i}.png" for i in range(40))
+    assert told(first, "read") == told(first, "decoded") == names
+    assert "waiting" not in first.said()
+    for other in others:
+        assert [line.split()[0] for line in other.said().splitlines()] == ["waiting", "sum"]
+    assert_same_store((first, *others), tmp_path, home)
+
+
+def test_a_killed_builder_is_not_waited_for(three, tmp_path, home):
+    (first, *others), gate = three
+    first.send(signal.SIGKILL)
+    assert first.ended() == -signal.SIGKILL
+    second, third = until_one_decodes(others)
+    gate.touch()
+    assert [second.ended(), third.ended()] == [0, 0]
+    said = [line.split()[0] for line in second.said().splitlines()]
+    assert [word for word in said if word != "decoded"] == ["waiting", "starting", "held", "sum"]
+    assert told(second, "decoded") == sorted(f"{i}.png" for i in range(40))
+    assert third.said().splitlines()[0] == "waiting"
+    assert not told(third, "read") + told(third, "decoded")
+    assert_same_store((second, third), tmp_path, home)
 
 
 SLOW_BUILD = """

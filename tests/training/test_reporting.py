@@ -2,10 +2,12 @@
 
 import io
 import re
+import signal
 import sys
 import types
 
 import pytest
+import yaml
 
 from proximetry.training import train
 from proximetry.training.reporting import (
@@ -16,7 +18,9 @@ from proximetry.training.reporting import (
     make_display,
     result_rows,
 )
-from tests.training.tiny import with_
+from tests.processes import Process
+from tests.training.ranks import TRAIN, Ranks
+from tests.training.tiny import tiny_values, with_
 
 
 def test_tensorboard_events_are_written_when_it_is_installed(recipe, tmp_path):
@@ -62,6 +66,60 @@ def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
     assert lines[5].startswith("epoch   1  loss")
     assert re.search(r"held-out R@1 +\d+\.\d  MAP@R +\d+\.\d  among train +\d+\.\d$", lines[5])
     assert len(lines) == 8
+
+
+# Begins to decode when a file is there.
+HELD = """
+import sys, time
+from pathlib import Path
+from proximetry.data import pixel_cache
+decode_all = pixel_cache.decode_all
+def hold(*arguments, **options):
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.01)
+    return decode_all(*arguments, **options)
+pixel_cache.decode_all = hold
+"""
+
+
+def test_runs_whose_images_another_process_decodes_wait_and_say_so(images, server, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(tiny_values(tmp_path / "cache", data={"root": str(images)}))
+    )
+    gate, waits = tmp_path / "open", "waiting for another process that decodes the images…"
+    begun = []
+
+    def begin(name, ranks=0):
+        home = tmp_path / name
+        home.mkdir()
+        words = HELD + TRAIN, tmp_path / "recipe.yaml", home / "run", gate
+        (home / "rank0.log").touch()
+        if ranks:
+            begun.append(Ranks(server, home, *words, size=ranks))
+        else:
+            begun.append(Process(server, home / "rank0.log", *words))
+        return begun[-1], home / "rank0.log"
+
+    try:
+        first, first_log = begin("first")
+        first.until(lambda: "decoding" in first_log.read_text())
+        several, several_log = begin("several", ranks=2)
+        several.until(lambda: waits in several_log.read_text())
+        stopped, stopped_log = begin("stopped")
+        stopped.until(lambda: waits in stopped_log.read_text())
+        stopped.send(signal.SIGINT)
+        assert stopped.ended() == 130
+        assert stopped_log.read_text().splitlines()[-2:] == [waits, "proximetry: stopped"]
+        gate.touch()
+        assert [first.ended(), *several.ended()] == [0, 0, 0]
+    finally:
+        for processes in begun:
+            processes.kill()
+    assert re.findall("decod.*images|wait.*", first_log.read_text()) == [
+        "decoding 48 images",
+        "decoded 48 images",
+    ]
+    assert re.findall("decod.*|wait.*", several_log.read_text()) == [waits]
 
 
 def test_a_run_that_measures_no_recall_at_one_tells_what_it_measures(recipe, tmp_path, capsys):

@@ -11,6 +11,7 @@ could not be opened, which may pass.
 
     contents/<states>   digests of the bytes of all images, by names, sizes and times of the files
     checked/<states>    which images cannot be read on the fly, likewise
+    <states>.lock       locked by the process that decodes these files; the others wait for it
     <key>.used          who used a store, and when (`cache_records`)
 """
 
@@ -25,7 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
@@ -36,7 +37,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from proximetry._common import (
     PART_SUFFIX,
@@ -150,12 +151,14 @@ class PixelCache(Pixels):
         interpolation: Interpolation = "bicubic",
         policy: Literal["error", "skip"] = "error",
         progress: Progress | None = None,
+        starting: Callable[[], None] = lambda: None,
+        waiting: Callable[[], None] = lambda: None,
     ) -> Self:
         """Open the cache of these images, decoding them first if nobody has.
 
         The cache is found by what the image files contain, not by where they lie. Processes
-        that ask for the same one at once wait for the first; one that was cut off while
-        writing, or has been damaged since, is made again.
+        that ask for the same one at once wait for the first, which alone reads the images; one
+        that was cut off while writing, or has been damaged since, is made again.
 
         Args:
             catalog: what to decode.
@@ -165,24 +168,25 @@ class PixelCache(Pixels):
             policy: when images cannot be read, "error" raises an ImageError that names them,
                 "skip" leaves them out of `catalog` and lists them in `bad`.
             progress: called with (images done, images in all).
+            starting: called before the images are read and decoded.
+            waiting: called before waiting for another process that decodes them.
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
         _check(catalog, size, interpolation)
         home, states = cache_home(root), _states(catalog)
-        contents = _contents(catalog, home, states)
+        known, contents = _remembered(catalog, home, states)
 
         def store() -> Path:
             return home / _key(contents, size, interpolation, cls.encoded)
 
         def find() -> Self | None:
-            return _open(cls, store(), catalog.subset(_readable(contents)))
+            return _open(cls, store(), catalog.subset(_readable(contents))) if contents else None
 
-        found = find()
-        if found is None:
+        def make() -> Self | None:
             folder = store()
-            with _locked(home / f"{folder.name}.lock") as alone:
-                found = find()  # another process may have built it
+            with _locked(home / f"{folder.name}.lock", waiting) as alone:
+                found = find()  # from the same images in another place
                 if found is None:
                     _clear(folder, alone)
                     files = [catalog.file(row) for row in _readable(contents)]
@@ -190,6 +194,19 @@ class PixelCache(Pixels):
                     with closing(images):  # however it ends, the decoding processes end too
                         _write(store, _followed(images, catalog, states, contents))
                     found = find()
+            return found
+
+        found = find()
+        if found is None:
+            # Where files are missing nothing is remembered, and who waits would gain nothing.
+            turn = _locked(home / f"{known.name}.lock", waiting) if all(states) else nullcontext()
+            with turn:
+                contents = _remembered(catalog, home, states)[1]
+                found = find()  # another process may have built it
+                if found is None:
+                    starting()
+                    contents = _contents(catalog, home, states)
+                    found = make()
         if found is None:
             raise OSError(f"{store()} does not hold what was just written to it")
         about = f"{described_size(size)}, {interpolation}{', encoded' if cls.encoded else ''}"
@@ -607,15 +624,21 @@ def _states(catalog: Catalog) -> list[State]:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[bool]:
+def _locked(file: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Hold a lock that other processes wait for and that a killed process gives back.
 
     Gives False where the file system has no locks; renaming keeps the store whole even then.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
-    with suppress(OSError, NotImplementedError):
-        lock.acquire()
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waiting()
+        with suppress(OSError):
+            lock.acquire()
+    except (OSError, NotImplementedError):
+        pass
     try:
         yield lock.is_locked
     finally:

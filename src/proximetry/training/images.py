@@ -118,22 +118,34 @@ class ImageData(TrainingData):
         what: Any = (catalog, scaled, d.cache_dir)
 
         def build() -> PixelCache:
-            there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
-            count, started = spaced(len(catalog)), time.monotonic()
-            if not there:
-                check_space(recipe, size)
+            count, started = spaced(len(catalog)), 0.0
+
+            def starting() -> None:
+                nonlocal started
+                started = time.monotonic()
+                there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
+                if not there:  # what is damaged gives its space back
+                    check_space(recipe, size)
                 seconds = decoding_seconds(catalog, scaled, self._filter)
                 takes = f", about {readable_seconds(seconds)}" if seconds >= 1 else ""
                 self._display.message(
                     f"decoding {count} images into the cache ({readable_size(size)}{takes})…"
                 )
+
+            def waiting() -> None:
+                nonlocal started
+                started = 0.0
+                self._display.message("waiting for another process that decodes the images…")
+
             cache = kind.build(
                 *what,
                 interpolation=self._filter,
                 policy=d.bad_images,
                 progress=partial(self._display.progress, "decoding"),
+                starting=starting,
+                waiting=waiting,
             )
-            if not there:
+            if started:
                 self._display.message(
                     f"decoded {count} images in {time.monotonic() - started:.0f} s"
                 )
