@@ -33,7 +33,7 @@ from proximetry.training.recipe import AUTO, Recipe, plain_values
 
 ROOT = Path(__file__).parents[1]
 SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
-# Tables of which fewer epochs are complete, with all of theirs as far as they were run.
+# Tables that are complete with fewer epochs: the runs with all of theirs that there are so far.
 WHOLE = ROOT / "benchmarks" / "whole"
 # Folders of results that are not those of a table.
 OTHERS = ("faces",)
