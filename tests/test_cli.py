@@ -146,7 +146,7 @@ def test_train_with_overrides_and_again(capsys, run, images):
     code, out, err = call(capsys, *words)
     assert code == 0, err
     assert "held-out R@1" in out
-    assert "protocol: held_out" in out
+    assert "protocol held_out: epoch" in out
     recipe = Recipe.load(run / "cli" / "recipe.yaml")
     assert recipe.optimizer.lr == 5e-4
     assert recipe.loss.settings == {"proxies_per_class": 2}
@@ -241,7 +241,7 @@ def test_a_folder_without_test_images_and_held_out_classes(capsys, run):
     words = ["train", run / "tiny.yaml", run / "last", "--evaluation.protocol", "last"]
     code, out, err = call(capsys, *words)
     assert code == 0, err
-    assert "protocol: last" in out
+    assert "protocol last: epoch" in out
 
 
 def test_of_several_processes_one_prints(capsys, run, monkeypatch):

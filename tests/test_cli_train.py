@@ -62,7 +62,8 @@ def test_images_are_enough(capsys, home):
     assert "on the CPU: recipe default-cpu (tf_efficientnet_lite0, 224 px)" in out
     assert "run folder runs/flowers\n" in out, "not after the folder train"
     for line in (
-        "protocol: held_out; epoch 1 is saved",
+        "protocol held_out: epoch 1 is saved, selected by held-out MAP@R among training",
+        "  proximetry report runs/flowers",
         "embedder: runs/flowers/embedder",
         "  proximetry export runs/flowers flowers.onnx",
     ):
@@ -329,7 +330,7 @@ def test_the_next_commands_name_images_as_evaluate_takes_them(home):
     results = {
         "protocol": "last",
         "selected": {"epoch": 1, "test": {"recall@1": 0.5}},
-        "last": {"epoch": 1},
+        "last": {"epoch": 1, "test": {"recall@1": 0.5}},
     }
     for source, changes, expected in (
         ("faces", {"data.root": str(images)}, f"evaluate out faces --root {images}"),

@@ -15,6 +15,7 @@ from proximetry.training.reporting import (
     PlainDisplay,
     RichDisplay,
     describe_epoch,
+    describe_protocol,
     make_display,
     result_rows,
 )
@@ -139,6 +140,7 @@ def test_a_rate_that_was_not_measured_is_not_shown():
 def test_the_untrained_embedder_is_the_first_row_of_the_table():
     scores = {"recall@1": 0.5}
     results = {
+        "protocol": "held_out",
         "untrained": {"epoch": 0, "held_out": scores, "test": scores},
         "last": {"epoch": 3, "held_out": scores, "test": scores},
         "selected": {"epoch": 2, "held_out": scores},
@@ -152,6 +154,38 @@ def test_the_untrained_embedder_is_the_first_row_of_the_table():
     ]
     del results["untrained"]
     assert next(iter(result_rows(results))) == "last epoch (3), held-out"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "row"),
+    [("held_out", "selected epoch (3), test"), ("last", "last epoch (3), test")],
+)
+def test_an_epoch_that_is_the_last_and_the_selected_one_has_one_row(protocol, row):
+    part = {"epoch": 3, "test": {"recall@1": 0.5}}
+    assert list(result_rows({"protocol": protocol, "last": part, "selected": part})) == [row]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "select_by", "more", "words"),
+    [
+        (
+            "held_out",
+            "map@r",
+            {},
+            "epoch 3 is saved, selected by held-out MAP@R among training images (the gallery of "
+            "the held-out images then holds training images too), never by the test set",
+        ),
+        ("held_out", "nmi", {}, "3 is saved, selected by held-out nmi, never by the test set"),
+        ("held_out", "nmi", {"first_stage": {"epoch": 3}}, "so the first stage, and the second"),
+        ("last", "map@r", {}, "epoch 3 is saved, the last one; nothing was selected"),
+        ("paper", "map@r", {}, "selected by test MAP@R, as many papers do"),
+    ],
+)
+def test_what_selected_the_epoch_is_told(protocol, select_by, more, words):
+    results = {"protocol": protocol, "selected": {"epoch": 3}, **more}
+    told = describe_protocol(results, select_by)
+    assert told.startswith(f"protocol {protocol}: ")
+    assert words in told
 
 
 def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):

@@ -53,6 +53,13 @@ def test_queries_that_do_not_count_are_told_of_all_rows(counts, said):
         assert last.startswith("row 1")
 
 
+def test_a_row_is_left_out_where_it_has_nothing_but_dashes():
+    rows = {"test": default_scores() | {"among_train": {"map@r": 0.5}}}
+    blocks = metrics_table(rows).split("\n\n")
+    there = [("among training images" in block, "map@r" in block) for block in blocks]
+    assert sorted(there) == [(False, False), (True, True)]
+
+
 def test_a_metric_that_a_row_lacks_is_left_blank():
     rows = {"untrained": {"recall@1": 0.25}, "trained": {"recall@1": 0.5, "map@r": 0.125}}
     lines = [line.split() for line in metrics_table(rows).splitlines()]

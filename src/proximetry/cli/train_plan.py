@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proximetry._common import closest
+from proximetry.cli.output import wrap
 from proximetry.data.datasets import list_datasets, resolve_source
 from proximetry.training.recipe import (
     DataConfig,
@@ -186,7 +187,7 @@ def _begun(path: Path) -> Recipe | None:
 def summary(results: Mapping[str, Any], plan: Plan) -> str:
     """The table, where everything lies, and the next commands to type."""
     from proximetry.models.storage import SECOND_STAGE
-    from proximetry.training.reporting import metrics_table, result_rows
+    from proximetry.training.reporting import describe_protocol, metrics_table, result_rows
 
     rows = result_rows(results)
     home = plan.out / SECOND_STAGE if plan.recipe.training.two_stages else plan.out
@@ -195,6 +196,7 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     reading = _reading(plan.recipe.data)
     tests = [*_test_images(plan.recipe.data), *reading] if tested else ["OTHER_IMAGES"]
     next_commands = [
+        ["report", run],
         ["evaluate", run, *tests],
         ["embed", run, images, "--out", "vectors.npz", *reading],
         ["export", run, f"{plan.out.name}.onnx"],
@@ -202,9 +204,8 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     return "\n".join(
         [
             *([metrics_table(rows)] if rows else _NOTHING_MEASURED),
-            *_separability(results["last"].get("proxies")),
             "",
-            f"protocol: {results['protocol']}; epoch {results['selected']['epoch']} is saved",
+            wrap(describe_protocol(results, plan.recipe.evaluation.select_by)),
             f"embedder: {_short(home / 'embedder')}",
             f"results:  {_short(home / 'results.json')}",
             "",
@@ -212,13 +213,6 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             *(_command(words) for words in next_commands),
         ]
     )
-
-
-def _separability(proxies: Mapping[str, float] | None) -> list[str]:
-    if proxies is None:
-        return []
-    mean, smallest = proxies["mean_angle"], proxies["smallest_angle"]
-    return [f"from class to nearest class: {mean:.1f}° on average, {smallest:.1f}° at least"]
 
 
 def _reading(data: DataConfig) -> list[str]:

@@ -27,20 +27,18 @@ from proximetry.reports.pictures import COLUMNS, Pictures, sprite
 from proximetry.reports.proxies import ProxyFindings, ProxyUse
 from proximetry.reports.record import RunRecord
 from proximetry.training.evaluator import CODES
-from proximetry.training.reporting import metric_title
+from proximetry.training.reporting import (
+    AMONG_TRAIN,
+    compared_epochs,
+    describe_protocol,
+    metric_title,
+)
 
 SHOWN_QUERIES = 8
 SHOWN_CLASSES = 10
 SHOWN_CONFUSIONS = 12
 _LONGEST_NAME = 60
 SPLITS = {"test": "test set", "held_out": "classes held out of training"}
-PROTOCOLS = {
-    "held_out": "the epoch was selected by {} on classes held out of training, never on the test "
-    "set",
-    "last": "the last epoch is taken; nothing was selected",
-    "paper": "the epoch was selected by {} on the test set itself, as many papers do, so figures "
-    "of the test set are too good",
-}
 
 
 def short(name: object) -> str:
@@ -116,20 +114,12 @@ def metrics_section(record: RunRecord, findings: Findings | None) -> Section:
     parts: list[object] = []
     results = record.results
     if results:
-        select_by = metric_title(record.recipe.evaluation.select_by)
-        words = PROTOCOLS.get(results["protocol"], "").format(select_by)
-        parts.append(
-            el("p", f"Protocol {results['protocol']}: {words}. All values are in percent.")
-        )
+        words = describe_protocol(results, record.recipe.evaluation.select_by)
+        parts.append(el("p", f"{words[0].upper()}{words[1:]}. All values are in percent."))
     tables = []
     for split, words in SPLITS.items():
-        columns = {}
-        for which in ("untrained", "last", "selected"):
-            scores = results.get(which, {})
-            twice = which == "last" and scores.get("epoch") == record.selected.get("epoch")
-            if split in scores and not twice:
-                epoch = "" if which == "untrained" else f" (epoch {scores['epoch']})"
-                columns[f"{which}{epoch}"] = scores[split]
+        compared = compared_epochs(results) if results else {}
+        columns = {title: part[split] for title, part in compared.items() if split in part}
         if columns:
             same = findings if findings and findings.agrees and findings.split == split else None
             tables.append(_metrics_table(f"Metrics of the {words}", columns, same))
@@ -174,7 +164,7 @@ def _metrics_table(
             fewer = (scores.get("dims", {}).get(dim, {}).get(name) for scores in columns.values())
             row = [f"{metric_title(name)}, first {dim} dimensions", *map(percent, fewer)]
             rows.append([*row, *["–"] * bool(intervals)])
-    for key, words in ((CODES, ", codes (Hamming)"), ("among_train", " among training images")):
+    for key, words in ((CODES, ", codes (Hamming)"), ("among_train", f" {AMONG_TRAIN}")):
         found = [scores.get(key, {}) for scores in columns.values()]
         for name in dict.fromkeys(n for one in found for n in one if n not in COUNTS):
             row = [f"{metric_title(name)}{words}", *(percent(one.get(name)) for one in found)]
@@ -199,7 +189,7 @@ def curves_section(record: RunRecord) -> Section:
         series = {metric_title(name): record.curve(split, name) for name in record.metrics}
         for name in record.metrics:
             among = record.curve(split, "among_train", name)
-            series[f"{metric_title(name)} among training images"] = among
+            series[f"{metric_title(name)} {AMONG_TRAIN}"] = among
         title = f"Metrics, {words}"
         charts.append(line_chart(title, series, shown=in_percent, marked=selected, from_zero=True))
     drawn = [chart for chart in charts if chart]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from proximetry.data.images import ImageError
 from proximetry.metrics import separability
-from proximetry.metrics.scores import ONE_SET
 from proximetry.models import Embedder
 from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import load_checkpoint
@@ -23,7 +22,7 @@ from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator, Scores
 from proximetry.training.recipe import Recipe
-from proximetry.training.reporting import metric_title
+from proximetry.training.reporting import selection_title
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import LastStep, TrainState, find_best
@@ -296,27 +295,16 @@ def _saturation(run: Run) -> str:
     selection, value = run.selection(), run.state.best_value
     if selection is None or value is None or value < SATURATED:
         return ""
-    which = _describe_selection(run)
-    return f"{which} is {100 * value:.4g} %: it cannot tell epochs apart"
-
-
-def _describe_selection(run: Run) -> str:
-    return _title(*(run.selection() or ("", "")))
-
-
-def _title(split: str, metric: str) -> str:
-    among = split == "held_out" and metric not in ONE_SET
-    where = " among training images" * among
-    return f"{split.replace('_', '-')} {metric_title(metric)}{where}"
+    return f"{selection_title(*selection)} is {100 * value:.4g} %: it cannot tell epochs apart"
 
 
 def _early_stop(run: Run) -> str:
     """Say why a run has ended before its last epoch, if it has."""
-    state = run.state
-    if state.epoch >= run.recipe.training.epochs:
+    state, selection = run.state, run.selection()
+    if selection is None or state.epoch >= run.recipe.training.epochs:
         return ""
     return (
-        f"stopped early after epoch {state.epoch}: no improvement of {_describe_selection(run)} "
+        f"stopped early after epoch {state.epoch}: no improvement of {selection_title(*selection)} "
         f"in {state.stale} evaluations; best epoch {state.best_epoch}"
     )
 
@@ -434,7 +422,7 @@ def _no_gain(run: Run, results: dict[str, Any]) -> list[str]:
         was, now = (_selecting(scores[split], metric) for scores in (before, after))
         if now <= was:
             worse.append(
-                f"{_title(split, metric)} is {100 * now:.1f} %, and was {100 * was:.1f} % "
+                f"{selection_title(split, metric)} is {100 * now:.1f} %, and was {100 * was:.1f} % "
                 "untrained: training has gained nothing"
             )
     for line in worse:

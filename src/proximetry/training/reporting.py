@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from torch import Tensor
 
 from proximetry._common import need, shorten, spaced, writing
-from proximetry.metrics.scores import CLUSTERING, COUNTS
+from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
 
@@ -237,16 +237,56 @@ def metric_title(name: str) -> str:
     return name.upper() if name.startswith("map@") else name
 
 
-def result_rows(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a run's table: the untrained, the last and the selected embedder, by split."""
-    found = {}
-    for which in ("untrained", "last", "selected"):
-        part = results.get(which, {})
-        title = which if which == "untrained" else f"{which} epoch ({part['epoch']})"
-        for split in ("held_out", "test"):
-            if split in part:
-                found[f"{title}, {split.replace('_', '-')}"] = part[split]
+AMONG_TRAIN = "among training images"
+"""Said of a metric of held-out images whose gallery holds training images too."""
+
+
+def selection_title(split: str, metric: str) -> str:
+    """The metric of a split that epochs are compared by, in words."""
+    among = split == "held_out" and metric not in ONE_SET
+    return f"{split.replace('_', '-')} {metric_title(metric)}{f' {AMONG_TRAIN}' * among}"
+
+
+def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
+    """Which epoch of a run was saved, and what selected it."""
+    protocol, epoch = results["protocol"], results["selected"]["epoch"]
+    if protocol == "last":
+        return f"protocol last: epoch {epoch} is saved, the last one; nothing was selected"
+    split = "test" if protocol == "paper" else "held_out"
+    title = selection_title(split, select_by)
+    told = f"protocol {protocol}: epoch {epoch} is saved, selected by {title}"
+    if protocol == "paper":
+        return f"{told}, as many papers do, so the figures of the test set are too good"
+    if AMONG_TRAIN in title:
+        told += " (the gallery of the held-out images then holds training images too)"
+    told += ", never by the test set"
+    if "first_stage" in results:
+        told += ": so the first stage, and the second trained on all classes for as many epochs"
+    return told
+
+
+def compared_epochs(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a run's tables compare: the untrained, the last and the selected embedder.
+
+    Where the last epoch was taken or selected, it is there once.
+    """
+    found = {"untrained": results["untrained"]} if "untrained" in results else {}
+    last, selected = results["last"], results["selected"]
+    if results["protocol"] == "last" or last["epoch"] != selected["epoch"]:
+        found[f"last epoch ({last['epoch']})"] = last
+    if results["protocol"] != "last":
+        found[f"selected epoch ({selected['epoch']})"] = selected
     return found
+
+
+def result_rows(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a run's table: what it compares, by split."""
+    return {
+        f"{title}, {split.replace('_', '-')}": part[split]
+        for title, part in compared_epochs(results).items()
+        for split in ("held_out", "test")
+        if split in part
+    }
 
 
 # Columns that tables may take up, and of these the names of the rows.
@@ -258,7 +298,8 @@ def metrics_table(
 ) -> str:
     """Metrics in percent, one line per row: the columns asked for, or all there are.
 
-    What does not fit into 80 columns follows in a block below.
+    What does not fit into 80 columns follows in a block below, without rows that have nothing
+    there.
     """
     shown = []
     for name, scores in rows.items():
@@ -267,7 +308,7 @@ def metrics_table(
         if "codes" in scores:
             shown.append(("  binary codes, Hamming distance", scores["codes"]))
         if "among_train" in scores:
-            shown.append(("  among training images", scores["among_train"]))
+            shown.append((f"  {AMONG_TRAIN}", scores["among_train"]))
     keys = columns or list(dict.fromkeys(key for _, scores in shown for key in _metrics(scores)))
     names = [shorten(name, NAME_WIDTH) for name, _ in shown]
     width = max(map(len, names))
@@ -275,6 +316,8 @@ def metrics_table(
     for block in _blocks(keys, WIDTH - width):
         lines = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
         for name, (_, scores) in zip(names, shown, strict=True):
+            if not any(key in scores for key in block):
+                continue
             cells = (f"{_percent(scores.get(key)):>{_cell(key)}}" for key in block)
             lines.append(f"{name:{width}}" + "".join(cells))
         blocks.append("\n".join(lines))
