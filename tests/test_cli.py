@@ -95,6 +95,37 @@ assert not heavy, heavy
     assert "--recall-at" in done.stdout
 
 
+def help_of(capsys, monkeypatch, *words, width=80):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = call(capsys, *words, "--help")
+    assert code == 0
+    return out
+
+
+def test_help_of_a_key_tells_no_default_where_the_recipe_decides(capsys, monkeypatch):
+    out = help_of(capsys, monkeypatch, "train").partition("Keys of the recipe")[2]
+    assert "What is not given is as the recipe has it" in out
+    assert "--training.epochs" in out
+    assert "default:" not in out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fills_its_lines(capsys, monkeypatch, width):
+    out = help_of(capsys, monkeypatch, "train", width=width)
+    text = out.partition("IMAGES  ")[2].partition("OUT")[0]
+    lines = [line.strip(" │*") for line in text.splitlines()]
+    lines = lines[: next(i for i, line in enumerate(lines) if "--data.root." in line)]
+    assert min(map(len, lines)) > width - 35, lines
+
+
+def test_help_writes_defaults_as_they_are_typed(capsys, monkeypatch):
+    out = " ".join(help_of(capsys, monkeypatch, "evaluate", width=250).split())
+    assert "[default: 1 2 4 8]" in out
+    assert "[default: error]" in out
+    assert "[default: False]" not in out
+    assert "[default: ()]" not in out
+
+
 def config(capsys, *words):
     """The recipe that a command would train."""
     code, out, err = call(capsys, "train", *words, "--print-config")
@@ -184,6 +215,21 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["train", "glyphs", "out", "--model.pooling", "mean"], 2, "mean"),
         (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], 2, "nonsense"),
         (["train", "glyps", "out"], 2, "did you mean 'glyphs'"),
+        (["train", "glyphs", "out", "--lr", "1"], 2, "Did you mean --optimizer.lr?"),
+        (["train", "glyphs", "out", "--lr=1"], 2, "Did you mean --optimizer.lr?"),
+        (["train", "glyphs", "out", "-lr", "1"], 2, "Did you mean --optimizer.lr?"),
+        (["train", "glyphs", "out", "--learning-rate", "1"], 2, "Did you mean --optimizer.lr?"),
+        (
+            ["train", "glyphs", "out", "--batch_size", "8"],
+            2,
+            "Did you mean --data.batch-size or --evaluation.batch-size?",
+        ),
+        (["train", "glyphs", "out", "lr=1"], 2, "more words than the command takes: lr=1;"),
+        (
+            ["train", "glyphs", "out", "--loss.settings", "alpha=3"],
+            2,
+            "given key by key, as --loss.settings.KEY VALUE",
+        ),
         (["train"], 2, "IMAGES requires an argument"),
         (
             ["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"],

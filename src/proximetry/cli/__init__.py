@@ -1,11 +1,12 @@
 """The command line: a table of plain functions, read from their signatures by cyclopts."""
 
 import errno
+import inspect
 import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
@@ -13,7 +14,7 @@ from proximetry._common import UsageError, shorten
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
-    from cyclopts import App, UnknownOptionError
+    from cyclopts import App, CycloptsError, UnknownOptionError
 
 
 _LONGEST = 2000  # characters of a sentence: it may quote a value that has no end
@@ -33,21 +34,35 @@ def make_app() -> "App":
         version=f"proximetry {__version__}",
         version_flags=["--version", "-V"],
         help_format="plaintext",
-        default_parameter=Parameter(negative_iterable=()),
+        default_parameter=Parameter(negative_iterable=(), show_default=_show_default),
         result_action="return_value",
         exit_on_error=False,
         print_error=False,
         suppress_keyboard_interrupt=False,
     )
     for name, function in COMMANDS.items():
-        app.command(function, name=name)
+        app.command(_reflow(function), name=name)
     for module, group in ((faces, App(name="faces")), (cache, App(name="cache"))):
         group.help = module.ABOUT
         for name, function in module.COMMANDS.items():
-            group.command(function, name=name)
+            group.command(_reflow(function), name=name)
         app.command(group)
     app.register_install_completion_command(help="Install completion for your shell.")
     return app
+
+
+def _reflow(function: Callable[..., None]) -> Callable[..., None]:
+    """Join the lines of each paragraph in a docstring: help has lines of another length."""
+    text = inspect.cleandoc(function.__doc__ or "")
+    function.__doc__ = re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", text)
+    return function
+
+
+def _show_default(value: Any) -> str | None:
+    """Write a default as one would type it; that an option is off goes without saying."""
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"proximetry {__version__}")
         return 0
     try:
-        from cyclopts import CycloptsError, UnknownOptionError
+        from cyclopts import CycloptsError
     except ImportError:
         print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
         return 1
@@ -71,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(_prepare(app, words))
     except SystemExit as leaving:
         return int(leaving.code or 0)
-    except UnknownOptionError as error:
-        return _complain(_unknown_option(error), 2)
-    except (CycloptsError, UsageError) as error:
+    except UsageError as error:
         return _complain(error, 2)
+    except CycloptsError as error:
+        return _complain(_explain(error), 2)
     except Stopped as error:
         return _complain(error, 130)
     except KeyboardInterrupt:
@@ -102,19 +117,42 @@ def _complain(error: Exception | str, code: int) -> int:
     return code
 
 
+def _explain(error: "CycloptsError") -> str:
+    """Say what is wrong with the words of a command, in ours where they help more."""
+    from cyclopts import CoercionError, UnknownOptionError, UnusedCliTokensError
+
+    if isinstance(error, UnknownOptionError):
+        return _unknown_option(error)
+    if isinstance(error, UnusedCliTokensError):
+        more = ", ".join(error.unused_tokens or ())
+        return f"more words than the command takes: {more}; options begin with --"
+    if isinstance(error, CoercionError) and error.argument is not None:
+        name = error.argument.name
+        if get_origin(error.argument.hint) is dict:
+            return f"{name} is given key by key, as {name}.KEY VALUE"
+    return str(error)
+
+
 def _unknown_option(error: "UnknownOptionError") -> str:
-    """Name the option whose last part or help shares most words with the one that is not there."""
+    """Name the options with the same last part as the one that is not there.
+
+    Else the one whose last part or help shares most words with it.
+    """
     word = error.token.keyword or error.token.value
-    section, _, last = word.partition("=")[0].rpartition(".")
-    wanted = set(re.split(r"[-_]", last))
-    best, most = "", 0
+    section, _, last = word.lstrip("-").partition("=")[0].replace("_", "-").rpartition(".")
+    wanted = set(last.split("-"))
+    same, best, most = list[str](), "", 0
     for argument in error.argument_collection:
         name = argument.names[0] if argument.names else ""
-        home, _, key = name.rpartition(".")
+        home, _, key = name.lstrip("-").rpartition(".")
+        if home and key == last:
+            same.append(name)
         shared = wanted & set(re.findall(r"\w+", f"{key} {argument.parameter.help}"))
-        if home == section and len(shared) > most:
+        if section in ("", home) and len(shared) > most:
             best, most = name, len(shared)
-    return f"Unknown option: {word}. Did you mean {best}?" if most > 1 else str(error)
+    if not same and most > 1:
+        same = [best]
+    return f"Unknown option: {word}. Did you mean {' or '.join(same)}?" if same else str(error)
 
 
 def _prepare(app: "App", words: list[str]) -> list[str]:

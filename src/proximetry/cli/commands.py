@@ -61,7 +61,7 @@ def train(
 ) -> None:
     """Train an embedder on your images or as a recipe says, or continue where it was cut off.
 
-    Every key of the recipe can be overridden: --optimizer.lr 2e-4 --training.epochs 30
+    Every key of the recipe can be overridden, as in: --optimizer.lr 2e-4 --training.epochs 30
 
     Args:
         images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
@@ -70,9 +70,9 @@ def train(
         out: folder of the run; a run that is there is continued. Default: below runs/, named
             after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
-            default: default on a GPU, default-cpu elsewhere; vectors for vectors.
+            if none is given, `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
         device: cpu, cuda or cuda:1; default: cuda where there is a GPU.
-        fresh: remove a run that is there and start over.
+        fresh: remove a run that is there, also a complete one, and start over.
         config: a YAML file with overrides; those on the command line come after it.
         print_config: print the recipe with all overrides, and leave.
         dry_run: check everything, say what time, disk and memory it will take, write nothing.
@@ -136,8 +136,8 @@ def evaluate(
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
             `proximetry datasets` lists; for an embedder of vectors, a file of these.
         root: where the images of such a dataset lie.
-        similarity: of vectors alone, how they are compared, cosine (the default) or euclidean; an
-            embedder knows.
+        similarity: how vectors without an embedder are compared, by default cosine; an embedder
+            has its own.
         split: which images; default: test if there are such, else all.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
         per_class: also show the classes with the worst metrics; with --json and --out, all.

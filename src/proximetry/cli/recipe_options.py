@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 
 from proximetry.cli.output import COLUMNS_WORD, read_columns
 from proximetry.training.recipe import AUTO, Recipe, Section, YamlError, parse_yaml
@@ -35,9 +35,6 @@ def _bare(kind: Any) -> Any:
 
 def _option(kind: Any, default: Any, about: str) -> Any:
     optional, kind = type(None) in get_args(kind), _bare(kind)
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    if shown not in (None, "", False, {}):
-        about = f"{about} [default: {shown}]"
     if kind is str and optional:
         text = Parameter(help=about, metavar="STR", converter=_text_or_none)
         return Annotated[Any, text]
@@ -45,7 +42,7 @@ def _option(kind: Any, default: Any, about: str) -> Any:
         words = Parameter(help=about, metavar="auto|true|false", converter=_as_yaml)
         return Annotated[Any, words]
     if kind in (bool, str) or get_origin(kind) is Literal:
-        return Annotated[kind, Parameter(help=about, show_default=False)]
+        return Annotated[kind, Parameter(help=about)]
     if get_origin(kind) is dict and _bare(get_args(kind)[1]) is str:
         pairs = Parameter(
             help=about, metavar=COLUMNS_WORD, converter=read_columns, accepts_keys=False, n_tokens=1
@@ -78,4 +75,10 @@ def _options(section: Any) -> Any:
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
-RecipeOptions: Any = Annotated[_options(Recipe), Parameter(name="*")]
+# No defaults: what applies when a key is not given is for the recipe to say, not for the key.
+_GROUP = Group(
+    "Keys of the recipe",
+    help="What is not given is as the recipe has it; --print-config prints that.",
+    sort_key=1,
+)
+RecipeOptions: Any = Annotated[_options(Recipe), Parameter(name="*", group=_GROUP)]

@@ -152,11 +152,11 @@ class DataConfig(Section):
         "what a table calls its columns where these have other names: path=file,label=category",
     )
     short_side: Side | None = _key(
-        None, "short side of the images in the pixel cache; default: model.resize"
+        None, "short side of the images in the pixel cache; null takes model.resize"
     )
     crop_size: Side | None = _key(
         None,
-        "side of the training crops; default: model.image_size. Smaller crops than in evaluation "
+        "side of the training crops; null takes model.image_size. Smaller crops than in evaluation "
         "make up for objects looking larger in random crops",
     )
     crop_scale: tuple[Number, Number] = _key(
@@ -195,7 +195,7 @@ class DataConfig(Section):
         role="pace",
     )
     cache_dir: Text | None = _key(
-        None, "folder of the pixel cache; default: the user's cache folder", role="place"
+        None, "folder of the pixel cache; null takes the user's cache folder", role="place"
     )
     bad_images: Literal["error", "skip"] = _key(
         "error", "stop at missing or unreadable images, or leave them out and list them"
@@ -289,7 +289,7 @@ class ModelConfig(Section):
     )
     lora_alpha: Number | None = _key(
         None,
-        "with lora_rank: scales the updates by lora_alpha / lora_rank; default: by 1",
+        "with lora_rank: scales the updates by lora_alpha / lora_rank; null by 1",
         gt=0,
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
@@ -307,9 +307,9 @@ class ModelConfig(Section):
     weights: Text = _key(
         "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
     )
-    image_size: Side | None = _key(None, "side of the crop; default: the backbone's")
+    image_size: Side | None = _key(None, "side of the crop; null takes the backbone's")
     resize: Side | None = _key(
-        None, "short side before the centre crop in evaluation; default: the backbone's"
+        None, "short side before the centre crop in evaluation; null takes the backbone's"
     )
     squash: Flag = _key(
         False,
@@ -391,7 +391,9 @@ class LossConfig(Section):
     """The loss and the terms added to it."""
 
     name: str = _key("proxy_anchor", "a loss that `proximetry losses` lists")
-    settings: dict[str, Setting] = _key({}, "its settings, such as alpha")
+    settings: dict[str, Setting] = _key(
+        {}, "its settings; on the command line such as --loss.settings.alpha 32"
+    )
     exclusive: Number = _key(
         0.0,
         "weight of RegularFace's exclusive term; with sphereface it grows as the annealing falls",
