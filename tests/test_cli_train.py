@@ -59,7 +59,7 @@ def config(capsys, *words):
 def test_images_are_enough(capsys, home):
     code, out, err = call(capsys, home / "flowers" / "train", *small())
     assert code == 0, err
-    assert "on the CPU: recipe default-cpu (tf_efficientnet_lite0, 224 px)" in out
+    assert "on the CPU: recipe default-cpu (small_convnet, 24 px)\n" in out, "what will run"
     assert "run folder runs/flowers\n" in out, "not after the folder train"
     for line in (
         "protocol held_out: epoch 1 is saved, selected by held-out MAP@R among training",
@@ -360,10 +360,16 @@ def test_home_is_understood_in_recipes(capsys, home, monkeypatch):
 
 
 def test_what_looks_like_an_override_is_no_folder(capsys, home):
-    code, _, err = call(capsys, home / "flowers" / "train", "training.epochs=2")
-    assert code == 2
-    assert "write --training.epochs 2" in err
-    assert not (home / "here" / "training.epochs=2").exists()
+    for word, option in (
+        ("training.epochs=2", "--training.epochs 2"),
+        ("lr=1", "--optimizer.lr 1"),
+        ("batch-size=8", "--data.batch-size 8"),
+    ):
+        code, _, err = call(capsys, home / "flowers" / "train", word)
+        assert code == 2
+        assert f"{word} is no folder for the run; write {option}\n" in err
+        assert not (home / "here" / word).exists()
+    assert config(capsys, home / "flowers" / "train", "runs/lr=1")
 
 
 def test_a_run_without_figures_says_so(capsys, home):

@@ -56,9 +56,11 @@ def make_plan(
         device: as `train` takes it.
         fresh: whether a run that is there will be removed.
     """
-    key, sign, value = str(out or "").partition("=")
-    if sign and key in dict(recipe_keys()):
-        raise RecipeError(f"{out} is no folder for the run; write --{key} {value}")
+    word, sign, value = str(out or "").partition("=")
+    for key, _ in recipe_keys():
+        if sign and word.replace("-", "_") in (key, key.rpartition(".")[2]):
+            option = f"--{key.replace('_', '-')}"
+            raise RecipeError(f"{out} is no folder for the run; write {option} {value}")
     if _names_recipe(source, asked):
         recipe = Recipe.load(source, changes)
         data = recipe.data.dataset, recipe.data.root
@@ -74,7 +76,12 @@ def make_plan(
         return Plan(Recipe.load(FOR_VECTORS, changes), folder, (f"recipe {FOR_VECTORS}", *lines))
     folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
     chosen, why = _choose_recipe(folder, device, fresh)
-    return Plan(Recipe.load(chosen, changes), folder, (*why, *lines))
+    recipe = Recipe.load(chosen, changes)
+    size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
+    first = f"{why} ({recipe.model.backbone}{size})"
+    if why.endswith(ON_CPU):
+        lines = (f"--recipe {ON_GPU} is the larger one, for a GPU", *lines)
+    return Plan(recipe, folder, (first, *lines))
 
 
 def _find_images(source: str, given: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -114,21 +121,16 @@ def _names_recipe(word: str, asked: str | None) -> bool:
     return file or (shipped and asked is None)
 
 
-def _choose_recipe(place: Path, device: str | None, fresh: bool) -> tuple[str, list[str]]:
-    """The default for the device, or that of the run that is continued; and lines about it."""
+def _choose_recipe(place: Path, device: str | None, fresh: bool) -> tuple[str, str]:
+    """The default for the device, or that of the run that is continued; and why."""
     from proximetry._common import resolve_device
 
     begun = None if fresh else _begun(place)
     if begun is not None and begun.name in (ON_GPU, ON_CPU):
-        return begun.name, [f"recipe {begun.name}, with which the run in {place} was begun"]
-    on_gpu = resolve_device(device).type == "cuda"
-    name = ON_GPU if on_gpu else ON_CPU
-    model = Recipe.load(name).model
-    line = f"recipe {name} ({model.backbone}, {model.image_size} px)"
-    if on_gpu:
-        return name, [line]
-    missing = "on the CPU" if device else "no CUDA device"
-    return name, [f"{missing}: {line};", f"--recipe {ON_GPU} trains the larger one"]
+        return begun.name, f"recipe {begun.name}, with which the run in {place} was begun"
+    if resolve_device(device).type == "cuda":
+        return ON_GPU, f"recipe {ON_GPU}"
+    return ON_CPU, f"{'on the CPU' if device else 'no CUDA device'}: recipe {ON_CPU}"
 
 
 def _name(source: str) -> str:
