@@ -307,6 +307,18 @@ def test_starting_over_takes_the_recipe_of_the_device(capsys, home):
     assert "recipe default-cpu" in out
 
 
+@pytest.mark.parametrize("more", [[], ["--training.two-stages"]], ids=["one", "two stages"])
+def test_starting_over_tells_of_the_complete_run_that_it_removes(capsys, home, more):
+    words = [home / "flowers" / "train", "mine", *small(), "--schedule.warmup-epochs", "0", *more]
+    told = "removing the complete run in mine: embedder, results, checkpoints, report;"
+    code, out, err = call(capsys, *words, "--fresh")
+    assert code == 0, err
+    assert told not in out, "there is none yet"
+    code, out, err = call(capsys, *words, "--fresh")
+    assert code == 0, err
+    assert out.count(told) == 1
+
+
 @pytest.mark.parametrize("word", ["auto", "true", "false"])
 def test_a_key_that_may_be_auto_takes_a_word(capsys, home, word):
     found = config(capsys, home / "flowers" / "train", "--training.cuda-graph", word)
@@ -323,6 +335,8 @@ def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
     found = json.loads(call(capsys, *longer)[1])
     assert found["folder"]["state"] == "continued"
     assert found["seconds"]["training"] == pytest.approx(32 / found["images_per_second"])
+    found = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json")[1])
+    assert found["folder"]["state"] == "new; the complete run there will be removed"
 
 
 def test_the_next_commands_name_images_as_evaluate_takes_them(home):

@@ -145,6 +145,8 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
 
 def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
     """What becomes of the folder, and how many epochs are done in it."""
+    if not resume and folder.results.exists():
+        return "new; the complete run there will be removed", 0
     if not resume or folder.begun() is None:
         return "new", 0
     if folder.is_complete(recipe):

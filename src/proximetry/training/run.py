@@ -171,6 +171,12 @@ def _go(
     else:
         if resume and world.first(folder.recipe.exists):
             display.message(f"no checkpoint in {folder.path} yet: beginning again")
+        if not resume and world.first((outdates or folder).results.exists):
+            place = folder.path if outdates is None else folder.path.parent
+            display.message(
+                f"removing the complete run in {place}: embedder, results, checkpoints, report; "
+                "with another folder for the new run it would be kept"
+            )
         world.first(lambda: folder.begin(run.recipe, world.device))
         if outdates is not None:
             world.first(outdates.remove)
