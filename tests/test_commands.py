@@ -354,7 +354,7 @@ def read_npz(out):
 
 
 def read_npy(out):
-    return {"vectors": np.load(out), **json.loads(out.with_suffix(".json").read_text())}
+    return {"vectors": np.load(out), **json.loads(out.with_name(f"{out.name}.json").read_text())}
 
 
 def read_parquet(out):
@@ -381,6 +381,14 @@ def test_embed_writes_what_the_suffix_says(call, embedder, images, vectors, tmp_
     found = read(out)
     assert "labels" not in found
     assert len(found["vectors"]) == len(found["paths"]) == 5
+
+
+def test_embed_touches_no_other_file_of_that_stem(call, embedder, images, tmp_path):
+    (tmp_path / "results.json").write_text("of a run")
+    told = call("embed", embedder, images, "--out", tmp_path / "results.npy")
+    assert f"to {tmp_path}/results.npy and {tmp_path}/results.npy.json" in told
+    assert (tmp_path / "results.json").read_text() == "of a run"
+    call("evaluate", tmp_path / "results.npy")
 
 
 def test_embed_takes_tables_and_shards(call, embedder, sources, tmp_path):

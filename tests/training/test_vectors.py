@@ -45,7 +45,7 @@ def files(tmp_path_factory):
     np.savez(home / "v.npz", vectors=vectors, labels=labels, splits=splits)
     np.save(home / "v.npy", vectors)
     beside = {"labels": labels.tolist(), "splits": splits.tolist()}
-    (home / "v.json").write_text(json.dumps(beside))
+    (home / "v.npy.json").write_text(json.dumps(beside))
     columns = {"vector": list(vectors), "label": labels, "split": splits}
     parquet.write_table(pyarrow.table(columns), home / "v.parquet")
     return home
@@ -175,7 +175,7 @@ def test_broken_files_are_one_sentence(tmp_path, capsys):
             tmp_path, "h.npz", vectors=vectors, labels=labels, splits=["tests"] * 72
         ): "'tests' is none of all, train",
         tmp_path / "text.npz": "is no NumPy file of plain arrays",
-        tmp_path / "bare.npy": "there is no bare.json beside it",
+        tmp_path / "bare.npy": "there is no bare.npy.json beside it",
     }
     for file, sentence in cases.items():
         for words in (["evaluate", str(file)], ["train", str(file), str(tmp_path / "run")]):

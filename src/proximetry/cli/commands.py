@@ -240,8 +240,8 @@ def embed(
         images: image files, folders to be searched for them, CSV or Parquet tables, tar files;
             for an embedder of vectors, one file of these.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
-            class folders or a table, labels; .npy the vectors, with paths and labels in a .json
-            file beside it; .parquet the columns path, label and vector.
+            class folders or a table, labels; .npy the vectors, with paths and labels in a file
+            beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
         batch_size: images per forward pass.
         flip: append the embedding of the flipped image.
         device: cpu or cuda; default: cuda where there is a GPU.
@@ -285,7 +285,8 @@ def embed(
         "left_out": left_out,
         "notes": notes,
     }
-    text = f"wrote {len(kept)} embeddings (dim {vectors.shape[1]}) to {out}"
+    places = " and ".join(map(str, written))
+    text = f"wrote {len(kept)} embeddings (dim {vectors.shape[1]}) to {places}"
     told = first_few([f"left out {reason}" for reason in left_out], str(left_out_file(out)))
     tell(as_json, document, "\n".join([*notes, *told, text]))
 

@@ -208,8 +208,10 @@ def _npz(embedded: Embedded, out: Path) -> None:
 def _npy(embedded: Embedded, out: Path) -> None:
     import numpy as np
 
+    from proximetry.data.vectors import rows_file
+
     beside = {"paths": embedded.paths} | ({"labels": embedded.labels} if embedded.labels else {})
-    atomic_write(out.with_suffix(".json"), json.dumps(beside, indent=1).encode())
+    atomic_write(rows_file(out), json.dumps(beside, indent=1).encode())
     buffer = io.BytesIO()
     np.save(buffer, embedded.vectors)
     atomic_write(out, buffer.getvalue())
@@ -239,11 +241,13 @@ WRITERS: dict[str, Callable[[Embedded, Path], None]] = {
 
 def find_writer(out: Path) -> tuple[Callable[[Embedded, Path], None], list[Path]]:
     """Return what writes this kind of file, and the files it writes."""
+    from proximetry.data.vectors import rows_file
+
     if out.suffix not in WRITERS:
         raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
     if out.suffix == ".parquet":
         need("pyarrow", "parquet", "Writing Parquet")
-    written = [out, out.with_suffix(".json")] if out.suffix == ".npy" else [out]
+    written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
     return WRITERS[out.suffix], written
 
 

@@ -77,7 +77,7 @@ class VectorCatalog(Catalog):
         """Read a file of vectors: what `proximetry embed` writes, or arrays of your own.
 
         - .npz: arrays `vectors`, `labels`, if wanted `splits`, `queries`, `galleries`, `paths`;
-        - .npy: the vectors, and beside it a .json file with lists of those names;
+        - .npy: the vectors; `v.npy.json` beside `v.npy` holds lists of those names;
         - .parquet: columns `vector` (lists of one length), `label`, if wanted `split`, `query`,
           `gallery`, `path`.
         """
@@ -89,6 +89,11 @@ class VectorCatalog(Catalog):
         except FileNotFoundError:
             raise UsageError(f"there is no file {place}") from None
         return _make(cls, str(place), place, vectors, fields)
+
+
+def rows_file(file: Path) -> Path:
+    """The JSON file beside a .npy file that says what its rows are."""
+    return file.with_name(f"{file.name}.json")
 
 
 def holds_vectors(file: Path) -> bool:
@@ -190,7 +195,7 @@ def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
-    vectors, beside = _load(file), file.with_suffix(".json")
+    vectors, beside = _load(file), rows_file(file)
     if not beside.exists():
         raise UsageError(
             f"{file} has no labels: there is no {beside.name} beside it with a list of labels"
