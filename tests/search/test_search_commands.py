@@ -43,6 +43,8 @@ def test_from_pictures_to_results(home, call):
     }
     other = call("search", query, "--where", "label=class04", "label=class05", "--where", "label=x")
     assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
+    where = ["--where", "label=class04", "label=class05", "--where=label=x"]
+    assert call("search", *where, query) == other
     ordered = call("search", query, "--rerank", "--expand", "2")
     assert "ordered by" in ordered
     twice = json.loads(call("duplicates", "--threshold", "0.999999", "--json"))
@@ -127,6 +129,8 @@ def test_mistakes_with_a_gallery_that_is_there(home, call):
         (["index", "bad.jpg"], 1, "--bad-images skip leaves such images out"),
         (["search", "bad.jpg"], 2, "bad.jpg: not an image in a known format"),
         (["search", "pictures/class00/0.png", "--where", "label"], 2, "must be COLUMN=VALUE"),
+        (["search", "--where", "label", "pictures/class00/0.png"], 2, "must be COLUMN=VALUE"),
+        (["search", "gallery", "pictures/class00/0.png"], 2, "search IMAGE --gallery gallery"),
         (["search", "pictures/class00/0.png", "--where", "lable=1"], 2, "did you mean 'label'"),
         (["duplicates", "--threshold", "2"], 2, "from −1 to 1"),
     ):

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -14,7 +15,7 @@ from proximetry._common import UsageError, shorten
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
-    from cyclopts import App, CycloptsError, UnknownOptionError
+    from cyclopts import App, Argument, CycloptsError, UnknownOptionError
 
 
 _LONGEST = 2000  # characters of a sentence: it may quote a value that has no end
@@ -168,46 +169,65 @@ def _prepare(app: "App", words: list[str]) -> list[str]:
         return words
     if "" in words:  # which as a path would be the folder one is in
         raise UsageError("one of the words is empty; is a variable of the shell not set?")
-    arguments = command.assemble_argument_collection()
-    kinds = {name: argument.hint for argument in arguments for name in argument.names}
-    words = _join_values(kinds, words)
+    every = command.assemble_argument_collection()
+    arguments = {name: argument for argument in every for name in argument.names}
+    words = _join_values(arguments, words)
     for option, word in itertools.pairwise([*words, ""]):
         name, _, value = option.replace("_", "-").partition("=")
-        if _is(int, kinds.get(name)) and "." in (value or word):  # which cyclopts would round
+        # cyclopts would round them.
+        if _takes(int, arguments.get(name)) and "." in (value or word):
             raise UsageError(f"{name} takes whole numbers, got {value or word}")
     return words
 
 
-def _is(kind: type, hint: Any) -> bool:
-    return kind in (hint, *get_args(hint))
+def _takes(kind: type, argument: "Argument | None") -> bool:
+    return argument is not None and kind in (argument.hint, *get_args(argument.hint))
 
 
-def _join_values(kinds: Mapping[str, Any], words: list[str]) -> list[str]:
+def _join_values(arguments: "Mapping[str, Argument]", words: Sequence[str]) -> list[str]:
     """Put values to their options, so that none is taken for the first word of a command.
 
-    Write ``--k 1 5 word`` as ``--k 1 --k 5 word``: a list of numbers ends at another word; and
-    ``--flip true`` as ``--flip=true``.
+    Write ``--k 1 5 word`` and ``--k 1,5 word`` as ``--k 1 --k 5 word``: a list ends at a word that
+    cannot be one of its values; and ``--flip true`` as ``--flip=true``.
     """
-    lists = {name: get_args(kind)[0] for name, kind in kinds.items() if get_origin(kind) is tuple}
     found: list[str] = []
     current = ""
-    for position, word in enumerate(words):
+    left = deque(words)
+    while left:
+        word = left.popleft()
         if word == "--":
-            return found + words[position:]
-        number = _NUMBER.fullmatch(word)
-        if word.startswith("-") and not number:
+            return [*found, word, *left]
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            name, _, value = word.partition("=")
+            listed = _list_values(arguments.get(name.replace("_", "-")), value)
+            if listed and value[:1] not in ("", "-"):
+                word = name
+                left.appendleft(value)
             current = word.replace("_", "-")
-        elif current in lists and (lists[current] is str or number):
-            if found[-1].replace("_", "-") != current:
-                found.append(current)
-        elif word in ("true", "false") and _is(bool, kinds.get(current)):
+            found.append(word)
+        elif values := _list_values(arguments.get(current), word):
+            for value in values:
+                if found[-1].replace("_", "-") != current:
+                    found.append(current)
+                found.append(value)
+        elif word in ("true", "false") and _takes(bool, arguments.get(current)):
             found[-1] += f"={word}"
             current = ""
-            continue
         else:
+            found.append(word)
             current = ""
-        found.append(word)
     return found
+
+
+def _list_values(argument: "Argument | None", word: str) -> list[str]:
+    """The values that a word gives to an option that takes several; none if it cannot."""
+    if argument is None or get_origin(argument.hint) is not tuple:
+        return []
+    if get_args(argument.hint)[0] is str:
+        pairs = "=" in (argument.parameter.metavar or ())
+        return [word] if "=" in word or not pairs else []
+    numbers = word.split(",")
+    return numbers if all(map(_NUMBER.fullmatch, numbers)) else []
 
 
 def entry() -> None:

@@ -363,7 +363,9 @@ def reproduce(
         print(list_tables())
         return
     if table is None:
-        raise UsageError("which table? `proximetry reproduce --list` lists them")
+        raise UsageError(
+            "which table? Name it before the options; `proximetry reproduce --list` lists them"
+        )
     try:
         home = run(table, data, out, options, report=lambda line: print(line, flush=True))
     except RunsFailedError:

@@ -216,7 +216,7 @@ def search(
     k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=LARGEST_K))] = 10,
     gallery: str = GALLERY,
     model: Path | None = None,
-    where: tuple[str, ...] = (),
+    where: Annotated[tuple[str, ...], Parameter(metavar="COLUMN=VALUE")] = (),
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
     rerank: Annotated[bool, Parameter(negative=())] = False,
     sheet: Path | None = None,
@@ -236,10 +236,14 @@ def search(
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
     from proximetry.search import contact_sheet
+    from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import conditions
 
     if not queries:
         raise UsageError("which images? Name some to search for")
+    for query in queries:
+        if (query / MANIFEST).exists():
+            raise UsageError(f"{query} is a gallery: proximetry search IMAGE --gallery {query}")
     if sheet is not None:
         if sheet.suffix not in (".html", ".png"):
             raise UsageError(f"--sheet {sheet} must end in .html or .png")
