@@ -16,6 +16,7 @@ def home(images, tmp_path, monkeypatch):
     shutil.copytree(images, tmp_path / "pictures")
     shutil.copy(tmp_path / "pictures/class00/0.png", tmp_path / "pictures/class00/copy.png")
     make_embedder().save(tmp_path / "model")
+    make_embedder().save(tmp_path / "run" / "embedder")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
@@ -110,7 +111,9 @@ def test_contact_sheets_need_no_other_file(home, call, kind):
         (["search"], 2, "which images"),
         (["search", "a.png", "--sheet", "out.gif"], 2, "must end in .html or .png"),
         (["search", "a.png", "--sheet", "no/out.png"], 2, "there is no folder no"),
-        (["duplicates", "pictures"], 2, "pictures is no gallery"),
+        (["duplicates", "pictures"], 2, "pictures is no gallery: it has no gallery.json"),
+        (["duplicates", "model"], 2, "proximetry index IMAGES --model model makes one with it"),
+        (["serve", "run"], 2, "run is no gallery: it holds an embedder; proximetry index IMAGES"),
     ],
 )
 def test_mistakes_are_one_sentence_and_write_nothing(home, call, words, code, told):

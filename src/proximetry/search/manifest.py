@@ -31,6 +31,7 @@ from proximetry._common import (
     written_for,
 )
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES, Similarity
+from proximetry.models.storage import DESCRIPTION, find_embedder
 
 FORMAT = "proximetry gallery"
 VERSION = 1
@@ -130,9 +131,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if not folder.exists():
             raise UsageError(f"there is no gallery {folder}; `proximetry index` makes one")
-        begun = (folder / STAGING).is_dir() or (folder / EMBEDDER).is_dir()
-        why = "it was not finished; give the command that builds it again" if begun else ""
-        raise UsageError(f"{folder} is no gallery: {why or f'it has no {MANIFEST}'}")
+        why = f"it has no {MANIFEST}"
+        if (folder / LOCK).exists():
+            why = "it was not finished; give the command that builds it again"
+        elif (find_embedder(folder) / DESCRIPTION).exists():
+            why = (
+                f"it holds an embedder; proximetry index IMAGES --model {folder} makes one with it"
+            )
+        raise UsageError(f"{folder} is no gallery: {why}")
     content = read_json(path, _LARGEST)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} does not describe a gallery")
