@@ -244,6 +244,7 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["train", "glyphs", "OUT", "--config", "missing.yaml"], 2, "missing.yaml cannot be read"),
         (["evaluate", "nowhere", "glyphs"], 2, "nowhere"),
         (["evaluate", "nowhere", "glyphs", "--recall-at"], 2, "--recall-at requires an argument"),
+        (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], 2, "--out x.csv must end in .json"),
         (["evaluate", "nowhere", "glyphs", "--recall-at", "1,2.5"], 2, "whole numbers, got 2.5"),
         (["reproduce", "--rows", "MPA", "mpa-table4"], 2, "Name it before the options"),
         (["evaluate", "EMBEDDER", "cubs"], 2, "unknown dataset 'cubs', did you mean 'cub'"),

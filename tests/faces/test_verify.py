@@ -187,6 +187,7 @@ def test_a_saved_embedder_will_do(call, tmp_path):
         (["MODEL", "FACES", "FACES"], "there is no list of pairs"),
         (["MODEL", "FACES", "PAIRS", "--roc", "x.pdf"], "--roc x.pdf must end in .png or .svg"),
         (["MODEL", "FACES", "PAIRS", "--out", "no/x.json"], "there is no folder no"),
+        (["MODEL", "FACES", "PAIRS", "--out", "x.csv"], "--out x.csv must end in .json"),
         (["MODEL", "FACES", "PAIRS", "--batch-size", "0"], "Must be >= 1"),
         (["MODEL", "FACES", "PAIRS", "--input", '{"sise": 8}'], "did you mean 'size'"),
         (["MODEL", "FACES", "PAIRS", "--device", "gpu"], "there is no device 'gpu'"),

@@ -18,6 +18,7 @@ from proximetry.cli.output import (
     BatchSize,
     TableColumns,
     advice_to_skip,
+    check_document,
     check_out,
     progress_bar,
     tell,
@@ -148,7 +149,7 @@ def evaluate(
         rerank: also show k-reciprocal re-ranking of the nearest images.
         batch_size: images per forward pass; default: as in the evaluation of the run.
         device: cpu or cuda; default: cuda where there is a GPU.
-        out: also write the JSON document to this file.
+        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.cli import evaluation
     from proximetry.cli.search_methods import SearchMethods, make_rows
@@ -164,8 +165,7 @@ def evaluate(
     )
 
     given = str(embedder) if source is None else source
-    if out is not None:
-        check_out(out, [given])
+    check_document(out, [given])
     if source is None:
         check_alone(embedder)
     name, place = resolve_source(given, root)

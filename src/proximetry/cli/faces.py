@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._common import Progress, UsageError, atomic_write
-from proximetry.cli.output import AsJson, BatchSize, check_out, progress_bar, tell
+from proximetry.cli.output import AsJson, BatchSize, check_document, check_out, progress_bar, tell
 from proximetry.cli.processes import processes
 from proximetry.faces.options import BadImages, Keep, Size
 
@@ -92,7 +92,7 @@ def verify(
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
         roc: draw the ROC curve to this file, .png or .svg.
-        out: also write the JSON document to this file.
+        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.embedder import open_embedder
     from proximetry.faces.figures import draw_roc
@@ -151,7 +151,7 @@ def identify(
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
         cmc: draw the cumulative match curve to this file, .png or .svg.
-        out: also write the JSON document to this file.
+        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.embedder import open_embedder
     from proximetry.faces.figures import draw_cmc
@@ -215,9 +215,9 @@ def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources:
     """Refuse files that cannot be written, before the work."""
     if figure is not None and figure.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"{option} {figure} must end in .png or .svg")
-    for file in (out, figure):
-        if file is not None:
-            check_out(file, sources)
+    check_document(out, sources)
+    if figure is not None:
+        check_out(figure, sources)
 
 
 def _tell(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:

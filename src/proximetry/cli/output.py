@@ -79,6 +79,17 @@ def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:
         raise UsageError(f"{out} is read by this command and would be replaced; name another file")
 
 
+def check_document(out: Path | None, sources: Sequence[str | PathLike[str]]) -> None:
+    """The same for the file, if any, that the JSON document is to be written to."""
+    if out is None:
+        return
+    if out.suffix.lower() != ".json":
+        raise UsageError(
+            f"--out {out} must end in .json: it is for the document that --json prints"
+        )
+    check_out(out, sources)
+
+
 def tell(as_json: bool, document: Any, text: str) -> None:
     """Print the document or the text."""
     print(json.dumps(document, indent=2) if as_json else text)
