@@ -127,7 +127,7 @@ def test_mistakes_with_a_gallery_that_is_there(home, call):
     make_embedder(seed=1).save(home / "other")
     (home / "bad.jpg").write_text("no picture")
     for words, code, told in (
-        (["index", "pictures", "--model", "other"], 2, "is not the one that built the gallery"),
+        (["index", "pictures", "--model", "other"], 2, "network, preprocessing or weights differ"),
         (["index", "pictures", "--index", "HNSW32"], 2, "was made with --index auto"),
         (["index", "bad.jpg"], 1, "--bad-images skip leaves such images out"),
         (["search", "bad.jpg"], 2, "bad.jpg: not an image in a known format"),

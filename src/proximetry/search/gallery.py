@@ -244,8 +244,9 @@ class Gallery:
     def _check_embedder(self, embedder: Embedder, name: str) -> None:
         if embedder.fingerprint() != self._now.manifest.embedder:
             raise UsageError(
-                f"{name} is not the one that built the gallery {self.name}: their vectors cannot "
-                "be compared; use the gallery's own, or build another gallery"
+                f"{name} is not the one that built the gallery {self.name}: network, preprocessing "
+                "or weights differ, so that vectors cannot be compared; name none where the "
+                "gallery keeps its own, as one in a folder does, or build another gallery"
             )
 
     def ids(self, where: Where | None = None) -> IntArray:
