@@ -59,7 +59,7 @@ def call(call):
 
 def listed(call):
     found = json.loads(call("list", "--json"))["caches"]
-    return {one["name"]: one for one in found if one["about"]}
+    return {one["name"]: one for one in found if one["data"]}
 
 
 def ago(home, name, days):
@@ -93,6 +93,7 @@ def test_list_tells_for_which_images_a_store_was_made(home, built, call):
     text = call("list")
     assert f"{home / 'cache'}: 5 caches" in text  # with the digests of both sets
     assert f"{built / 'second'}; 4 images; short side 16, bicubic" in text
+    assert text.count("checksums of image files") == 2
     # The same images in another place use the same store.
     PixelCache.build(Catalog.from_folder(home / "second"), 16)
     again = listed(call)

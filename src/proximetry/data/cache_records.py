@@ -30,6 +30,14 @@ _LARGEST_RECORD = 1 << 20
 _MOST_ROOTS = 10
 # Digests of image files, and which of them cannot be read; each a cache of its own.
 _KEPT_APART = ("contents", "checked")
+# What the caches of a folder are, where nobody writes down what each is made of.
+_ABOUT = {
+    "contents": "checksums of image files",
+    "checked": "which images cannot be read",
+    "glyphs": "the built-in dataset of characters",
+    "maps": "the map of a gallery",
+    "milvus": "embedded images on their way to Milvus",
+}
 _STALE = 3600.0  # seconds after which nobody writes to a file any more
 _PART = re.compile(rf"\.(.+)\.[0-9a-f]{{32}}{re.escape(PART_SUFFIX)}")
 
@@ -45,7 +53,7 @@ class CacheEntry:
         used: when it was last used, in seconds since 1970.
         roots: where the images lie that it was made of, the last ones first, if known.
         images: how many they are, if known.
-        about: what was made of them.
+        about: what was made of them, or what it is.
     """
 
     name: str
@@ -142,7 +150,7 @@ def _entry(path: Path) -> CacheEntry:
         record.get("used", touched),
         tuple(record.get("roots", ())),
         record.get("images"),
-        record.get("about", ""),
+        record.get("about", _ABOUT.get(path.parent.name, "")),
     )
 
 
