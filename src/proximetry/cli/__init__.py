@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
-from proximetry._common import UsageError, shorten
+from proximetry._common import UsageError, shorten, some
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
@@ -120,17 +120,23 @@ def _complain(error: Exception | str, code: int) -> int:
 
 def _explain(error: "CycloptsError") -> str:
     """Say what is wrong with the words of a command, in ours where they help more."""
-    from cyclopts import CoercionError, UnknownOptionError, UnusedCliTokensError
+    from cyclopts import (
+        CoercionError,
+        MissingArgumentError,
+        UnknownOptionError,
+        UnusedCliTokensError,
+    )
 
+    see, argument = f"see: proximetry {' '.join(error.command_chain or ())} --help", error.argument
     if isinstance(error, UnknownOptionError):
         return _unknown_option(error)
     if isinstance(error, UnusedCliTokensError):
-        more = ", ".join(error.unused_tokens or ())
-        return f"more words than the command takes: {more}; options begin with --"
-    if isinstance(error, CoercionError) and error.argument is not None:
-        name = error.argument.name
-        if get_origin(error.argument.hint) is dict:
-            return f"{name} is given key by key, as {name}.KEY VALUE"
+        more = some(error.unused_tokens or ())
+        return f"there is no place for {more}; options begin with --; {see}"
+    if isinstance(error, MissingArgumentError) and argument and argument.index is not None:
+        return f"{argument.field_info.name.upper()} is missing; {see}"
+    if isinstance(error, CoercionError) and argument and get_origin(argument.hint) is dict:
+        return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
     return str(error)
 
 
