@@ -132,7 +132,7 @@ def _explain(error: "CycloptsError") -> str:
         return _unknown_option(error)
     if isinstance(error, UnusedCliTokensError):
         more = some(error.unused_tokens or ())
-        return f"there is no place for {more}; options begin with --; {see}"
+        return f"there is no place for {more}; {see}; options begin with --"
     if isinstance(error, MissingArgumentError) and argument and argument.index is not None:
         return f"{argument.field_info.name.upper()} is missing; {see}"
     if isinstance(error, CoercionError) and argument and get_origin(argument.hint) is dict:
