@@ -196,6 +196,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
     assert code == 0, err
     for text in (
         "36 images of 9 classes to train on",
+        "all 48 images decoded to check them",
         "default-cpu: small_convnet, 24 px, 8-d, proxy_anchor",
         "7 epochs, batches of 8",
         "runs/flowers (new)",
@@ -227,6 +228,33 @@ def test_a_dry_run_refuses_what_the_run_would(capsys, home, wrong):
     said = [call(capsys, *start, *more) for more in ([], ["--dry-run"])]
     assert said[0][0] == said[1][0] > 0
     assert said[0][2] == said[1][2]
+
+
+def test_a_dry_run_decodes_the_images(capsys, home, monkeypatch):
+    images = home / "flowers" / "train"
+    for number, name in enumerate(("class00/0.png", "class02/2.png")):
+        whole = (images / name).read_bytes()
+        (images / name).write_bytes(whole[: len(whole) // 2] if number else b"oops")
+    words = [images, *small(), "--dry-run"]
+    code, out, err = call(capsys, *words)
+    assert code == 1
+    assert out.splitlines()[-1] == "checking 48 images…"
+    assert "2 of 48 images cannot be read: class00/0.png: not an image" in err
+    assert "class02/2.png: damaged or truncated" in err
+    assert err.endswith("--data.bad-images skip leaves them out\n")
+
+    code, out, err = call(capsys, *words, "--data.bad-images", "skip")
+    assert code == 0, err
+    assert "34 images of 9 classes to train on" in out
+    assert "left out class02/2.png: damaged or truncated" in out
+
+    monkeypatch.setattr("proximetry.training.dry_run.MOST_DECODED", 16)  # of 48, class00/0 first
+    found = json.loads(call(capsys, *words, "--data.bad-images", "skip", "--json")[1])
+    assert found["decoded"] == 16
+    assert [reason.partition(":")[0] for reason in found["left_out"]] == ["class00/0.png"]
+    code, out, _ = call(capsys, *words, "--data.bad-images", "skip")
+    assert "16 images from all over decoded to check them, the others not" in out
+    assert files(home / "here") == []
 
 
 def test_too_little_disk_is_said_before_anything_is_decoded(capsys, home, monkeypatch):
@@ -330,7 +358,7 @@ def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
     assert call(capsys, *words)[0] == 0
     found = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
     assert found["folder"]["state"] == "complete already"
-    assert found["seconds"] == {"training": 0, "evaluation": 0}
+    assert found["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
     longer = [home / "flowers" / "train", *small(training_epochs=3), "--dry-run", "--json"]
     found = json.loads(call(capsys, *longer)[1])
     assert found["folder"]["state"] == "continued"
@@ -423,15 +451,13 @@ TAKEN = "images: 3 classes in train/, 2 classes in test/; left out: __MACOSX, do
 
 def test_what_the_folder_was_taken_for_is_told_first(capsys, home):
     words = [hostile(home), "mine", *small()]
-    code, out, err = call(capsys, *words, "--dry-run")
-    assert code == 0, err
-    assert TAKEN in out
-    code, out, err = call(capsys, *words)
-    assert code == 1
-    assert out.index(TAKEN) < out.index("decoding")
-    for name, reason in (("class00/pipe", "a named pipe"), ("class01/zero", "a device")):
-        assert f"train/{name}.png: cannot be opened: {reason}, not a file" in err
-    assert err.endswith("--data.bad-images skip leaves them out\n")
+    for more, begins in (["--dry-run"], "checking"), ([], "decoding"):
+        code, out, err = call(capsys, *words, *more)
+        assert code == 1
+        assert out.index(TAKEN) < out.index(begins)
+        for name, reason in (("class00/pipe", "a named pipe"), ("class01/zero", "a device")):
+            assert f"train/{name}.png: cannot be opened: {reason}, not a file" in err
+        assert err.endswith("--data.bad-images skip leaves them out\n")
     assert not (home / "here" / "mine").exists()
     code, out, err = call(capsys, *words, "--data.bad-images", "skip")
     assert code == 0, err

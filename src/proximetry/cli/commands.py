@@ -76,7 +76,8 @@ def train(
         fresh: remove a run that is there, also a complete one, and start over.
         config: a YAML file with overrides; those on the command line come after it.
         print_config: print the recipe with all overrides, and leave.
-        dry_run: check everything, say what time, disk and memory it will take, write nothing.
+        dry_run: check everything, also that the images (20 000 at most) can be decoded; say what
+            time, disk and memory it will take; write nothing.
         overrides: keys of the recipe.
     """
     from proximetry.cli.train_plan import make_plan, summary
@@ -96,11 +97,11 @@ def train(
     if leads:
         for line in plan.lines:
             print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+    display = make_display(sys.stderr if as_json else None)
     if dry_run:
-        found = check(plan.recipe, plan.out, device=device, resume=not fresh)
+        found = check(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
         text = describe(found)
     else:
-        display = make_display(sys.stderr if as_json else None)
         found = run(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
         text = summary(found, plan)
         found = {"folder": str(plan.out), **found}

@@ -131,7 +131,9 @@ def datasets(
     names: TableColumns = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the datasets that can be read, or check and describe one.
+    """List the datasets that can be read, or describe one: its splits, classes and images.
+
+    Images are looked for, but not opened: `proximetry train IMAGES --dry-run` does that.
 
     Args:
         source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.

@@ -212,7 +212,7 @@ class PixelCache(Pixels):
         about = f"{described_size(size)}, {interpolation}{', encoded' if cls.encoded else ''}"
         found._use = note_use(store(), catalog.root, len(catalog), about)
         found.bad = _all_bad(found.bad, catalog, contents)
-        _refuse(found.bad, len(catalog), policy)
+        refuse_bad(found.bad, len(catalog), policy)
         copies = _copies(catalog, contents)
         if copies:
             found.catalog = replace(found.catalog, notes=(*found.catalog.notes, copies))
@@ -351,11 +351,12 @@ def check_files(
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(file, json.dumps(found).encode())
     bad = tuple((catalog.paths[row], reason) for row, reason in found)
-    _refuse(bad, len(catalog), policy)
+    refuse_bad(bad, len(catalog), policy)
     return bad
 
 
-def _refuse(bad: tuple[tuple[str, str], ...], total: int, policy: str) -> None:
+def refuse_bad(bad: tuple[tuple[str, str], ...], total: int, policy: str) -> None:
+    """Raise an ImageError about images that cannot be read, unless the others are to do."""
     if bad and (policy == "error" or len(bad) == total):
         listed = some([f"{path}: {reason}" for path, reason in bad])
         hint = "; --data.bad-images skip leaves them out" if len(bad) < total else ""

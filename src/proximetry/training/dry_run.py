@@ -1,17 +1,21 @@
-"""What a run would take: everything is checked, some steps are measured, nothing is written."""
+"""What a run would take: all is checked, images too, some steps are measured, nothing written."""
 
 import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from proximetry._common import readable_seconds, readable_size, spaced
-from proximetry.data import VectorCatalog
-from proximetry.data.pixel_cache import cache_home
+from proximetry._common import first_few, readable_seconds, readable_size, spaced
+from proximetry.data import Catalog, VectorCatalog
+from proximetry.data.decoding import check_all
+from proximetry.data.images import Interpolation, Size
+from proximetry.data.pixel_cache import cache_home, refuse_bad
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.training.automatic import StorageFacts, choose, device_facts
@@ -25,13 +29,14 @@ from proximetry.training.data import (
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import (
     check_space,
-    decoding_seconds,
     free_space,
+    second_cache,
     storage_facts,
+    without,
 )
 from proximetry.training.parts import check_vectors_fit, take_parts
 from proximetry.training.recipe import Recipe
-from proximetry.training.reporting import Trackers
+from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run import (
     check_abilities,
     first_stage,
@@ -44,43 +49,61 @@ from proximetry.training.update import Updater, autocast
 
 STEPS = 2
 CPU_BATCH = 16  # a few seconds must do, and more images take proportionally longer there
+MOST_DECODED = 20_000
+"""Images that are decoded to check them; of more, as many from all over the catalogue."""
 
 
 def dry_run(
-    recipe: Recipe, out: str | Path, *, device: str | None = None, resume: bool = True
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    device: str | None = None,
+    resume: bool = True,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """Check a run as `train` would, and return what it will take.
 
-    Raises what the run would raise: about the data, the weights, the loss, or the folder.
+    Raises what the run would raise: about the data, the weights, the loss, or the folder. Images
+    are decoded, 20 000 at most. The display shows how far that has come, and the notes.
     """
     world = join_processes(device)
-    with guest_of_torch(world, out, recipe.training.rank_timeout):
-        return _estimate_run(recipe, Path(out), world, resume)
+    shown = display if display is not None and world.leads else Display()
+    with guest_of_torch(world, out, recipe.training.rank_timeout, shown.message), shown:
+        return _estimate_run(recipe, Path(out), world, resume, shown)
 
 
-def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict[str, Any]:
-    notes, folder = [], RunFolder(out)
+def _estimate_run(
+    recipe: Recipe, out: Path, world: World, resume: bool, display: Display
+) -> dict[str, Any]:
+    notes, folder = list[str](), RunFolder(out)
+
+    def note(*lines: str) -> None:
+        for line in lines:
+            if line not in notes:
+                notes.append(line)
+                display.message(line)
+
     if recipe.training.two_stages:
-        notes.append("what follows is about the first of two stages")
+        note("what follows is about the first of two stages")
         recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
     recipe = folder.keep_choices(recipe, resume)
     folder.check(recipe, resume)
     Trackers.check(recipe)
     torch.manual_seed(recipe.training.seed)
     recipe, _ = take_parts(recipe, None, None, None)  # which are Python's to give
-    catalog = open_catalog(recipe)
+    catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
+    note(*catalog.remarks())
     check_vectors_fit(recipe, catalog)
     embedder = make_embedder(
         recipe.model,
         recipe.evaluation.similarity,
-        notes.append,
+        note,
         input_dim=catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None,
     )
     embedder.to(world.device)
     check_abilities(recipe, embedder)
-    division = divide(catalog, recipe)
-    parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
-    sampler = make_sampler(recipe, parts["train"].codes, world)
+    division, parts, sampler = _divide(catalog, recipe, world)
+    note(*division.notes)
 
     storage = None
     if embedder.takes_images:  # the caches, as the run would build them
@@ -96,9 +119,14 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
     stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
-    updater = make_updater(
-        recipe, embedder, parts["train"].class_names, world, notes.append, stage=stage
-    )
+    updater = make_updater(recipe, embedder, parts["train"].class_names, world, note, stage=stage)
+    checked = Checked()
+    if embedder.takes_images:
+        checked = world.first(lambda: _check_images(recipe, catalog, sizes[0], how, display))
+        if checked.bad:
+            catalog = without(catalog, checked.bad)
+            division, parts, sampler = _divide(catalog, recipe, world)
+            note(*division.notes)
     counts = {name: len(part) for name, part in parts.items()}
     classes = len(parts["train"].class_names)
     state, done = _state(folder, recipe, resume)
@@ -106,21 +134,28 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
     per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
     rates, memory = _measure(recipe, updater, world, counts["train"], classes)
     training = left * per_epoch / rates[0]
+    # Without a cache all cores decode while the network computes.
+    first, meanwhile = 0.0, 0.0
+    if storage.missing:
+        twice = len(second_cache(recipe, division.rows, len(catalog), sizes))
+        share = storage.missing / storage.pixels
+        first = share * (len(catalog) + twice) * checked.seconds_per_image
+    elif recipe.data.cache == "none":
+        meanwhile = len(catalog) * checked.seconds_per_image
     features: dict[str, float] = {}
-    if embedder.takes_images and (stage == "features" or recipe.data.cache == "none"):
-        # All cores decode while the network computes.
-        decoding = decoding_seconds(catalog, sizes[0], how)
-        if stage == "features":
-            rate = _features_rate(embedder, world)
-            features = {"features": max(decoding, sum(counts.values()) / rate)}
-        else:
-            training = max(training, left * decoding)
+    if embedder.takes_images and stage == "features":
+        rate = _features_rate(embedder, world)
+        features = {"features": max(meanwhile, sum(counts.values()) / rate)}
+    else:
+        training = max(training, left * meanwhile)
     return {
         "data": {
             name: {"images": len(part), "classes": len(part.class_names)}
             for name, part in parts.items()
         },
-        "notes": [*catalog.remarks(), *division.notes, *notes],
+        "decoded": checked.decoded,
+        "left_out": [f"{path}: {why}" for path, why in checked.bad],
+        "notes": notes,
         "recipe": recipe.to_dict(),
         "dim": division.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0] if embedder.takes_images else None,
@@ -136,11 +171,44 @@ def _estimate_run(recipe: Recipe, out: Path, world: World, resume: bool) -> dict
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
+            "decoding": first,
             **features,
             "training": training,
             "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
         },
     }
+
+
+def _divide(
+    catalog: Catalog, recipe: Recipe, world: World
+) -> tuple[Division, dict[str, Catalog], Any]:
+    """The images by their purpose, and what makes batches of those to train on."""
+    division = divide(catalog, recipe)
+    parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
+    return division, parts, make_sampler(recipe, parts["train"].codes, world)
+
+
+class Checked(NamedTuple):
+    """What came of decoding images: how many there were, which of them cannot be read, and why."""
+
+    decoded: int = 0
+    bad: tuple[tuple[str, str], ...] = ()
+    seconds_per_image: float = 0.0
+
+
+def _check_images(
+    recipe: Recipe, catalog: Catalog, size: Size, how: Interpolation, display: Display
+) -> Checked:
+    """Decode the images as the run will, but keep nothing; refuse what it would refuse."""
+    rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MOST_DECODED)).astype(int).tolist()
+    display.message(f"checking {_count(len(rows), 'image')}…")
+    files, progress = [catalog.file(row) for row in rows], partial(display.progress, "checking")
+    started = time.perf_counter()
+    errors = list(check_all(files, size, how, whole=True, progress=progress))
+    seconds = time.perf_counter() - started
+    bad = tuple((catalog.paths[rows[number]], error.reason) for number, error in errors)
+    refuse_bad(bad, len(rows), recipe.data.bad_images)
+    return Checked(len(rows), bad, seconds / len(rows))
 
 
 def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
@@ -254,11 +322,15 @@ def describe(found: dict[str, Any]) -> str:
     missing = cache["missing_bytes"]
     size = readable_size(missing) if missing else "nothing"
     seconds = found["seconds"]
-    total = readable_seconds(sum(seconds.values()))
-    decoding = " and the decoding" if missing else ""
+    taken = [
+        f"{what} {readable_seconds(seconds[what])}"
+        + (f" ({found['images_per_second']:.3g} images/s)" if what == "training" else "")
+        for what in seconds
+        if seconds[what] or what in ("training", "evaluation")
+    ]
     m, t = recipe.model, recipe.training
     lines = {
-        "data": counted,
+        "data": [*counted, *_what_was_decoded(found)],
         "recipe": [
             f"{recipe.name}: {m.backbone}, "
             f"{_side(found['image_size'])}"
@@ -277,10 +349,9 @@ def describe(found: dict[str, Any]) -> str:
         else ["none"],
         "memory": [f"about {readable_size(found['memory_bytes'])}"],
         "time": [
-            f"about {total}{decoding}: training {readable_seconds(seconds['training'])} "
-            f"({found['images_per_second']:.3g} images/s),",
-            f"evaluation {readable_seconds(seconds['evaluation'])}"
-            + (f", features {readable_seconds(seconds['features'])}" if m.freeze_backbone else ""),
+            f"about {readable_seconds(sum(seconds.values()))}: {', '.join(taken[:2])}"
+            + ("," if taken[2:] else ""),
+            *([", ".join(taken[2:])] if taken[2:] else []),
         ],
     }
     text = [
@@ -288,7 +359,20 @@ def describe(found: dict[str, Any]) -> str:
         for name, several in lines.items()
         for number, line in enumerate(several)
     ]
-    return "\n".join([*found["notes"], *text, "Nothing was written."])
+    return "\n".join([*text, "Nothing was written."])
+
+
+def _what_was_decoded(found: dict[str, Any]) -> list[str]:
+    """Which images were checked, and which of them the run will leave out."""
+    decoded, bad = found["decoded"], found["left_out"]
+    if not decoded:
+        return []
+    there = sum(part["images"] for part in found["data"].values()) + len(bad)
+    line = f"all {_count(decoded, 'image')} decoded to check them"
+    if decoded < there:
+        line = f"{spaced(decoded)} images from all over decoded to check them, the others not"
+    left_out = [f"left out {reason}" for reason in bad]
+    return [line, *first_few(left_out, "the document of --json")]
 
 
 def _side(pixels: int | None) -> str:

@@ -17,9 +17,7 @@ from torch import Tensor
 from proximetry._common import (
     available_memory,
     chunks,
-    cores,
     first_few,
-    readable_seconds,
     readable_size,
     some,
     spaced,
@@ -28,7 +26,7 @@ from proximetry._common import (
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.decoding import ENCODED, decode
+from proximetry.data.decoding import ENCODED
 from proximetry.data.images import Interpolation, Size
 from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
 from proximetry.data.pixel_cache import (
@@ -126,10 +124,8 @@ class ImageData(TrainingData):
                 there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
                 if not there:  # what is damaged gives its space back
                     check_space(recipe, size)
-                seconds = decoding_seconds(catalog, scaled, self._filter)
-                takes = f", about {readable_seconds(seconds)}" if seconds >= 1 else ""
                 self._display.message(
-                    f"decoding {count} images into the cache ({readable_size(size)}{takes})…"
+                    f"decoding {count} images into the cache ({readable_size(size)})…"
                 )
 
             def waiting() -> None:
@@ -176,9 +172,7 @@ class ImageData(TrainingData):
         train_size, eval_size = self._sizes
         if place == "none":
             bad = self.world.first(self._check_files)
-            left_out = {path for path, _ in bad}
-            good = [row for row, path in enumerate(self.catalog.paths) if path not in left_out]
-            self._take(self.catalog.subset(good) if bad else self.catalog, bad)
+            self._take(without(self.catalog, bad) if bad else self.catalog, bad)
             self._source = self._eval_source = self._on_the_fly(train_size)
             self._eval_rows = np.arange(len(self.catalog))
             if eval_size != train_size:
@@ -431,15 +425,10 @@ def storage_facts(
     )
 
 
-def decoding_seconds(catalog: Catalog, size: Size, interpolation: Interpolation) -> float:
-    """Estimate how long all cores take to decode the images, from a few of them."""
-    rows = np.unique(np.linspace(0, len(catalog) - 1, 8).astype(int))
-    started = time.perf_counter()
-    for done, row in enumerate(rows, 1):  # noqa: B007
-        decode(catalog.file(row), size, interpolation)
-        if time.perf_counter() - started > 1:
-            break
-    return (time.perf_counter() - started) / done * len(catalog) / cores()
+def without(catalog: Catalog, bad: Iterable[tuple[str, str]]) -> Catalog:
+    """Return the images that can be read, given path and reason of those that cannot."""
+    left_out = {path for path, _ in bad}
+    return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in left_out])
 
 
 def free_space(recipe: Recipe) -> int:
