@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._common import need, shorten, spaced, writing
+from proximetry._common import need, readable_seconds, shorten, spaced, writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
@@ -92,12 +92,25 @@ class Display(Callback):
 class PlainDisplay(Display):
     """One line per epoch, for logs and pipes."""
 
+    _since: tuple[str, float] = ("", 0.0)
+    _told = 0.0
+
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file  # None for the present standard output
 
     def message(self, text: str) -> None:
         """Print a line."""
         print(text, file=self._file, flush=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Print a line per minute."""
+        now = time.monotonic()
+        if what != self._since[0]:
+            self._since, self._told = (what, now), now
+        elif now - self._told >= 60 and 0 < done < total:
+            left = readable_seconds((now - self._since[1]) / done * (total - done))
+            self.message(f"{what}: {spaced(done)} of {spaced(total)}, about {left} left")
+            self._told = now
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
         """Print the baseline."""
