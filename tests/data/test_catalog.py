@@ -398,6 +398,32 @@ def test_labels_that_are_missing_are_no_class(tmp_path, labels, message, form):
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "x,y,w,h",
+        "y,x,Height,Width",
+        "left,top,right,bottom",
+        "xmin,ymin,xmax,ymax",
+        "x_min,y_min,x_max,y_max",
+        "x_1,x_2,y_1,y_2",
+    ],
+)
+def test_four_columns_that_are_a_box_are_refused(tmp_path, names):
+    file = tmp_path / "t.csv"
+    file.write_text(f"path,label,{names}\na.jpg,x,1,2,3,4\n")
+    with pytest.raises(ValueError, match=r"columns '.*: images are used whole") as caught:
+        Catalog.from_csv(file, check_files=False)
+    assert all(repr(name) in str(caught.value) for name in names.split(","))
+
+
+def test_columns_that_training_does_not_use_are_told(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("path,label,width,height,x\na.jpg,x,1,2,3\nb.jpg,y,1,2,3\n")
+    told = "images: 2 classes: x, y; further columns, for search only: width, height, x"
+    assert Catalog.from_csv(file, check_files=False).layout == told
+
+
 @pytest.mark.parametrize("name", ["box", "BBox", "bounding_box", "box_x", "boxes"])
 def test_boxes_are_refused_and_not_left_out(tmp_path, name):
     (tmp_path / "table.csv").write_text(f"path,label,{name}\nx.png,a,1\n")

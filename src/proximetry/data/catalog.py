@@ -329,7 +329,8 @@ class Catalog:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
         found = {split: catalog._named(n > 0) for split, n in catalog._images_of_splits.items()}
         homes = {"" if split == "all" else split: names for split, names in found.items()}
-        return replace(catalog, layout=layout(homes))
+        kept = f"; further columns, for search only: {some(catalog.columns)}"
+        return replace(catalog, layout=layout(homes) + (kept if catalog.columns else ""))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""

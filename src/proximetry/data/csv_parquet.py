@@ -29,7 +29,16 @@ _ROLES = ("query", "gallery")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # How Python writes a value that is missing: as a label it would join unrelated images in a class.
 MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
+# Columns that are a box: one by its name, or four together, however large and with _ or not.
 _BOX = re.compile(r"(b|bounding_?)?box(es)?(_.*)?", re.IGNORECASE)
+_SIDES = (
+    ("x", "y", "w", "h"),
+    ("x", "y", "width", "height"),
+    ("left", "top", "width", "height"),
+    ("left", "top", "right", "bottom"),
+    ("xmin", "ymin", "xmax", "ymax"),
+    ("x1", "y1", "x2", "y2"),
+)
 
 # Whole numbers and others as people write them, but neither 007 nor 1_000 nor nan, and no more
 # digits than 64 bits hold: those are names.
@@ -272,11 +281,13 @@ class Header:
 
     def _check(self, others: list[str]) -> None:
         file, absent = self._file, [name for name in FIELDS if name not in self.ours.values()]
-        boxes = [name for name in others if _BOX.fullmatch(name)]
+        boxes = _boxes(others)
         if boxes:
+            several = len(boxes) > 1
             raise ValueError(
-                f"{file}: column {boxes[0]!r}: images are used whole, boxes are not; crop the "
-                "images to their boxes first, or take the column out of the table"
+                f"{file}: column{'s' * several} {', '.join(map(repr, boxes))}: images are used "
+                "whole, boxes are not; crop the images to their boxes first, or take the "
+                f"column{'s' * several} out of the table"
             )
         for name in others:
             if any(mark in name for mark in ";\t|"):
@@ -319,6 +330,13 @@ class Header:
                 f"{self._file}: column label has no value in {named}{more}; fill it in, or give "
                 "a class that is really called so another name"
             )
+
+
+def _boxes(names: list[str]) -> list[str]:
+    """Return the columns that are a box, if any."""
+    plain = {name.lower().replace("_", ""): name for name in names}
+    sides = next((four for four in _SIDES if plain.keys() >= {*four}), ())
+    return [name for name in names if _BOX.fullmatch(name)] or [plain[side] for side in sides]
 
 
 def _flags(values: Sequence[Any]) -> Sequence[Any]:
