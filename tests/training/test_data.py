@@ -149,6 +149,26 @@ def test_crops_have_the_shapes_of_the_recipe(recipe):
     assert (crop.ratio, crop.scale) == ((0.5, 3.0), (0.2, 0.9))
 
 
+@pytest.mark.parametrize("sampler", ["shuffled", "streamed", "balanced"])
+def test_a_batch_larger_than_the_images_is_told(recipe, sampler):
+    recipe = with_(recipe, "data", sampler=sampler, batch_size=36, images_per_class=4)
+    data = make_data(recipe)
+    assert (len(data.rows["train"]), data.notes[1:]) == (36, [])
+    recipe = with_(recipe, "data", batch_size=45, images_per_class=5)
+    data = make_data(recipe)
+    step = "with all of them"
+    if sampler == "balanced":
+        step = "in which images of small classes come more than once"
+    assert data.notes[1:] == [
+        "data.batch_size 45 is more than the 36 training images: an epoch is one step "
+        f"{step}; a smaller batch makes more steps"
+    ]
+    assert len(data.sampler) == 1
+    batch = data.sampler.batch(0, 0)
+    assert sorted(set(batch.tolist())) == list(range(36))
+    assert (len(batch) > 36) == (sampler == "balanced")
+
+
 def test_ranks_share_a_batch_evenly(recipe):
     with pytest.raises(RecipeError, match=r"data.batch_size 8 cannot be shared evenly by 3"):
         make_sampler(recipe, np.arange(8), World(size=3))

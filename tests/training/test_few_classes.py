@@ -156,7 +156,7 @@ def divided(images, fraction=0.2):
         labels=tuple(labels),
         splits=("all",) * len(labels),
     )
-    recipe = make_recipe(".", ".", evaluation={"held_out": fraction})
+    recipe = make_recipe(".", ".", data={"batch_size": 2}, evaluation={"held_out": fraction})
     found = divide(catalog, recipe)
     names = {key: {labels[row] for row in found.rows[key]} for key in ("train", "held_out")}
     assert not names["train"] & names["held_out"]

@@ -206,6 +206,7 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             except ValueError as error:
                 raise RunError(str(error)) from error
     images, pca_dim = len(rows["train"]), recipe.model.pca_dim
+    notes += _large_batch(recipe.data, images)
     if pca_dim is not None and images < pca_dim:
         notes.append(
             f"the embedding keeps its {recipe.model.dim} dimensions: PCA to {pca_dim} takes as "
@@ -213,6 +214,19 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
         )
         pca_dim = None
     return Division(rows, protocol, pca_dim, notes)
+
+
+def _large_batch(d: DataConfig, images: int) -> list[str]:
+    """Say what becomes of a batch that is larger than all training images."""
+    if d.batch_size <= images:
+        return []
+    step = "with all of them"
+    if d.sampler == "balanced":
+        step = "in which images of small classes come more than once"
+    return [
+        f"data.batch_size {d.batch_size} is more than the {images} training images: an epoch is "
+        f"one step {step}; a smaller batch makes more steps"
+    ]
 
 
 def _check_classes(train: Catalog) -> None:
