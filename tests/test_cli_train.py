@@ -248,6 +248,10 @@ def test_a_dry_run_decodes_the_images(capsys, home, monkeypatch):
     assert "34 images of 9 classes to train on" in out
     assert "left out class02/2.png: damaged or truncated" in out
 
+    (images / "class03" / "0.png").write_bytes((images / "class04" / "0.png").read_bytes())
+    told = "in another class, byte for byte, so one of the two labels is wrong: class04/0.png (of"
+    assert told in call(capsys, *words, "--data.bad-images", "skip")[1]
+
     monkeypatch.setattr("proximetry.training.dry_run.MOST_DECODED", 16)  # of 48, class00/0 first
     found = json.loads(call(capsys, *words, "--data.bad-images", "skip", "--json")[1])
     assert found["decoded"] == 16

@@ -247,11 +247,15 @@ def test_a_change_while_decoding_is_not_filed_under_the_old_contents(catalog, ho
 
 def test_copies_are_told(catalog, home):
     assert PixelCache.build(catalog, 16, home).catalog.notes == ()
-    shutil.copy(catalog.file(0), catalog.root / "class1" / "copy.png")
+    for copy in ("class0/copy.png", "class1/copy.png", "class1/more.png"):
+        shutil.copy(catalog.file(0), catalog.root / copy)
     more = Catalog.from_folder(catalog.root)
     for _ in range(2):  # the second time without reading them
         assert PixelCache.build(more, 16, home).catalog.notes == (
-            "1 image is a copy, byte for byte: class1/copy.png (of class0/0.png)",
+            "1 image is a copy, byte for byte: class0/copy.png (of class0/0.png)",
+            "2 images are copies of others in another class, byte for byte, so one of the two "
+            "labels is wrong: class1/copy.png (of class0/0.png), class1/more.png (of "
+            "class0/0.png)",
         )
 
 

@@ -215,7 +215,7 @@ class PixelCache(Pixels):
         refuse_bad(found.bad, len(catalog), policy)
         copies = _copies(catalog, contents)
         if copies:
-            found.catalog = replace(found.catalog, notes=(*found.catalog.notes, copies))
+            found.catalog = replace(found.catalog, notes=(*found.catalog.notes, *copies))
         return found
 
     @classmethod
@@ -363,8 +363,8 @@ def refuse_bad(bad: tuple[tuple[str, str], ...], total: int, policy: str) -> Non
         raise ImageError(f"{len(bad)} of {total} images cannot be read", listed + hint)
 
 
-def describe_copies(catalog: Catalog) -> str:
-    """Say which images are copies of others, if any; reads those alone that are of equal size."""
+def describe_copies(catalog: Catalog) -> list[str]:
+    """Say which images are copies of others; reads those alone that are of equal size."""
     files = [catalog.file(row) for row in range(len(catalog))]
     sizes = [_size(file) for file in files]
     count = Counter(sizes)
@@ -600,17 +600,25 @@ def _all_bad(
     return tuple((path, reasons[path]) for path in catalog.paths if path in reasons)
 
 
-def _copies(catalog: Catalog, contents: list[Content]) -> str:
-    """Say which images are copies of others, if any."""
-    first: dict[bytes, str] = {}
-    copies = []
-    for path, content in zip(catalog.paths, contents, strict=True):
-        if _is_read(content) and first.setdefault(content, path) != path:
-            copies.append(f"{path} (of {first[content]})")
-    if not copies:
-        return ""
-    many = "images are copies" if len(copies) > 1 else "image is a copy"
-    return f"{len(copies)} {many}, byte for byte: {some(copies)}"
+def _copies(catalog: Catalog, contents: list[Content]) -> list[str]:
+    """Say which images are copies of others: of their class, and of another, which is a mistake."""
+    first: dict[bytes, tuple[str, int]] = {}
+    alike, unlike = list[str](), list[str]()
+    codes = catalog.codes.tolist()
+    for path, code, content in zip(catalog.paths, codes, contents, strict=True):
+        if _is_read(content) and (before := first.setdefault(content, (path, code)))[0] != path:
+            (alike if before[1] == code else unlike).append(f"{path} (of {before[0]})")
+    notes = []
+    if alike:
+        many = "images are copies" if len(alike) > 1 else "image is a copy"
+        notes.append(f"{len(alike)} {many}, byte for byte: {some(alike)}")
+    if unlike:
+        many = "images are copies of others" if len(unlike) > 1 else "image is a copy of one"
+        notes.append(
+            f"{len(unlike)} {many} in another class, byte for byte, so one of the two labels is "
+            f"wrong: {some(unlike)}"
+        )
+    return notes
 
 
 def _states(catalog: Catalog) -> list[State]:

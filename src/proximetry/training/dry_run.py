@@ -15,7 +15,7 @@ from proximetry._common import first_few, readable_seconds, readable_size, space
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.decoding import check_all
 from proximetry.data.images import Interpolation, Size
-from proximetry.data.pixel_cache import cache_home, refuse_bad
+from proximetry.data.pixel_cache import cache_home, describe_copies, refuse_bad
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.training.automatic import StorageFacts, choose, device_facts
@@ -127,6 +127,7 @@ def _estimate_run(
             catalog = without(catalog, checked.bad)
             division, parts, sampler = _divide(catalog, recipe, world)
             note(*division.notes)
+        note(*checked.copies)
     counts = {name: len(part) for name, part in parts.items()}
     classes = len(parts["train"].class_names)
     state, done = _state(folder, recipe, resume)
@@ -189,11 +190,15 @@ def _divide(
 
 
 class Checked(NamedTuple):
-    """What came of decoding images: how many there were, which of them cannot be read, and why."""
+    """What came of decoding images: how many there were, which of them cannot be read, and why.
+
+    And notes on copies, where all images were read.
+    """
 
     decoded: int = 0
     bad: tuple[tuple[str, str], ...] = ()
     seconds_per_image: float = 0.0
+    copies: tuple[str, ...] = ()
 
 
 def _check_images(
@@ -208,7 +213,8 @@ def _check_images(
     seconds = time.perf_counter() - started
     bad = tuple((catalog.paths[rows[number]], error.reason) for number, error in errors)
     refuse_bad(bad, len(rows), recipe.data.bad_images)
-    return Checked(len(rows), bad, seconds / len(rows))
+    copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
+    return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
 def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:

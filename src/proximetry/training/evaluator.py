@@ -157,8 +157,8 @@ def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
         f"the embedder was trained on {count}, going by their names, so this does not measure "
         f"unseen classes only: {some(known)}"
     )
-    copies = "" if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
-    return [note for note in (known and seen, copies) if note]
+    copies = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    return [*([seen] if known else []), *copies]
 
 
 def encode_catalog(
