@@ -55,7 +55,10 @@ def test_a_real_process_knows_its_version_and_answers_a_mistake():
     assert done.stdout.startswith("proximetry 0.")
     done = process("train", "nonsense", "out")
     assert done.returncode == 2
-    assert "'nonsense' is no folder or table of images, no recipe" in done.stderr
+    assert (
+        "there is no folder or file 'nonsense' and no recipe or dataset of that name; images"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -250,7 +253,7 @@ def test_a_typo_leaves_no_folder_and_the_corrected_command_runs(capsys, run, tmp
         (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], 2, "--out x.csv must end in .json"),
         (["evaluate", "nowhere", "glyphs", "--recall-at", "1,2.5"], 2, "whole numbers, got 2.5"),
         (["reproduce", "--rows", "MPA", "mpa-table4"], 2, "Name it before the options"),
-        (["evaluate", "EMBEDDER", "cubs"], 2, "unknown dataset 'cubs', did you mean 'cub'"),
+        (["evaluate", "EMBEDDER", "cubs"], 2, "no folder or file 'cubs', did you mean 'cub'?"),
         (["evaluate", "EMBEDDER", "folder"], 2, "needs its folder"),
         (["recipes", "cub-proxy-ancor"], 2, "did you mean 'cub-proxy-anchor'"),
         (["datasets", "cubs", "."], 2, "cub"),

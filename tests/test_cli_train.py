@@ -160,8 +160,11 @@ def test_a_recipe_is_named_as_before(capsys, home):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["glyps"], "'glyps' is no folder or table of images, no recipe and no dataset, did you"),
-        (["./nowhere"], "'./nowhere' is no folder or table of images"),
+        (["glyps"], "there is no folder or file 'glyps', did you mean 'glyphs'?"),
+        (["./nowhere"], "there is no folder or file './nowhere': looked in "),
+        (["nowhere/t.csv"], "there is no folder or file 'nowhere/t.csv': nor a folder "),
+        (["t.csv", "mine"], "there is no folder or file 't.csv': looked in "),
+        (["./mime.yaml"], "there is no folder or file './mime.yaml', did you mean 'mine.yaml'?"),
         (["glyphs"], "'glyphs' is a shipped recipe and a folder here; write ./glyphs"),
         (["mine.yaml", "--recipe", "default"], "two recipes are given"),
         (["IMAGES", "--data.root", "elsewhere"], "the images are given twice"),

@@ -303,6 +303,7 @@ def test_a_column_that_stands_there_twice_and_one_without_a_name(tmp_path):
         ("path,label,groups\nx,a,b\n", "unknown column 'groups', did you mean 'group'"),
         ("path;label\nx;a\n", "separated by commas"),
         ("path,split\nx,train\n", "the column 'label' is missing"),
+        ("file,kind\nx,a\n", "columns 'path' and 'label' are missing; it has file, kind. If two"),
         ("path,path,label\nx,x,a\n", "'path' appears twice"),
         ("path,label\nx,a\ny\n", "row 2 has 1 fields, the header has 2"),
         ("path,label,query,gallery\nx,a,maybe,1\n", "column query: 'maybe' is neither"),

@@ -91,9 +91,9 @@ def header_fault(columns):
     for name, meant in (("labels", "label"), ("Path", "path")):
         if name in columns and meant not in columns:
             return f"unknown column '{name}'"
-    for name in ("path", "label"):
-        if name not in columns:
-            return f"the column '{name}' is missing"
+    missing = [repr(name) for name in ("path", "label") if name not in columns]
+    if missing:
+        return f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing"
     return None
 
 

@@ -64,8 +64,10 @@ def test_a_folder_that_is_called_like_a_dataset(tmp_path, monkeypatch):
 
 
 def test_what_is_neither_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match=r"'cubs', did you mean 'cub'\? There is no folder or"):
+    with pytest.raises(ValueError, match=r"no folder or file 'cubs', did you mean 'cub'\?"):
         resolve_source("cubs")
+    with pytest.raises(ValueError, match=r"'nope' and no dataset of that name; images of your own"):
+        resolve_source("nope")
     fill(tmp_path, "notes.txt", "ant/0.png")
     with pytest.raises(ValueError, match=r"notes\.txt is neither a folder nor a \.csv, \.parquet"):
         resolve_source(tmp_path / "notes.txt")

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proximetry._common import closest
 from proximetry.cli.output import wrap
-from proximetry.data.datasets import list_datasets, resolve_source
+from proximetry.data.datasets import list_datasets, not_found, resolve_source
 from proximetry.training.recipe import (
     DataConfig,
     Recipe,
@@ -99,10 +98,7 @@ def _find_images(source: str, given: Mapping[str, Any]) -> tuple[str, str | None
         known = [*shipped_recipes(), *list_datasets()]
         if Path(source).expanduser().exists():
             raise RecipeError(str(error)) from None
-        raise RecipeError(
-            f"{source!r} is no folder or table of images, no recipe and no dataset"
-            f"{closest(source, known)}"
-        ) from None
+        raise RecipeError(not_found(source, known, "recipe or dataset")) from None
     return dataset or found, None if place is None else str(place.absolute())
 
 

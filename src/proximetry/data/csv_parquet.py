@@ -296,12 +296,16 @@ class Header:
                 )
             if get_close_matches(name.lower(), absent):  # a slip; other columns are kept
                 raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
-        for name in ("path", "label"):
-            if name in absent:
-                raise ValueError(
-                    f"{file}: the column {name!r} is missing; it has {', '.join(self._names)}. If "
-                    f"one of these is the {name}, say so: --data.columns {name}=COLUMN"
-                )
+        needed = [name for name in ("path", "label") if name in absent]
+        if needed:
+            are, which = "column {} is", "one of these is the"
+            if len(needed) > 1:
+                are, which = "columns {} are", "two of these are"
+            raise ValueError(
+                f"{file}: the {are.format(' and '.join(map(repr, needed)))} missing; it has "
+                f"{', '.join(self._names)}. If {which} {' and '.join(needed)}, say so: "
+                f"--data.columns {','.join(f'{name}=COLUMN' for name in needed)}"
+            )
 
     def to_fields(
         self, ours: Mapping[str, Sequence[Any]], kept: Mapping[str, Sequence[Any]]

@@ -4,8 +4,10 @@ Importing this loads neither torch, numpy nor Pillow: what there is can be liste
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "Size",
     "datasets_table",
     "list_datasets",
+    "not_found",
     "open_dataset",
     "resolve_source",
 ]
@@ -110,9 +113,25 @@ def resolve_source(
         return _SUFFIXES[place.suffix.lower()], place
     if place.exists():
         raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file")
-    raise UsageError(
-        f"unknown dataset {shown(word)}{closest(word, DATASETS)} There is no folder or file of "
-        "that name either"
+    raise UsageError(not_found(word, DATASETS, "dataset"))
+
+
+def not_found(word: str, known: Iterable[str], kind: str) -> str:
+    """Say that a word is neither where images lie nor a known name, and what comes closest."""
+    place, beside = Path(word).expanduser(), list[str]()
+    with suppress(OSError):
+        beside = os.listdir(place.parent)
+    near = [] if place.suffix else get_close_matches(word, [*known], 1, 0.7)
+    near += [str(place.with_name(name)) for name in get_close_matches(place.name, beside, 1, 0.7)]
+    missing = f"there is no folder or file {shown(word)}"
+    if near:
+        return f"{missing}, did you mean {near[0]!r}?"
+    if place.suffix or os.sep in word:
+        there = place.parent.is_dir()
+        return f"{missing}: {'looked in' if there else 'nor a folder'} {place.parent.absolute()}"
+    return (
+        f"{missing} and no {kind} of that name; images of your own are a folder of class folders, "
+        "a table or a tar file, and `proximetry datasets` lists the other ones"
     )
 
 
