@@ -79,6 +79,20 @@ def test_helpers_for_all_packages_load_neither_torch_nor_numpy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_is_named_wrongly_is_found_before_slow_imports(tmp_path):
+    code = """
+import sys
+from proximetry.cli import main
+for words in (["train", "nope"], ["embed", "nope", "nope"], ["evaluate", "nope", "nope"]):
+    assert main(words) == 2
+    assert "torch" not in sys.modules, words
+for words in (["report", "nope"], ["search", "nope.png"], ["export", "nope", "nope.onnx"]):
+    assert main(words)
+    assert "timm" not in sys.modules, words
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
 EXTRAS = ("PIL", "cyclopts", "filelock", "pydantic", "rich", "safetensors", "timm", "yaml")
 
 

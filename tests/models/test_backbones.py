@@ -1,11 +1,12 @@
 import pytest
-import timm
 import torch
 from torch import nn
 
 from proximetry.cuda.fused import fuse
 from proximetry.models import Embedder, list_backbones
-from proximetry.models.backbones import build, prepare, set_drop_path
+from proximetry.models.backbones import build, load_timm, prepare, set_drop_path
+
+timm = load_timm()
 
 
 def expected_bn_inception():

@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from proximetry.models import Embedder, Preprocessing, WeightsError, weights
+from proximetry.models.backbones import load_timm
+
+timm = load_timm()
 
 
 @pytest.fixture

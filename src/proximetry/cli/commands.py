@@ -152,10 +152,17 @@ def evaluate(
         device: cpu or cuda; default: cuda where there is a GPU.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.cli import evaluation
-    from proximetry.cli.search_methods import SearchMethods, make_rows
     from proximetry.cli.vectors import check_alone, load_embedder, open_images
     from proximetry.data import VectorCatalog, resolve_source
+
+    given = str(embedder) if source is None else source
+    check_document(out, [given])
+    if source is None:
+        check_alone(embedder)
+    name, place = resolve_source(given, root)
+
+    from proximetry.cli import evaluation
+    from proximetry.cli.search_methods import SearchMethods, make_rows
     from proximetry.training.comparison import check_comparison, choose_split
     from proximetry.training.evaluator import (
         doubts,
@@ -165,11 +172,6 @@ def evaluate(
         score_vectors,
     )
 
-    given = str(embedder) if source is None else source
-    check_document(out, [given])
-    if source is None:
-        check_alone(embedder)
-    name, place = resolve_source(given, root)
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
         raise UsageError(f"--similarity is for vectors alone: the embedder in {embedder} knows")

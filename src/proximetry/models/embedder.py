@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import numpy as np
-import timm
 import torch
 from PIL import Image
-from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +33,7 @@ from proximetry.models.backbones import (
     check_patches,
     class_and_patches,
     has_class_token,
+    load_timm,
     prepare,
 )
 from proximetry.models.backbones.vectors import build_for_vectors
@@ -531,7 +530,7 @@ class Embedder(nn.Module):
                 f"{self.architecture.backbone} does not tell its layers apart, as the networks of "
                 "timm do: its layers have one learning rate"
             )
-        layers = group_parameters(self.backbone, matcher(coarse=False))
+        layers = load_timm().models.group_parameters(self.backbone, matcher(coarse=False))
         named = dict(self.backbone.named_parameters())
         trained = [[named[n] for n in layers[i] if n not in self._idle] for i in sorted(layers)]
         return [layer for layer in trained if layer]
@@ -610,7 +609,7 @@ class Embedder(nn.Module):
                 reason = shorten(" ".join(str(error).split()), 500)
                 raise ValueError(f"the weights in {folder} do not fit module: {reason}") from error
             raise ValueError(
-                f"{folder} does not fit {architecture.backbone} as timm {timm.__version__} makes "
+                f"{folder} does not fit {architecture.backbone} as timm {versions()['timm']} makes "
                 f"it (saved with {shown(description.get('versions'))}): {shorten(str(error), 500)}"
             ) from error
         for name, value in extras.items():
@@ -744,7 +743,7 @@ def _check_module(folder: Path, description: Mapping[str, Any], module: nn.Modul
 
 def versions() -> dict[str, str]:
     """What an embedder is made with here."""
-    return {"proximetry": __version__, "torch": torch.__version__, "timm": timm.__version__}
+    return {"proximetry": __version__, "torch": torch.__version__, "timm": load_timm().__version__}
 
 
 def why_not_finite(embedder: Embedder) -> str:

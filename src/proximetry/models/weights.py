@@ -13,16 +13,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
-from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from proximetry._common import UsageError, random_numbers_kept, shorten, some
-from proximetry.models.backbones import build
+from proximetry.models.backbones import build, load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
 
@@ -175,7 +173,7 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
 
 def _hub_file(name: str) -> tuple[Path, str]:
     """Return the weights file of a timm model, downloaded unless cached, and where it is from."""
-    config: Any = timm.get_pretrained_cfg(name)
+    config = load_timm().get_pretrained_cfg(name)
     if not config.hf_hub_id:
         elsewhere = f" (they are at {config.url}: give the file)" if config.url else ""
         raise WeightsError(f"the hub has no weights for {name}{elsewhere}")
@@ -261,6 +259,8 @@ def _from_file(
 
 def _positions(model: Any, found: Tensor) -> Tensor:
     """Return learned positions for the model's size of images, as timm does it for the hub's."""
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
     wanted = model.pos_embed
     if found.ndim != 3 or wanted.ndim != 3 or found.shape[::2] != wanted.shape[::2]:
         return found

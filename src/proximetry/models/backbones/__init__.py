@@ -5,17 +5,13 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import timm
 import torch
-from timm.layers.drop import DropPath
-from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, closest, random_numbers_kept, shown
-from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401 (importing registers them)
-from proximetry.models.backbones.base import BACKBONES
+from proximetry._common import UsageError, closest, need, random_numbers_kept, shown
 from proximetry.models.batchnorm import evaluating
 
 
@@ -28,19 +24,35 @@ class Features:
     channels_last: bool = False
 
 
+@cache
+def load_timm() -> Any:
+    """Import timm, and register our own backbones with it.
+
+    It takes longer than torch, and a search or a mistake in a command needs no network.
+    """
+    timm = need("timm", "images", "A backbone")
+    from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401
+
+    return timm
+
+
 def own_backbones() -> dict[str, str]:
     """Return the backbones that timm lacks, by name, with a line of what each is."""
+    load_timm()
+    from proximetry.models.backbones.base import BACKBONES
+
     documented = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}
     return {name: (text or "").partition("\n")[0] for name, text in documented.items()}
 
 
 def list_backbones(pattern: str = "") -> list[str]:
     """Return the names that `Embedder.create` takes; `pattern` may hold wildcards ("resnet*")."""
-    return timm.list_models(pattern)
+    return load_timm().list_models(pattern)  # type: ignore[no-any-return]
 
 
 def check_name(name: str) -> str:
     """Return `name`; refuse what is no backbone and suggest near names."""
+    timm = load_timm()
     if isinstance(name, str) and timm.is_model(name):
         return name
     near = closest(str(name), timm.list_models())
@@ -54,13 +66,14 @@ def build(
     name: str, crop: tuple[int, int] | None = None, tensors: dict[str, Tensor] | None = None
 ) -> nn.Module:
     """Make a backbone without classifier, random or with tensors under timm's own names."""
-    config: Any = timm.get_pretrained_cfg(check_name(name))
+    timm = load_timm()
+    config = timm.get_pretrained_cfg(check_name(name))
     own = tuple(config.input_size[-2:])
     extra: dict[str, Any] = {}
     if crop and crop != own and config.fixed_input_size:
         extra["img_size"] = crop
     try:
-        model: Any = timm.create_model(
+        model = timm.create_model(
             name,
             pretrained=tensors is not None,
             # Tensors, not their file: timm would unpickle it without restriction.
@@ -80,6 +93,9 @@ def build(
 
 def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     """Give a backbone stochastic depth, as timm builds it in: the more the later the block."""
+    timm = load_timm()
+    from timm.layers.drop import DropPath
+
     rates: dict[str, float] = {}
     if timm.is_model(name):
         # A network that does not know the argument says so by a TypeError.
@@ -100,6 +116,8 @@ def check_patches(
     model: nn.Module, name: str, crop: tuple[int, int], key: str = "image_size"
 ) -> None:
     """Refuse images whose border would be in no patch: timm may drop it without a word."""
+    from timm.layers.patch_embed import PatchEmbed
+
     patches = getattr(model, "patch_embed", None)
     config: Any = model.pretrained_cfg
     if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad:
@@ -118,6 +136,8 @@ def check_patches(
 
 def takes_one_size(model: nn.Module) -> bool:
     """Whether the network was made for images of one size, as those with learned positions are."""
+    from timm.layers.patch_embed import PatchEmbed
+
     patches = getattr(model, "patch_embed", None)
     return isinstance(patches, PatchEmbed) and patches.strict_img_size
 
