@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,25 @@ assert proximetry.metrics.evaluate and proximetry.data.Catalog
 assert not hasattr(proximetry, "lossses")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_public_names_can_be_imported_from_their_package(package):
+    module = import_module(f"proximetry.{package}")
+    public = set(getattr(module, "__all__", ()))
+    for name in public:
+        assert getattr(module, name) is not None
+    defined = {
+        node.name
+        for path in (SOURCE / package).rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    root = SOURCE.parents[1]
+    pages = {root / "README.md", *(root / "docs").rglob("*.md")} - {root / "docs/architecture.md"}
+    for page in pages:
+        named = set(re.findall(r"`([A-Z]\w+)", page.read_text()))
+        assert named & defined <= public, page
 
 
 MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}

@@ -15,7 +15,7 @@ from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.gathering import Gathered, gathered
-from proximetry.losses.pair_losses import PAIR_LOSSES
+from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
 from proximetry.losses.regularizers import (
@@ -73,6 +73,7 @@ __all__ = [
     "IntraClassRegularizer",
     "LossForm",
     "NormSoftmax",
+    "PairLoss",
     "Proxies",
     "ProxyAnchor",
     "ProxyLoss",

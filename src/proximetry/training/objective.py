@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from proximetry import losses
-from proximetry.losses.pair_losses import PairLoss
 from proximetry.training.recipe import LossConfig, RecipeError
 
 
@@ -82,7 +81,7 @@ class Objective(nn.Module):
 
 def _make_loss(
     config: LossConfig, class_names: Sequence[str], dim: int
-) -> losses.ProxyLoss | PairLoss:
+) -> losses.ProxyLoss | losses.PairLoss:
     if config.name.startswith("pairs/"):
-        return PairLoss(config.name.removeprefix("pairs/"), dim=dim, **config.settings)  # type: ignore[arg-type]
+        return losses.PairLoss(config.name.removeprefix("pairs/"), dim=dim, **config.settings)  # type: ignore[arg-type]
     return losses.create(config.name, len(class_names), dim, **config.settings)
