@@ -137,6 +137,8 @@ def test_unknown_backbone_suggests_near_names():
     for name in ("hf-hub:someone/something", "", None):
         with pytest.raises(ValueError, match="unknown backbone"):
             Embedder.create(name)
+    with pytest.raises(ValueError, match=r"got the module Identity; .* Embedder\.wrap"):
+        Embedder.create(nn.Identity())
 
 
 MAPS = [

@@ -18,7 +18,7 @@ _MOST_DECKS = 1 << 16
 
 
 class _BatchSampler(ABC):
-    """Iterating gives the batches of `epoch`, as torch's DataLoader wants of a batch_sampler."""
+    """Iterating gives the batches of `epoch`; for torch, DataLoader(…, batch_sampler=this)."""
 
     def __init__(self, batch_size: int, batches: int, seed: int) -> None:
         if seed < 0:
@@ -152,6 +152,9 @@ class ClassBalanced(_BatchSampler):
     a shuffled deck per class: each image of the class once before any comes again. Rounds and
     decks run on through the epochs, so over a run every image gets its turn. A batch holds an
     image twice only if its class has fewer than `images_per_class` images.
+
+    Iterating gives whole batches, so torch's DataLoader takes it as ``batch_sampler=``; as
+    ``sampler=`` it would make batches of batches.
 
     Args:
         codes: the class of every image; any whole numbers.

@@ -52,10 +52,20 @@ def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]
     return {name: known[name].check(name, value) for name, value in given.items()}
 
 
+# What pytorch-metric-learning calls them.
+_ELSEWHERE = {
+    "centers_per_class": "proxies_per_class",
+    "embedding_size": "dim",
+    "temperature": "1 / scale",
+}
+
+
 def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
     if not known:
         return f"{owner} takes no settings, got {name!r}"
-    return f"{owner} has no setting {name!r}{closest(name, known)}"
+    ours = _ELSEWHERE.get(name, "")
+    hint = f", which is {ours} here" if ours.split(" ")[-1] in known else closest(name, known)
+    return f"{owner} has no setting {name!r}{hint}"
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))

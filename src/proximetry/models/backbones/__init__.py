@@ -55,6 +55,11 @@ def check_name(name: str) -> str:
     timm = load_timm()
     if isinstance(name, str) and timm.is_model(name):
         return name
+    if isinstance(name, nn.Module):
+        raise UsageError(
+            f"backbone is a name of timm, got the module {type(name).__name__}; a network of your "
+            "own becomes an embedder by Embedder.wrap(module, preprocessing, dim)"
+        )
     near = closest(str(name), timm.list_models())
     raise UsageError(
         f"unknown backbone {shown(name)}{near} `proximetry backbones 'resnet*'`, or in Python "
