@@ -134,7 +134,7 @@ def test_a_run_goes_on_with_the_default_it_was_begun_with(capsys, home):
     assert call(capsys, *words, "--recipe", "default")[0] == 0
     code, out, err = call(capsys, *words)
     assert code == 0, err
-    assert "recipe default, with which the run in mine was begun" in out
+    assert "as the run in mine was begun: recipe default (" in out
     assert "mine is complete already" in out
 
 
@@ -162,7 +162,7 @@ def test_a_recipe_is_named_as_before(capsys, home):
     [
         (["glyps"], "there is no folder or file 'glyps', did you mean 'glyphs'?"),
         (["./nowhere"], "there is no folder or file './nowhere': looked in "),
-        (["nowhere/t.csv"], "there is no folder or file 'nowhere/t.csv': nor a folder "),
+        (["nowhere/t.csv"], "there is no folder or file 'nowhere/t.csv', nor a folder "),
         (["t.csv", "mine"], "there is no folder or file 't.csv': looked in "),
         (["./mime.yaml"], "there is no folder or file './mime.yaml', did you mean 'mine.yaml'?"),
         (["glyphs"], "'glyphs' is a shipped recipe and a folder here; write ./glyphs"),
@@ -354,6 +354,13 @@ def test_starting_over_tells_of_the_complete_run_that_it_removes(capsys, home, m
     assert out.count(told) == 1
 
 
+def test_a_link_that_leads_nowhere_is_told(capsys, home):
+    (home / "here" / "photos").symlink_to(home / "unplugged")
+    code, _, err = call(capsys, "photos")
+    assert code == 2
+    assert f"photos is a link to {home}/unplugged, which is not there" in err
+
+
 @pytest.mark.parametrize("word", ["auto", "true", "false"])
 def test_a_key_that_may_be_auto_takes_a_word(capsys, home, word):
     found = config(capsys, home / "flowers" / "train", "--training.cuda-graph", word)
@@ -366,6 +373,7 @@ def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
     found = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
     assert found["folder"]["state"] == "complete already"
     assert found["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
+    assert found["decoded"] == 0, "there is nothing left to decode them for"
     longer = [home / "flowers" / "train", *small(training_epochs=3), "--dry-run", "--json"]
     found = json.loads(call(capsys, *longer)[1])
     assert found["folder"]["state"] == "continued"

@@ -157,6 +157,7 @@ def test_the_best_epoch_outlives_its_checkpoint(recipe, tmp_path, monkeypatch, l
     proxies = {"proxies": whole["last"]["proxies"]}
     if also:
         assert note.endswith("epoch 2 was selected, but the last one is taken")
+        assert results["protocol"] == "last"
         assert results["last"] == whole["last"] == results["selected"] | proxies
         assert Embedder.load(out).metrics["epoch"] == 3
     else:

@@ -165,8 +165,10 @@ def test_a_batch_larger_than_the_images_is_told(recipe, sampler):
     ]
     assert len(data.sampler) == 1
     batch = data.sampler.batch(0, 0)
-    assert sorted(set(batch.tolist())) == list(range(36))
-    assert (len(batch) > 36) == (sampler == "balanced")
+    if sampler == "balanced":
+        assert len(batch) == 45
+    else:
+        assert sorted(batch.tolist()) == list(range(36))
 
 
 def test_ranks_share_a_batch_evenly(recipe):

@@ -72,11 +72,12 @@ def test_plain_lines_where_there_is_no_terminal(recipe, tmp_path, capsys):
 def test_plain_lines_tell_once_a_minute_how_far_it_has_come(capsys, monkeypatch):
     display, now = PlainDisplay(), 1000.0
     monkeypatch.setattr("proximetry.training.reporting.time.monotonic", lambda: now)
-    for number in range(121):  # a thousand images in two minutes
-        display.progress("decoding", 10 * number, 1200)
-        now += 1
+    for _ in range(2):  # those to train on and those to evaluate, each in two minutes
+        for number in range(121):
+            display.progress("decoding", 10 * number, 1200)
+            now += 1
     display.progress("checking", 1, 2)
-    assert capsys.readouterr().out.splitlines() == ["decoding: 600 of 1 200, about 60 s left"]
+    assert capsys.readouterr().out.splitlines() == ["decoding: 600 of 1 200, about 60 s left"] * 2
 
 
 # Begins to decode when a file is there.

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -150,6 +149,8 @@ def _unknown_option(error: "UnknownOptionError") -> str:
     wanted = set(last.split("-"))
     same, best, most = list[str](), "", 0
     for argument in error.argument_collection:
+        if argument.index is not None and argument.field_info.name == last:
+            return f"Unknown option: {word}. {last.upper()} is a word of its own, without an option"
         name = argument.names[0] if argument.names else ""
         home, _, key = name.lstrip("-").rpartition(".")
         if home and key == last:
@@ -194,23 +195,18 @@ def _join_values(arguments: "Mapping[str, Argument]", words: Sequence[str]) -> l
     """Put values to their options, so that none is taken for the first word of a command.
 
     Write ``--k 1 5 word`` and ``--k 1,5 word`` as ``--k 1 --k 5 word``: a list ends at a word that
-    cannot be one of its values; and ``--flip true`` as ``--flip=true``.
+    cannot be one of its values, after ``--k=1`` at once; and ``--flip true`` as ``--flip=true``.
     """
     found: list[str] = []
     current = ""
-    left = deque(words)
-    while left:
-        word = left.popleft()
+    for position, word in enumerate(words):
         if word == "--":
-            return [*found, word, *left]
-        if word.startswith("-") and not _NUMBER.fullmatch(word):
-            name, _, value = word.partition("=")
-            listed = _list_values(arguments.get(name.replace("_", "-")), value)
-            if listed and value[:1] not in ("", "-"):
-                word = name
-                left.appendleft(value)
-            current = word.replace("_", "-")
-            found.append(word)
+            return [*found, *words[position:]]
+        if word.startswith("-") and not _numbers(word):
+            name, sign, value = word.partition("=")
+            argument = arguments.get(name.replace("_", "-"))
+            found += [f"{name}={one}" for one in _list_values(argument, value) if sign] or [word]
+            current = "" if sign else name.replace("_", "-")
         elif values := _list_values(arguments.get(current), word):
             for value in values:
                 if found[-1].replace("_", "-") != current:
@@ -232,6 +228,11 @@ def _list_values(argument: "Argument | None", word: str) -> list[str]:
     if get_args(argument.hint)[0] is str:
         pairs = "=" in (argument.parameter.metavar or ())
         return [word] if "=" in word or not pairs else []
+    return _numbers(word)
+
+
+def _numbers(word: str) -> list[str]:
+    """The numbers in a word, which has commas between them; none if there is anything else."""
     numbers = word.split(",")
     return numbers if all(map(_NUMBER.fullmatch, numbers)) else []
 

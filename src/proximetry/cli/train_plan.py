@@ -74,13 +74,11 @@ def make_plan(
         folder, lines = _place(out, name, (dataset, root), (FOR_VECTORS,))
         return Plan(Recipe.load(FOR_VECTORS, changes), folder, (f"recipe {FOR_VECTORS}", *lines))
     folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
-    chosen, why = _choose_recipe(folder, device, fresh)
+    chosen, why, advice = _choose_recipe(folder, device, fresh)
     recipe = Recipe.load(chosen, changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
-    first = f"{why} ({recipe.model.backbone}{size})"
-    if why.endswith(ON_CPU):
-        lines = (f"--recipe {ON_GPU} is the larger one, for a GPU", *lines)
-    return Plan(recipe, folder, (first, *lines))
+    first = f"{why}recipe {chosen} ({recipe.model.backbone}{size})"
+    return Plan(recipe, folder, (first, *advice, *lines))
 
 
 def _find_images(source: str, given: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -117,16 +115,19 @@ def _names_recipe(word: str, asked: str | None) -> bool:
     return file or (shipped and asked is None)
 
 
-def _choose_recipe(place: Path, device: str | None, fresh: bool) -> tuple[str, str]:
-    """The default for the device, or that of the run that is continued; and why."""
+def _choose_recipe(
+    place: Path, device: str | None, fresh: bool
+) -> tuple[str, str, tuple[str, ...]]:
+    """The default for the device, or that of the run that is continued; why, and advice."""
     from proximetry._common import resolve_device
 
     begun = None if fresh else _begun(place)
     if begun is not None and begun.name in (ON_GPU, ON_CPU):
-        return begun.name, f"recipe {begun.name}, with which the run in {place} was begun"
+        return begun.name, f"as the run in {place} was begun: ", ()
     if resolve_device(device).type == "cuda":
-        return ON_GPU, f"recipe {ON_GPU}"
-    return ON_CPU, f"{'on the CPU' if device else 'no CUDA device'}: recipe {ON_CPU}"
+        return ON_GPU, "", ()
+    why = "on the CPU: " if device else "no CUDA device: "
+    return ON_CPU, why, (f"--recipe {ON_GPU} is the larger one, for a GPU",)
 
 
 def _name(source: str) -> str:

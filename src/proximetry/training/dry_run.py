@@ -64,7 +64,7 @@ def dry_run(
     """Check a run as `train` would, and return what it will take.
 
     Raises what the run would raise: about the data, the weights, the loss, or the folder. Images
-    are decoded, 20 000 at most. The display shows how far that has come, and the notes.
+    are decoded, `MOST_DECODED` at most. The display shows how far that has come, and the notes.
     """
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
@@ -120,8 +120,12 @@ def _estimate_run(
     check_space(recipe, storage.missing)
     stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
     updater = make_updater(recipe, embedder, parts["train"].class_names, world, note, stage=stage)
-    checked = Checked()
-    if embedder.takes_images:
+    state, done = _state(folder, RunFolder(out), recipe, resume)
+    left = recipe.training.epochs - done
+    # Before images are decoded: what memory that took at most would hide what a step takes.
+    rates, memory = _measure(recipe, updater, world, images, len(parts["train"].class_names))
+    checked, every = Checked(), len(catalog)
+    if embedder.takes_images and left:
         checked = world.first(lambda: _check_images(recipe, catalog, sizes[0], how, display))
         if checked.bad:
             catalog = without(catalog, checked.bad)
@@ -129,11 +133,7 @@ def _estimate_run(
             note(*division.notes)
         note(*checked.copies)
     counts = {name: len(part) for name, part in parts.items()}
-    classes = len(parts["train"].class_names)
-    state, done = _state(folder, recipe, resume)
-    left = recipe.training.epochs - done
     per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
-    rates, memory = _measure(recipe, updater, world, counts["train"], classes)
     training = left * per_epoch / rates[0]
     # Without a cache all cores decode while the network computes.
     first, meanwhile = 0.0, 0.0
@@ -154,6 +154,7 @@ def _estimate_run(
             name: {"images": len(part), "classes": len(part.class_names)}
             for name, part in parts.items()
         },
+        "images": every,
         "decoded": checked.decoded,
         "left_out": [f"{path}: {why}" for path, why in checked.bad],
         "notes": notes,
@@ -217,9 +218,9 @@ def _check_images(
     return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
-def _state(folder: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
-    """What becomes of the folder, and how many epochs are done in it."""
-    if not resume and folder.results.exists():
+def _state(folder: RunFolder, whole: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
+    """What becomes of the folder, and how many epochs are done in it; `whole` has both stages."""
+    if not resume and whole.results.exists():
         return "new; the complete run there will be removed", 0
     if not resume or folder.begun() is None:
         return "new", 0
@@ -373,9 +374,8 @@ def _what_was_decoded(found: dict[str, Any]) -> list[str]:
     decoded, bad = found["decoded"], found["left_out"]
     if not decoded:
         return []
-    there = sum(part["images"] for part in found["data"].values()) + len(bad)
     line = f"all {_count(decoded, 'image')} decoded to check them"
-    if decoded < there:
+    if decoded < found["images"]:
         line = f"{spaced(decoded)} images from all over decoded to check them, the others not"
     left_out = [f"left out {reason}" for reason in bad]
     return [line, *first_few(left_out, "the document of --json")]

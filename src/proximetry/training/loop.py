@@ -353,6 +353,8 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
         if state.best_epoch is not None:
             final = _evaluate_finally(run, None)
             results["selected"] = {"epoch": state.best_epoch, **final.scores}
+        else:
+            results["protocol"] = "last"
     results["notes"] += _no_gain(run, results)
     return results, final
 

@@ -92,8 +92,8 @@ class Display(Callback):
 class PlainDisplay(Display):
     """One line per epoch, for logs and pipes."""
 
-    _since: tuple[str, float] = ("", 0.0)
-    _told = 0.0
+    _what, _done = "", 0  # of which progress was told last, and how far it had come
+    _since = _told = 0.0
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file  # None for the present standard output
@@ -105,12 +105,13 @@ class PlainDisplay(Display):
     def progress(self, what: str, done: int, total: int) -> None:
         """Print a line per minute."""
         now = time.monotonic()
-        if what != self._since[0]:
-            self._since, self._told = (what, now), now
+        if what != self._what or done < self._done:
+            self._what, self._since, self._told = what, now, now
         elif now - self._told >= 60 and 0 < done < total:
-            left = readable_seconds((now - self._since[1]) / done * (total - done))
+            left = readable_seconds((now - self._since) / done * (total - done))
             self.message(f"{what}: {spaced(done)} of {spaced(total)}, about {left} left")
             self._told = now
+        self._done = done
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
         """Print the baseline."""

@@ -119,6 +119,8 @@ def resolve_source(
 def not_found(word: str, known: Iterable[str], kind: str) -> str:
     """Say that a word is neither where images lie nor a known name, and what comes closest."""
     place, beside = Path(word).expanduser(), list[str]()
+    if place.is_symlink():
+        return f"{word} is a link to {os.readlink(place)}, which is not there"
     with suppress(OSError):
         beside = os.listdir(place.parent)
     near = [] if place.suffix else get_close_matches(word, [*known], 1, 0.7)
@@ -127,8 +129,8 @@ def not_found(word: str, known: Iterable[str], kind: str) -> str:
     if near:
         return f"{missing}, did you mean {near[0]!r}?"
     if place.suffix or os.sep in word:
-        there = place.parent.is_dir()
-        return f"{missing}: {'looked in' if there else 'nor a folder'} {place.parent.absolute()}"
+        where = ": looked in" if place.parent.is_dir() else ", nor a folder"
+        return f"{missing}{where} {place.parent.absolute()}"
     return (
         f"{missing} and no {kind} of that name; images of your own are a folder of class folders, "
         "a table or a tar file, and `proximetry datasets` lists the other ones"
