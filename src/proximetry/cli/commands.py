@@ -161,6 +161,7 @@ def evaluate(
         check_alone(embedder)
     name, place = resolve_source(given, root)
 
+    # These import torch, which takes seconds; what is wrong with the words is said before.
     from proximetry.cli import evaluation
     from proximetry.cli.search_methods import SearchMethods, make_rows
     from proximetry.training.comparison import check_comparison, choose_split

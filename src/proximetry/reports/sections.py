@@ -117,8 +117,8 @@ def metrics_section(record: RunRecord, findings: Findings | None) -> Section:
         words = describe_protocol(results, record.recipe.evaluation.select_by)
         parts.append(el("p", f"{words[0].upper()}{words[1:]}. All values are in percent."))
     tables = []
+    compared = compared_epochs(results) if results else {}
     for split, words in SPLITS.items():
-        compared = compared_epochs(results) if results else {}
         columns = {title: part[split] for title, part in compared.items() if split in part}
         if columns:
             same = findings if findings and findings.agrees and findings.split == split else None

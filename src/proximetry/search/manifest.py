@@ -31,7 +31,6 @@ from proximetry._common import (
     written_for,
 )
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES, Similarity
-from proximetry.models.storage import DESCRIPTION, find_embedder
 
 FORMAT = "proximetry gallery"
 VERSION = 1
@@ -131,6 +130,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if not folder.exists():
             raise UsageError(f"there is no gallery {folder}; `proximetry index` makes one")
+        from proximetry.models.storage import DESCRIPTION, find_embedder  # which imports torch
+
         why = f"it has no {MANIFEST}"
         if (folder / LOCK).exists():
             why = "it was not finished; give the command that builds it again"
