@@ -33,8 +33,8 @@ from proximetry.training.recipe import AUTO, Recipe, plain_values
 
 ROOT = Path(__file__).parents[1]
 SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
-# Tables that are complete with fewer epochs: the runs with all of theirs that there are so far.
-WHOLE = ROOT / "benchmarks" / "whole"
+# Tables run again with half of their epochs.
+HALF = ROOT / "benchmarks" / "half"
 # Folders of results that are not those of a table.
 OTHERS = ("faces",)
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
@@ -59,7 +59,7 @@ BEST = (
 
 def folders() -> dict[Path, Table]:
     """Every folder of results with its table."""
-    found = {path: Table.load(path.name) for path in (*_tables(), *_tables(WHOLE))}
+    found = {path: Table.load(path.name) for path in (*_tables(), *_tables(HALF))}
     for path in _searches():
         found[path] = Table.load(path.parents[1] / f"{path.name}.yaml")
     return found
