@@ -329,6 +329,29 @@ def test_why_a_process_ended(whole, cache, tmp_path, code, log, parallel, senten
         raise AssertionError(runner._why(job, code))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "given", "policy"),
+    [
+        (1, {}, "as it was"),
+        (2, {}, "PASSIVE"),
+        (2, {"GOMP_SPINCOUNT": "9"}, "as it was"),
+        (2, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+    ],
+)
+def test_threads_of_runs_that_share_a_machine_sleep(
+    cache, tmp_path, monkeypatch, parallel, given, policy
+):
+    for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    run = runner.plan(make_table(cache), ReproduceOptions())[0]
+    job = runner.Job(run, tmp_path, "cpu", parallel)
+    said = "import os, sys; sys.stderr.write(os.environ.get('OMP_WAIT_POLICY', 'as it was'))"
+    assert runner.start_process(job, ("-c", said)).wait() == 0
+    assert job.log.read_text() == policy
+
+
 def test_a_page_without_runs(tmp_path):
     text = page(Results(make_table(tmp_path), []), (0,))
     assert "No run of this table is done yet." in text

@@ -106,6 +106,9 @@ def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train
         # As many threads as here, so that the figures do not depend on how many run at once.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
+    if job.parallel > 1 and "GOMP_SPINCOUNT" not in os.environ:
+        # Threads that wait in loops take the cores from the other runs; docs/faq.md has figures.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with job.log.open("wb") as log:
         return subprocess.Popen(
             [*words, "--device", job.device],
