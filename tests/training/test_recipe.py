@@ -189,6 +189,42 @@ def test_another_image_size_leaves_the_sizes_of_the_old_one_behind():
     assert (both.model.resize, both.data.crop_size) == (128, None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({"dim": 512}, (512, None, 0.0, 0.2)),
+        ({"dim": 1024}, (1024, 512, 0.25, 0.2)),
+        ({"dim": 512, "pca_dim": 512}, (512, 512, 0.25, 0.2)),
+        ({"pca_dim": None}, (2048, None, 0.0, 0.2)),
+        ({"pca_dim": 256}, (2048, 256, 0.25, 0.2)),
+        ({"backbone": "vgg16"}, (2048, 512, 0.25, 0.0)),
+        ({"backbone": "resnet50", "drop_path": 0.1}, (2048, 512, 0.25, 0.1)),
+        ({"backbone": "tf_efficientnet_lite2"}, (2048, 512, 0.25, 0.2)),
+        ({"freeze_backbone": True}, (2048, 512, 0.25, 0.0)),
+        ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2)),
+    ],
+)
+def test_a_change_leaves_behind_what_has_no_sense_with_it(changes, left, tmp_path):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": "best-cub", "model": changes}))
+    for recipe in (
+        Recipe.load("best-cub", {"model": changes}),
+        Recipe.load("best-cub").override({f"model.{key}": changes[key] for key in changes}),
+        Recipe.load(tmp_path / "mine.yaml"),
+    ):
+        m = recipe.model
+        assert (m.dim, m.pca_dim, m.whitening, m.drop_path) == left
+
+
+def test_what_excludes_each_other_is_still_refused_when_said_together():
+    for changes, said in (
+        ({"dim": 64, "pca_dim": 128}, "pca_dim 128 is more than dim 64"),
+        ({"dim": 64, "whitening": 0.5}, r"whitening 0\.5 goes with pca_dim"),
+        ({"freeze_backbone": True, "drop_path": 0.1}, "drop_path 0.1 exclude each other"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            Recipe.load("best-cub", {"model": changes, "evaluation.eval_dims": []})
+
+
 def test_a_missing_key_is_named_without_everything_else():
     class Person(Section):
         name: str

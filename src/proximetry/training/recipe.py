@@ -772,23 +772,40 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay changes over plain values; another loss leaves the settings of the old one behind.
+    """Lay changes over plain values, less of these what a change leaves no sense in.
 
-    So do new bits the dimensions of what was before.
+    Another loss leaves the settings of the old one behind. So do new bits the dimensions of what
+    was before, a dimension PCA to no less than that, no PCA its whitening, and another backbone or
+    a frozen one the stochastic depth.
     """
     merged, wanted = _lay_over({}, values), _lay_over({}, changes)
-    model = wanted.get("model")
-    if isinstance(model, dict) and model.get("bits") is not None:
+    old, new = _section(merged, "model"), _section(wanted, "model")
+    if new.get("bits") is not None:
         for section, key in _DIMENSIONS:
-            old = merged.get(section)
-            if isinstance(old, dict):
-                old.pop(key, None)
-    loss, new = merged.get("loss"), wanted.get("loss")
-    if isinstance(loss, dict) and isinstance(new, dict) and "name" in new:
-        default = LossConfig.model_fields["name"].default
-        if new["name"] != loss.get("name", default):
-            loss.pop("settings", None)
+            _section(merged, section).pop(key, None)
+    dim, pca_dim = new.get("dim"), new.get("pca_dim", old.get("pca_dim"))
+    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int and pca_dim >= dim:
+        pca_dim = None
+        del old["pca_dim"]
+    if pca_dim is None and {"dim", "pca_dim"} & new.keys():
+        old.pop("whitening", None)
+    if new.get("freeze_backbone") or _changed("backbone", old, new, ModelConfig):
+        old.pop("drop_path", None)
+    loss = _section(merged, "loss")
+    if _changed("name", loss, _section(wanted, "loss"), LossConfig):
+        loss.pop("settings", None)
     return _lay_over(merged, wanted)
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of nested values; what is none is refused later."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _changed(key: str, old: dict[str, Any], new: dict[str, Any], section: type[Section]) -> bool:
+    """Whether a section has another value of a key than before."""
+    return key in new and new[key] != old.get(key, section.model_fields[key].default)
 
 
 def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
