@@ -76,14 +76,14 @@ def test_a_token_of_the_environment_counts(shared, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_with_its_extra(tmp_path):
+def test_what_is_missing_is_named_with_its_extra(shared):
     missing = ["uvicorn", "python_multipart", "fastapi"]
     code = f"""
 import sys
 from proximetry.cli import main
 for name in {missing}:
     sys.modules[name] = None
-    assert main(["serve", {str(tmp_path)!r}]) == 1
+    assert main(["serve", {str(shared.path)!r}]) == 1
     del sys.modules[name]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -56,6 +56,10 @@ def index(
         device: cpu or cuda; default: cuda where there is a GPU.
     """
     from proximetry.cli.processes import processes
+    from proximetry.cli.vectors import check_there
+
+    for word in images:
+        check_there(Path(word).expanduser())  # before torch is imported
     from proximetry.search.manifest import EMBEDDER
     from proximetry.search.staging import help_out, with_helpers
 
@@ -81,7 +85,8 @@ def _index(
     as_json: bool,
 ) -> None:
     from proximetry.search import Gallery
-    from proximetry.search.gallery import LEFT_OUT, is_milvus
+    from proximetry.search.gallery import LEFT_OUT
+    from proximetry.search.manifest import is_milvus
 
     there = _exists(gallery)
     if not there and model is None:
@@ -122,8 +127,7 @@ def _index(
 
 
 def _exists(gallery: str) -> bool:
-    from proximetry.search.gallery import is_milvus
-    from proximetry.search.manifest import MANIFEST
+    from proximetry.search.manifest import MANIFEST, is_milvus
 
     if is_milvus(gallery):
         from proximetry.search.milvus import exists
@@ -133,6 +137,10 @@ def _exists(gallery: str) -> bool:
 
 
 def _open(gallery: str, model: Path | None) -> "Gallery":
+    from proximetry.search.manifest import is_milvus, read_manifest
+
+    if not is_milvus(gallery):
+        read_manifest(Path(gallery))  # what is wrong with it is told before torch is imported
     from proximetry.search import Gallery
 
     return Gallery.open(gallery, None if model is None else _load(model, None))
@@ -235,7 +243,6 @@ def search(
         rerank: order what is nearest by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
-    from proximetry.search import contact_sheet
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import conditions
 
@@ -260,6 +267,8 @@ def search(
         )
     names = [str(query) for query in queries]
     if sheet is not None:
+        from proximetry.search import contact_sheet
+
         contact_sheet(sheet, names, result)
     text = "\n\n".join(_table(name, result, row) for row, name in enumerate(names))
     if sheet is not None:

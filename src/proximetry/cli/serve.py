@@ -26,12 +26,14 @@ def serve(
         token: what the page and scripts have to bring, needed wherever others can reach it;
             default: the environment variable PROXIMETRY_TOKEN.
     """
-    from proximetry.search.gallery import is_milvus
-    from proximetry.web import serve as run
+    from proximetry.search.manifest import is_milvus, read_manifest
 
     if is_milvus(gallery):
         raise UsageError(
             f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
             f"proximetry search IMAGE --gallery {gallery} --model RUN"
         )
+    read_manifest(Path(gallery))  # what is wrong with it is told before torch is imported
+    from proximetry.web import serve as run
+
     run(Path(gallery), host, port, token, report=lambda line: print(line, flush=True))

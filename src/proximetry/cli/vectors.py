@@ -90,6 +90,12 @@ def find_images(
     return images, notes
 
 
+def check_there(path: Path) -> None:
+    """Refuse what is not there."""
+    if not path.exists():
+        raise UsageError(f"there is no image or folder {path}")
+
+
 def find_catalog(
     path: Path, columns: Mapping[str, str] | None = None, *, allow_missing: bool = False
 ) -> "Catalog | None":
@@ -97,8 +103,7 @@ def find_catalog(
     from proximetry.data import resolve_source
     from proximetry.data.folders import is_image
 
-    if not path.exists():
-        raise UsageError(f"there is no image or folder {path}")
+    check_there(path)
     if path.is_file() and is_image(path.name):
         return None
     name, root = resolve_source(path.absolute())  # a path, even if it is called like a dataset

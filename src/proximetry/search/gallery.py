@@ -36,6 +36,7 @@ from proximetry.search.manifest import (
     Report,
     SegmentInfo,
     check_place,
+    is_milvus,
     locked,
     read_digest,
     read_manifest,
@@ -69,11 +70,6 @@ MERGED = 65_536
 _BLOCK = 65_536
 # Lists up to this length may be ordered anew: twice as many images are then compared.
 _MOST_RERANKED = 1000
-
-
-def is_milvus(path: str | os.PathLike[str]) -> bool:
-    """Whether this is the address of a gallery on Milvus, not a folder."""
-    return os.fspath(path).startswith(("milvus:", "milvuss:"))
 
 
 class Gallery:

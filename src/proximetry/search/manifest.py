@@ -119,6 +119,11 @@ class Manifest:
         return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
 
 
+def is_milvus(path: str | os.PathLike[str]) -> bool:
+    """Whether this is the address of a gallery on Milvus, not a folder."""
+    return os.fspath(path).startswith(("milvus:", "milvuss:"))
+
+
 def new_name() -> str:
     """Return a name that no file ever had."""
     return uuid4().hex
