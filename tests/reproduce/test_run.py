@@ -311,22 +311,54 @@ def test_results_that_cannot_be_read_are_a_failure(data, cache, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "log", "parallel", "sentence"),
+    ("code", "log", "sentence"),
     [
-        (-9, "", 1, "was killed by signal 9, as happens when memory runs out; it can be continued"),
-        (-15, "", 1, "its process was killed by signal 15; it can be continued"),
-        (130, "stopped after step 3", 1, "it was stopped from outside, and saved"),
-        (1, "one\nno such folder\n\n", 1, "no such folder"),
-        (1, "", 1, "its process ended with code 1"),
-        (1, "RuntimeError: CUDA error: out of memory", 2, "too little memory .* lower --parallel"),
+        (-9, "", "was killed by signal 9, as happens when memory runs out; it can be continued"),
+        (-15, "", "its process was killed by signal 15; it can be continued"),
+        (130, "stopped after step 3", "it was stopped from outside, and saved"),
+        (1, "one\nno such folder\n\n", "no such folder"),
+        (1, "", "its process ended with code 1"),
+        (1, "RuntimeError: CUDA error: out of memory", "this machine has too little memory"),
     ],
 )
-def test_why_a_process_ended(whole, cache, tmp_path, code, log, parallel, sentence):
+def test_why_a_process_ended(whole, cache, tmp_path, code, log, sentence):
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
-    job = runner.Job(run, tmp_path, "cpu", parallel)
+    job = runner.Job(run, tmp_path, "cpu")
     job.log.write_text(log)
-    with pytest.raises(AssertionError, match=sentence):
-        raise AssertionError(runner._why(job, code))
+    with pytest.raises(ReproduceError, match=sentence):
+        raise runner._why(job, code)
+
+
+@pytest.mark.parametrize("room", [2, 1, 0])
+def test_a_run_without_memory_beside_others_is_done_later(cache, data, tmp_path, room):
+    """With room for so many at once; none fits where there is no room at all."""
+    running, most, lines = [], [], []
+
+    class Busy(Ended):
+        def poll(self):
+            if len(running) > 1 and running[0] is not self:
+                return None  # until those before have ended
+            running.remove(self)
+            return self.code
+
+    def start(job):
+        if len(running) >= room:
+            job.log.write_text("proximetry: not enough memory on cuda:0")
+            return Ended(1)
+        running.append(Busy(train_here(job).code))
+        most.append(len(running))
+        return running[-1]
+
+    table = make_table(cache, selection=False)
+    options = {"parallel": 4, "seeds": (0, 1), "start": start, "report": lines.append}
+    if room == 0:
+        with pytest.raises(ReproduceError, match=r"4 runs failed.*this machine has too little"):
+            run_table(table, data, tmp_path, **options)
+        return
+    home = run_table(table, data, tmp_path, **options)
+    assert len(list(home.glob("*.json"))) == 4
+    assert max(most) == room
+    assert any(f"later again, {room} at once" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ class Interrupted(Stopped):
     """A command that was asked to stop, with everything saved."""
 
 
+class _TooLittleMemoryError(ReproduceError):
+    """A run did not fit into memory, perhaps for those beside it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A run and everything its process needs to know.
@@ -210,25 +214,35 @@ def _perform(
     finish: Callable[[Job, int], str],
     report: Report,
 ) -> list[str]:
-    """Do the jobs, so many at once, and return what failed; when interrupted let all save first."""
+    """Do the jobs, so many at once, and return what failed; when interrupted let all save first.
+
+    One that has too little memory beside others is done again later, with fewer at once.
+    """
     waiting, failures = deque(jobs), []
     running: list[tuple[Job, Child]] = []
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
-                job = waiting.popleft()
+                job = replace(waiting.popleft(), parallel=parallel)
                 job.write()
                 running.append((job, start(job)))
+            fit = len(running)
             ended = [(job, child) for job, child in running if child.poll() is not None]
             for job, child in ended:
                 running.remove((job, child))
                 try:
                     said = finish(job, child.wait())
                 except Exception as error:  # one run must not take the others with it
-                    expected = isinstance(error, (ValueError, OSError))
-                    why = str(error) if expected else f"{type(error).__name__}: {error}"
-                    failures.append(f"{job.run}: {' '.join(why.split())}")
-                    said = f"failed, {' '.join(why.split())}"
+                    if isinstance(error, _TooLittleMemoryError) and job.parallel > 1:
+                        fit -= 1
+                        parallel = max(1, min(parallel, fit))
+                        waiting.append(job)
+                        said = f"too little memory beside others; later again, {parallel} at once"
+                    else:
+                        expected = isinstance(error, (ValueError, OSError))
+                        why = str(error) if expected else f"{type(error).__name__}: {error}"
+                        failures.append(f"{job.run}: {' '.join(why.split())}")
+                        said = f"failed, {' '.join(why.split())}"
                 report(f"{job.run}: {said}; {len(waiting) + len(running)} left")
             if not ended:
                 time.sleep(0.1)
@@ -250,7 +264,7 @@ def _finish(
 ) -> str:
     """Write the file of a run that has ended, remove what it leaves, and say what came out."""
     if code:
-        raise ReproduceError(_why(job, code))
+        raise _why(job, code)
     _, catalog = data[job.run.recipe.data.dataset]
     try:
         views = _evaluate_views(job, table, catalog) if table.views else None
@@ -298,26 +312,27 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
     return {**found, "flip TTA": evaluate_embedder(embedder, held_out)}
 
 
-def _why(job: Job, code: int) -> str:
+def _why(job: Job, code: int) -> ReproduceError:
     """Say in a sentence why a process ended with this code."""
     if code < 0:
         hint = ", as happens when memory runs out" if code == -signal.SIGKILL else ""
-        return f"its process was killed by signal {-code}{hint}; it can be continued"
+        return ReproduceError(
+            f"its process was killed by signal {-code}{hint}; it can be continued"
+        )
     if code == 130:
-        return "it was stopped from outside, and saved"
+        return ReproduceError("it was stopped from outside, and saved")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else f"its process ended with code {code}"
     if re.search("out ?of ?memory|not enough memory", last, re.IGNORECASE):
         place = "the GPU" if job.on_gpu else "this machine"
-        lower = "lower --parallel, or " if job.parallel > 1 else ""
-        return (
-            f"{place} has too little memory for it and what else runs there; {lower}"
-            "give a table file of your own with a smaller data.batch_size, a larger "
-            "training.accumulate or data.cache: pixels"
+        return _TooLittleMemoryError(
+            f"{place} has too little memory for it and what else runs there; give a table file of "
+            "your own with a smaller data.batch_size, a larger training.accumulate or data.cache: "
+            "pixels"
         )
     whole = f" (the whole of it is in {job.log})" if "Traceback" in text else ""
-    return last.removeprefix("proximetry: ") + whole
+    return ReproduceError(last.removeprefix("proximetry: ") + whole)
 
 
 def _find_data(
