@@ -18,6 +18,9 @@ from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 
+_Pairs = tuple[list[Tensor], list[Tensor]]
+"""Tensors that follow others, and these."""
+
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """The precision of a recipe, for the network alone."""
@@ -97,6 +100,8 @@ class Updater:
         # CUDA graphs and DistributedDataParallel note which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
+        self._parameters = list(self.embedder.parameters())
+        self._followed = self._find_followed()
         network: nn.Module = self._plain
         if self.graph:
             network = GraphedNetwork(self._plain, self._on_graph_failure)
@@ -169,10 +174,26 @@ class Updater:
     def _clip(self) -> None:
         o = self.recipe.optimizer
         if o.clip_value is not None:
-            everything = [*self.embedder.parameters(), *self.objective.parameters()]
+            everything = [*self._parameters, *self.objective.parameters()]
             nn.utils.clip_grad_value_(everything, o.clip_value)
         if o.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.embedder.parameters(), o.clip_norm)
+            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
+
+    def _find_followed(self) -> tuple[_Pairs, list[_Pairs]]:
+        """Tensors of the moving average with those they follow: parameters, buffers by dtype.
+
+        To walk through the modules at every step would take longer than to update a small network.
+        """
+        if self.average is None:
+            return ([], []), []
+        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
+        trained = [(kept, new) for kept, new in pairs if new.requires_grad]  # others are equal
+        buffers: dict[torch.dtype, _Pairs] = {}
+        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
+            slow, fast = buffers.setdefault(kept.dtype, ([], []))
+            slow.append(kept)
+            fast.append(new)
+        return ([kept for kept, _ in trained], [new for _, new in trained]), [*buffers.values()]
 
     @torch.no_grad()
     def _update_average(self, step: int) -> None:
@@ -180,10 +201,7 @@ class Updater:
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
-        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-        trained = [(kept, new) for kept, new in pairs if new.requires_grad]  # others are equal
-        slow: list[Tensor] = [kept for kept, _ in trained]
-        fast: list[Tensor] = [new for _, new in trained]
+        (slow, fast), buffers = self._followed
         torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
-        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
-            kept.copy_(new)
+        for kept, new in buffers:
+            torch._foreach_copy_(kept, new)
