@@ -329,36 +329,61 @@ def test_why_a_process_ended(whole, cache, tmp_path, code, log, sentence):
         raise runner._why(job, code)
 
 
-@pytest.mark.parametrize("room", [2, 1, 0])
-def test_a_run_without_memory_beside_others_is_done_later(cache, data, tmp_path, room):
-    """With room for so many at once; none fits where there is no room at all."""
-    running, most, lines = [], [], []
+class Crowd:
+    """Runs that are done in the order of their start, where so many fit at once.
 
-    class Busy(Ended):
-        def poll(self):
-            if len(running) > 1 and running[0] is not self:
-                return None  # until those before have ended
-            running.remove(self)
-            return self.code
+    Attributes:
+        too_large: slugs of rows that do not even fit alone.
+        sizes: how many ran when one was started that did fit.
+    """
 
-    def start(job):
-        if len(running) >= room:
+    def __init__(self, room, too_large=(), code=1):
+        self.room, self.too_large, self.code = room, too_large, code
+        self.running, self.sizes = [], []
+
+    def start(self, job):
+        if len(self.running) >= self.room or job.run.row.slug in self.too_large:
             job.log.write_text("proximetry: not enough memory on cuda:0")
-            return Ended(1)
-        running.append(Busy(train_here(job).code))
-        most.append(len(running))
-        return running[-1]
+            return Ended(self.code)
+        self.running.append(job)
+        self.sizes.append(len(self.running))
+        return InTurn(self, job)
 
+
+class InTurn:
+    def __init__(self, crowd, job):
+        self.crowd, self.job = crowd, job
+
+    def poll(self):
+        return 0 if self.crowd.running[0] is self.job else None
+
+    def wait(self):
+        self.crowd.running.remove(self.job)
+        return train_here(self.job).wait()
+
+    def terminate(self):
+        raise AssertionError("it was to end by itself")
+
+
+@pytest.mark.parametrize("code", [1, -9])
+@pytest.mark.parametrize("room", [2, 1])
+def test_a_run_without_memory_beside_others_is_done_later(cache, data, tmp_path, room, code):
+    lines, crowd = [], Crowd(room, code=code)
     table = make_table(cache, selection=False)
-    options = {"parallel": 4, "seeds": (0, 1), "start": start, "report": lines.append}
-    if room == 0:
-        with pytest.raises(ReproduceError, match=r"4 runs failed.*this machine has too little"):
-            run_table(table, data, tmp_path, **options)
-        return
-    home = run_table(table, data, tmp_path, **options)
-    assert len(list(home.glob("*.json"))) == 4
-    assert max(most) == room
-    assert any(f"later again, {room} at once" in line for line in lines)
+    home = run_table(table, data, tmp_path, lines.append, crowd.start, parallel=4, seeds=(0, 1, 2))
+    assert len(list(home.glob("*.json"))) == 6
+    assert max(crowd.sizes) == room
+    assert any("run again by itself, and until then at most" in line for line in lines)
+    assert lines[-1].endswith("0 left")
+
+
+def test_a_row_that_fits_nowhere_fails_and_hardly_slows_the_others(cache, data, tmp_path):
+    crowd = Crowd(4, ["mpa-k-2"])
+    table = make_table(cache, selection=False)
+    with pytest.raises(ReproduceError, match=r"3 runs failed.*this machine has too little memory"):
+        run_table(table, data, tmp_path, start=crowd.start, parallel=4, seeds=(0, 1, 2))
+    assert len(list((tmp_path / "small").glob("*.json"))) == 3
+    assert crowd.sizes[-1] > 1
 
 
 @pytest.mark.parametrize(

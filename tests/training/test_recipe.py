@@ -15,6 +15,7 @@ from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, shipped_recipes
 from proximetry.training.recipe import (
     Section,
+    merge,
     parse_yaml,
     read_yaml,
     recipe_keys,
@@ -192,19 +193,19 @@ def test_another_image_size_leaves_the_sizes_of_the_old_one_behind():
 @pytest.mark.parametrize(
     ("changes", "left"),
     [
-        ({"dim": 512}, (512, None, 0.0, 0.2)),
-        ({"dim": 1024}, (1024, 512, 0.25, 0.2)),
-        ({"dim": 512, "pca_dim": 512}, (512, 512, 0.25, 0.2)),
-        ({"pca_dim": None}, (2048, None, 0.0, 0.2)),
-        ({"pca_dim": 256}, (2048, 256, 0.25, 0.2)),
-        ({"backbone": "vgg16"}, (2048, 512, 0.25, 0.0)),
-        ({"backbone": "resnet50", "drop_path": 0.1}, (2048, 512, 0.25, 0.1)),
-        ({"backbone": "tf_efficientnet_lite2"}, (2048, 512, 0.25, 0.2)),
-        ({"freeze_backbone": True}, (2048, 512, 0.25, 0.0)),
-        ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2)),
+        ({"dim": 512}, (512, None, 0.0, 0.2, (128, 64))),
+        ({"dim": 128}, (128, None, 0.0, 0.2, (64,))),
+        ({"dim": 1024}, (1024, 512, 0.25, 0.2, (128, 64))),
+        ({"dim": 512, "pca_dim": 512}, (512, 512, 0.25, 0.2, (128, 64))),
+        ({"dim": 2048}, (2048, 512, 0.25, 0.2, (128, 64))),
+        ({"pca_dim": None}, (2048, None, 0.0, 0.2, (128, 64))),
+        ({"pca_dim": 64}, (2048, 64, 0.25, 0.2, ())),
+        ({"backbone": "vgg16"}, (2048, 512, 0.25, 0.2, (128, 64))),
+        ({"freeze_backbone": True}, (2048, 512, 0.25, 0.0, (128, 64))),
+        ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2, (128, 64))),
     ],
 )
-def test_a_change_leaves_behind_what_has_no_sense_with_it(changes, left, tmp_path):
+def test_a_change_leaves_behind_what_it_makes_meaningless(changes, left, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": "best-cub", "model": changes}))
     for recipe in (
         Recipe.load("best-cub", {"model": changes}),
@@ -212,7 +213,21 @@ def test_a_change_leaves_behind_what_has_no_sense_with_it(changes, left, tmp_pat
         Recipe.load(tmp_path / "mine.yaml"),
     ):
         m = recipe.model
-        assert (m.dim, m.pca_dim, m.whitening, m.drop_path) == left
+        found = m.dim, m.pca_dim, m.whitening, m.drop_path, recipe.evaluation.eval_dims
+        assert found == left
+
+
+def test_changes_to_changes_leave_nothing_behind_that_they_do_not_know():
+    for more, then in (
+        ({"model.whitening": 0.25}, {"model.dim": 1024}),
+        ({"model.drop_path": 0.1}, {"model.backbone": "tf_efficientnet_lite2"}),
+    ):
+        assert merge(more, then) == merge({}, {**more, **then})
+
+
+def test_a_dimension_said_again_changes_nothing():
+    same = Recipe.load("best-cub", {"model": {"dim": 512, "pca_dim": 512}})
+    assert same.override({"model.dim": 512}) == same
 
 
 def test_what_excludes_each_other_is_still_refused_when_said_together():

@@ -186,10 +186,6 @@ def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp
             "optimizer.layer_decay must be 1: small_convnet does not tell its layers apart",
         ),
         (
-            {"backbone": "small_convnet", "model": {"drop_path": 0.1}},
-            r"model\.drop_path is for networks of timm .*, and small_convnet has none",
-        ),
-        (
             {"backbone": "small_convnet", "model": {"lora_rank": 4}},
             "LoRA is for the linear layers in the blocks of transformers, and small_convnet has",
         ),

@@ -58,8 +58,9 @@ def index(
     from proximetry.cli.processes import processes
     from proximetry.cli.vectors import check_there
 
-    for word in images:
-        check_there(Path(word).expanduser())  # before torch is imported
+    if "RANK" not in os.environ:  # of several processes one tells it, later
+        for word in images:
+            check_there(Path(word).expanduser())  # a wrong name is told before torch is imported
     from proximetry.search.manifest import EMBEDDER
     from proximetry.search.staging import help_out, with_helpers
 
@@ -140,7 +141,7 @@ def _open(gallery: str, model: Path | None) -> "Gallery":
     from proximetry.search.manifest import is_milvus, read_manifest
 
     if not is_milvus(gallery):
-        read_manifest(Path(gallery))  # what is wrong with it is told before torch is imported
+        read_manifest(Path(gallery))  # a wrong name is told before torch is imported
     from proximetry.search import Gallery
 
     return Gallery.open(gallery, None if model is None else _load(model, None))

@@ -33,7 +33,7 @@ def serve(
             f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
             f"proximetry search IMAGE --gallery {gallery} --model RUN"
         )
-    read_manifest(Path(gallery))  # what is wrong with it is told before torch is imported
+    read_manifest(Path(gallery))  # a wrong name is told before torch is imported
     from proximetry.web import serve as run
 
     run(Path(gallery), host, port, token, report=lambda line: print(line, flush=True))

@@ -13,6 +13,7 @@ from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import examine, sample
 from proximetry.reproduce.table import Row
 from proximetry.training.recipe import DataConfig, Recipe
+from proximetry.training.reporting import AMONG_TRAIN
 from proximetry.training.schedule import drop_epochs
 
 NOT_RECORDED = "not recorded"
@@ -126,11 +127,12 @@ def _figures(results: Results, seeds: Sequence[int], selected: Sequence[Row] | N
         )
     for record in list(results.selection.values())[:1]:
         evaluation = record.recipe["evaluation"]
+        among = any("among_train" in line.get("held_out", {}) for line in record.curve)
         caption += (
             f" One more run per row holds out {100 * evaluation['held_out']:.0f} % of the training "
-            f"classes and selects the epoch with the best {evaluation['select_by']} on those; the "
-            "figures are of the runs on all training classes at that epoch. The test set is not "
-            "used for selection."
+            f"classes and selects the epoch with the best {evaluation['select_by']} on those"
+            f"{f' {AMONG_TRAIN}' * among}; the figures are of the runs on all training classes at "
+            "that epoch. The test set is not used for selection."
         )
     if table.seconds:
         caption += " Seconds are of training alone, without start and evaluation."

@@ -216,34 +216,43 @@ def _perform(
 ) -> list[str]:
     """Do the jobs, so many at once, and return what failed; when interrupted let all save first.
 
-    One that has too little memory beside others is done again later, with fewer at once.
+    One that has too little memory beside others is done again by itself when they are through.
+    The first such run of a row also lets fewer of the rest run at once.
     """
     waiting, failures = deque(jobs), []
+    alone: deque[Job] = deque()
+    crowded: set[str] = set()  # rows
     running: list[tuple[Job, Child]] = []
     try:
-        while waiting or running:
+        while waiting or running or alone:
+            if not waiting and not running:
+                waiting, alone, parallel = alone, deque(), 1
             while waiting and len(running) < parallel:
                 job = replace(waiting.popleft(), parallel=parallel)
                 job.write()
                 running.append((job, start(job)))
-            fit = len(running)
+            at_once = len(running)
             ended = [(job, child) for job, child in running if child.poll() is not None]
             for job, child in ended:
                 running.remove((job, child))
                 try:
                     said = finish(job, child.wait())
                 except Exception as error:  # one run must not take the others with it
+                    expected = isinstance(error, (ValueError, OSError))
+                    why = str(error) if expected else f"{type(error).__name__}: {error}"
+                    said = f"failed, {' '.join(why.split())}"
                     if isinstance(error, _TooLittleMemoryError) and job.parallel > 1:
-                        fit -= 1
-                        parallel = max(1, min(parallel, fit))
-                        waiting.append(job)
-                        said = f"too little memory beside others; later again, {parallel} at once"
+                        alone.append(job)
+                        said = f"{why.partition(';')[0]}; it will be run again by itself"
+                        if job.run.row.name not in crowded:
+                            crowded.add(job.run.row.name)
+                            at_once -= 1
+                            parallel = max(1, min(parallel, at_once))
+                            said += f", and until then at most {parallel} at a time"
                     else:
-                        expected = isinstance(error, (ValueError, OSError))
-                        why = str(error) if expected else f"{type(error).__name__}: {error}"
                         failures.append(f"{job.run}: {' '.join(why.split())}")
-                        said = f"failed, {' '.join(why.split())}"
-                report(f"{job.run}: {said}; {len(waiting) + len(running)} left")
+                left = len(waiting) + len(running) + len(alone)
+                report(f"{job.run}: {said}; {left} left")
             if not ended:
                 time.sleep(0.1)
     finally:  # none is left to end unless we were interrupted
@@ -315,10 +324,12 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
 def _why(job: Job, code: int) -> ReproduceError:
     """Say in a sentence why a process ended with this code."""
     if code < 0:
-        hint = ", as happens when memory runs out" if code == -signal.SIGKILL else ""
-        return ReproduceError(
-            f"its process was killed by signal {-code}{hint}; it can be continued"
-        )
+        told = f"its process was killed by signal {-code}"
+        if code == -signal.SIGKILL:
+            return _TooLittleMemoryError(
+                f"{told}, as happens when memory runs out; it can be continued"
+            )
+        return ReproduceError(f"{told}; it can be continued")
     if code == 130:
         return ReproduceError("it was stopped from outside, and saved")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""

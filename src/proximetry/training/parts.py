@@ -89,7 +89,6 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         "model.flip_tta": made.flip_tta,
         "model.tta_crops": made.tta_crops,
         "model.weights": "own",
-        "model.drop_path": 0.0 if embedder.is_own else recipe.model.drop_path,
         "evaluation.similarity": made.similarity,
     }
     asked = recipe.model.bits
@@ -99,6 +98,8 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
             f"{embedder.bits or 'no'} bits: Embedder.create(…, bits={asked})"
         )
     words["model.bits"] = embedder.bits
+    if (recipe.model.pca_dim or 0) >= embedder.dim:
+        words |= {"model.pca_dim": None, "model.whitening": 0.0}
     if embedder.takes_images:
         wanted = embedder.preprocessing
         words["model.image_size"] = wanted.crop[0] if len({*wanted.crop}) == 1 else None

@@ -772,29 +772,40 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay changes over plain values, less of these what a change leaves no sense in.
+    """Lay changes over plain values, without what the changes make meaningless.
 
     Another loss leaves the settings of the old one behind. So do new bits the dimensions of what
-    was before, a dimension PCA to no less than that, no PCA its whitening, and another backbone or
-    a frozen one the stochastic depth.
+    was before, another dimension PCA to no fewer, no PCA its whitening, fewer dimensions those
+    `eval_dims` that are not below, and a frozen backbone its stochastic depth.
     """
     merged, wanted = _lay_over({}, values), _lay_over({}, changes)
     old, new = _section(merged, "model"), _section(wanted, "model")
     if new.get("bits") is not None:
         for section, key in _DIMENSIONS:
             _section(merged, section).pop(key, None)
-    dim, pca_dim = new.get("dim"), new.get("pca_dim", old.get("pca_dim"))
-    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int and pca_dim >= dim:
-        pca_dim = None
-        del old["pca_dim"]
-    if pca_dim is None and {"dim", "pca_dim"} & new.keys():
-        old.pop("whitening", None)
-    if new.get("freeze_backbone") or _changed("backbone", old, new, ModelConfig):
+    if {"dim", "pca_dim"} & new.keys():
+        _fit_dimensions(old, new, _section(merged, "evaluation"))
+    if new.get("freeze_backbone"):
         old.pop("drop_path", None)
     loss = _section(merged, "loss")
     if _changed("name", loss, _section(wanted, "loss"), LossConfig):
         loss.pop("settings", None)
     return _lay_over(merged, wanted)
+
+
+def _fit_dimensions(old: dict[str, Any], new: dict[str, Any], evaluation: dict[str, Any]) -> None:
+    """Take from a recipe what has no place in the new dimensions of its model."""
+    dim, pca_dim = new.get("dim"), old.get("pca_dim")
+    whole = new.get("pca_dim", 0) is None
+    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
+        whole = dim <= pca_dim and _changed("dim", old, new, ModelConfig)
+    if whole:
+        old.pop("pca_dim", None)
+        old.pop("whitening", None)
+    width = new.get("pca_dim", old.get("pca_dim")) or new.get("dim", old.get("dim"))
+    compared = evaluation.get("eval_dims")
+    if type(width) is int and isinstance(compared, (list, tuple)):
+        evaluation["eval_dims"] = [d for d in compared if type(d) is not int or d < width]
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def make_data(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
         )
     else:
-        _prepare(embedder, recipe.model)
+        _prepare(embedder, recipe.model, display.message)
     embedder.to(world.device)
     check_abilities(recipe, embedder)
     if not isinstance(own, OwnDatasets):
@@ -382,18 +382,20 @@ def make_embedder(
     except NoFeatureMapError as error:
         embedder = Embedder.create(**given | {"pooling": "auto"})
         report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error.reason}")
-    _prepare(embedder, m)
+    _prepare(embedder, m, report)
     return embedder
 
 
-def _prepare(embedder: Embedder, m: ModelConfig) -> None:
+def _prepare(embedder: Embedder, m: ModelConfig, report: Callable[[str], None]) -> None:
     """Make an embedder, also one of the user's, train as the recipe says."""
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
     if m.lora_rank is not None and not embedder.is_own:  # which is refused later
         add_lora(embedder, m.lora_rank, m.lora_alpha)
-    if m.drop_path:
-        set_drop_path(embedder.backbone, embedder.architecture.backbone, m.drop_path)
+    name = embedder.architecture.backbone
+    if m.drop_path and not set_drop_path(embedder.backbone, name, m.drop_path):
+        # Not refused: a recipe that has it may be meant for other networks.
+        report(f"no stochastic depth: {name} has no blocks of timm that can be dropped")
 
 
 def check_abilities(recipe: Recipe, embedder: Embedder) -> None:

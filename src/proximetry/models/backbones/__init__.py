@@ -96,8 +96,11 @@ def build(
     return model  # type: ignore[no-any-return]
 
 
-def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
-    """Give a backbone stochastic depth, as timm builds it in: the more the later the block."""
+def set_drop_path(model: nn.Module, name: str, rate: float) -> bool:
+    """Give a backbone stochastic depth, as timm builds it in: the more the later the block.
+
+    Returns whether it has blocks that can be dropped.
+    """
     timm = load_timm()
     from timm.layers.drop import DropPath
 
@@ -107,14 +110,10 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
         with random_numbers_kept(), suppress(TypeError):
             parts = timm.create_model(name, num_classes=0, drop_path_rate=rate).named_modules()
             rates = {place: one.drop_prob for place, one in parts if isinstance(one, DropPath)}
-    if not rates:
-        raise UsageError(
-            "model.drop_path is for networks of timm whose blocks can be dropped, and "
-            f"{name} has none"
-        )
     for place, share in rates.items():
         parent, _, child = place.rpartition(".")
         setattr(model.get_submodule(parent), child, DropPath(share).train(model.training))
+    return bool(rates)
 
 
 def check_patches(
