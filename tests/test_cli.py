@@ -98,30 +98,6 @@ assert not heavy, heavy
     assert "--recall-at" in done.stdout
 
 
-def test_what_is_not_there_is_told_before_torch_is_imported(tmp_path):
-    code = """
-import sys
-from proximetry.cli import main
-for words in (
-    "search query.jpg",
-    "search query.jpg --sheet sheet.pdf",
-    "serve nothing",
-    "duplicates nothing",
-    "index nothing --model run",
-    "evaluate nothing else",
-):
-    assert main(words.split()) == 2, words
-    assert "torch" not in sys.modules, words
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    for said in ("no gallery gallery", "must end in .html", "no image or folder nothing"):
-        assert said in done.stderr
-    assert done.stderr.count("there is no gallery nothing") == 2
-
-
 def help_of(capsys, monkeypatch, *words, width=80):
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, _ = call(capsys, *words, "--help")

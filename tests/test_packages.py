@@ -84,14 +84,29 @@ def test_what_is_named_wrongly_is_found_before_slow_imports(tmp_path):
     code = """
 import sys
 from proximetry.cli import main
-for words in (["train", "nope"], ["embed", "nope", "nope"], ["evaluate", "nope", "nope"]):
-    assert main(words) == 2
+for words in (
+    "train nope",
+    "embed nope nope",
+    "evaluate nope nope",
+    "index nope --model run",
+    "search nope.png",
+    "search nope.png --sheet sheet.pdf",
+    "serve nope",
+    "duplicates nope",
+):
+    assert main(words.split()) == 2, words
     assert "torch" not in sys.modules, words
-for words in (["report", "nope"], ["search", "nope.png"], ["export", "nope", "nope.onnx"]):
-    assert main(words)
+for words in ("report nope", "export nope nope.onnx"):
+    assert main(words.split()), words
     assert "timm" not in sys.modules, words
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("no gallery gallery", "must end in .html", "no image or folder nope"):
+        assert said in done.stderr
+    assert done.stderr.count("there is no gallery nope") == 2
 
 
 EXTRAS = ("PIL", "cyclopts", "filelock", "pydantic", "rich", "safetensors", "timm", "yaml")

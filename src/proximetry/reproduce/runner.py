@@ -239,8 +239,8 @@ def _perform(
                     said = finish(job, child.wait())
                 except Exception as error:  # one run must not take the others with it
                     expected = isinstance(error, (ValueError, OSError))
-                    why = str(error) if expected else f"{type(error).__name__}: {error}"
-                    said = f"failed, {' '.join(why.split())}"
+                    told = str(error) if expected else f"{type(error).__name__}: {error}"
+                    why = " ".join(told.split())
                     if isinstance(error, _TooLittleMemoryError) and job.parallel > 1:
                         alone.append(job)
                         said = f"{why.partition(';')[0]}; it will be run again by itself"
@@ -250,7 +250,8 @@ def _perform(
                             parallel = max(1, min(parallel, at_once))
                             said += f", and until then at most {parallel} at a time"
                     else:
-                        failures.append(f"{job.run}: {' '.join(why.split())}")
+                        failures.append(f"{job.run}: {why}")
+                        said = f"failed, {why}"
                 left = len(waiting) + len(running) + len(alone)
                 report(f"{job.run}: {said}; {left} left")
             if not ended:

@@ -99,7 +99,7 @@ def _words_for_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         )
     words["model.bits"] = embedder.bits
     if (recipe.model.pca_dim or 0) >= embedder.dim:
-        words |= {"model.pca_dim": None, "model.whitening": 0.0}
+        words["model.pca_dim"] = None
     if embedder.takes_images:
         wanted = embedder.preprocessing
         words["model.image_size"] = wanted.crop[0] if len({*wanted.crop}) == 1 else None
