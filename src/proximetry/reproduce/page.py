@@ -286,7 +286,7 @@ def _data(results: Results) -> str:
     )
     notes = list(dict.fromkeys(n.rstrip(".") for r in results.everything for n in r.notes))
     more = len(notes) - _NOTES_SHOWN
-    rest = [f"and {more} more notes in the JSON files"] if more > 0 else []
+    rest = [f"and {more} more note{'s' * (more > 1)} in the JSON files"] if more > 0 else []
     return "; ".join([*sets, *notes[:_NOTES_SHOWN], *rest])
 
 
