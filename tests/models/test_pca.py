@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from proximetry.models import Embedder
-from proximetry.models.pca import principal_axes, second_moments, with_pca
+from proximetry.models.pca import moments_of_few, principal_axes, second_moments, with_pca
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12), wide=st.integers(1, 9), data=st.data())
@@ -22,6 +22,30 @@ def test_axes_are_those_of_the_singular_values(seed, count, wide, data):
     singular = torch.linalg.svdvals(vectors)
     assert lost.item() == pytest.approx(singular[dim:].square().sum().item(), abs=1e-4)
     assert (axes.gather(1, axes.abs().argmax(1, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize("dim", [0, 16])
+def test_few_vectors_leave_the_other_axes_to_the_head(dim):
+    """What the vectors tell comes first, then where the head spreads features most."""
+    torch.manual_seed(0)
+    embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
+    width = embedder.dim
+    scales = torch.logspace(0, -2, width)
+    if dim:
+        with torch.no_grad():
+            embedder.head.weight.zero_().diagonal().copy_(scales)
+    vectors = F.normalize(torch.randn(2, width), dim=1)
+    axes = principal_axes(moments_of_few(second_moments(vectors), embedder), 6)
+    outside = vectors - vectors @ axes[:2].t() @ axes[:2]
+    assert outside.norm(dim=1).max() < 0.2, "the first axes are those of the vectors"
+    spread = (axes[2:] * (scales if dim else torch.ones(width))).square().sum(1)
+    assert (spread.diff() <= 1e-4).all(), "the largest first"
+    assert spread.sum() > 0.8 * (scales[:4].square().sum() if dim else 4)
+    with torch.no_grad():
+        if dim:
+            embedder.head.weight.zero_()
+    nothing = second_moments(torch.zeros(2, width))
+    assert principal_axes(moments_of_few(nothing, embedder), 6).isfinite().all()
 
 
 def reduce(vectors, axes, normalize=True):

@@ -1,6 +1,7 @@
 """One evaluator: PCA, truncated embeddings, flip TTA; train's figures are evaluate's."""
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
+from proximetry.models.pca import moments_of_few
 from proximetry.training import (
     Callback,
     Recipe,
@@ -122,13 +124,16 @@ def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
     assert crosstalk(vectors) > 1e-2
 
 
-def test_no_pca_is_fitted_to_fewer_images_than_dimensions(reduced, tmp_path):
+def test_pca_to_more_dimensions_than_images_takes_what_the_head_tells(
+    reduced, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluator, "moments_of_few", mock.Mock(wraps=moments_of_few))
     recipe = reduced.override(
         {"model": {"dim": 64, "pca_dim": 40}, "evaluation.eval_dims": [3, 38]}
     )
     results = train(recipe, tmp_path / "run", device="cpu")
-    assert any("keeps its 64 dimensions: PCA to 40 takes" in note for note in results["notes"])
-    assert Embedder.load(tmp_path / "run" / "embedder").dim == 64
+    assert evaluator.moments_of_few.called
+    assert Embedder.load(tmp_path / "run" / "embedder").dim == 40
     assert list(results["last"]["test"]["dims"]) == ["3", "38"]
     assert train(recipe, tmp_path / "run", device="cpu") == results, "and goes on as it was begun"
 

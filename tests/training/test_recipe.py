@@ -180,10 +180,14 @@ def test_the_epoch_is_selected_by_map_at_r_unless_a_paper_did_otherwise():
         assert evaluation.protocol == "last" or evaluation.select_by == expected, name
 
 
-def test_another_image_size_leaves_the_sizes_of_the_old_one_behind():
-    recipe = Recipe.load("default", {"model.image_size": 112})
-    sizes = recipe.model.resize, recipe.data.crop_size, recipe.data.short_side
-    assert sizes == (None, None, None)
+def test_another_image_size_leaves_the_sizes_of_the_old_one_behind(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: default\nmodel: {image_size: 112}\n")
+    for recipe in (
+        Recipe.load("default", {"model.image_size": 112}),
+        Recipe.load(tmp_path / "mine.yaml"),
+    ):
+        sizes = recipe.model.resize, recipe.data.crop_size, recipe.data.short_side
+        assert sizes == (None, None, None)
     same = Recipe.load("default", {"model.image_size": 288})
     assert (same.model.resize, same.data.crop_size) == (320, 256)
     both = Recipe.load("default", {"model": {"image_size": 112, "resize": 128}})
@@ -221,8 +225,25 @@ def test_changes_to_changes_leave_nothing_behind_that_they_do_not_know():
     for more, then in (
         ({"model.whitening": 0.25}, {"model.dim": 1024}),
         ({"model.drop_path": 0.1}, {"model.backbone": "tf_efficientnet_lite2"}),
+        ({"loss.settings": {"tau": 0.05}}, {"loss.name": "mpa"}),
+        ({"model.pca_dim": 64}, {"model.dim": 64}),
+        ({"model.resize": 256}, {"model.image_size": 112}),
     ):
-        assert merge(more, then) == merge({}, {**more, **then})
+        assert merge(more, then, whole=False) == merge({}, {**more, **then})
+    other = {"loss": {"name": "arcface", "settings": {"margin": 0.3}}}
+    assert merge(other, {"loss.name": "mpa"}, whole=False) == {"loss": {"name": "mpa"}}
+
+
+def test_an_empty_section_is_refused_in_a_sentence():
+    assert Recipe.load({"model": None}, {"model.image_size": 32}).model.image_size == 32
+    with pytest.raises(RecipeError, match="data"):
+        Recipe.load({"data": None}, {"model.image_size": 32})
+
+
+def test_where_weights_lie_does_not_matter():
+    recipes = [Recipe.load("glyphs", {"model.weights": place}) for place in ("a/w", "/b/w", "c")]
+    same, elsewhere, other = (recipe.essence() for recipe in recipes)
+    assert same == elsewhere == recipes[0].without_places().essence() != other
 
 
 def test_a_dimension_said_again_changes_nothing():

@@ -33,6 +33,7 @@ from proximetry.training.checkpoint import (
     save_checkpoint,
 )
 from proximetry.training.clock import Stopwatch
+from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import PlainDisplay
 from proximetry.training.run_folder import PlaceError, describe_environment
@@ -417,13 +418,22 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path):
+def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, capsys):
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it$"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(4, interrupt)])
     with pytest.raises(Stopped, match=r"after step 6.*continues it, and the embedder so far can"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(6, interrupt)])
     assert signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(Stopped, match=r"without --fresh \(resume=False\) continues it$"):
+        train(
+            recipe,
+            tmp_path / "run",
+            resume=False,
+            display=PlainDisplay(),
+            callbacks=[OnStep(2, interrupt)],
+        )
+    assert f"removing the unfinished run in {tmp_path / 'run'}:" in capsys.readouterr().out
     train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -594,8 +604,11 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
     ]
     assert [len(names) for names in stages] == [6, 12]
     assert results["first_stage"] == first["selected"]
-    with pytest.raises(RunError, match=r"in two stages and cannot be extended.*--fresh"):
-        train(with_(recipe, "training", epochs=9), tmp_path / "run")
+    for begin in (train, dry_run):
+        with pytest.raises(RunError, match=r"in two stages and cannot be extended.*--fresh"):
+            begin(with_(recipe, "training", epochs=9), tmp_path / "run")
+        with pytest.raises(PlaceError, match="holds a run that is not in two stages"):
+            begin(recipe, tmp_path / "run" / "second-stage")
     # A first stage that begins anew makes the second one worthless.
     stop = OnStep(1, lambda: fail(SystemError("killed")))
     with pytest.raises(SystemError):
@@ -620,6 +633,9 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
         results = train(recipe, tmp_path / protocol)
         assert results["protocol"] == protocol
         assert "test" in results["selected"]
+        unseen = with_(recipe, "evaluation", final_test=False)
+        scores = train(unseen, tmp_path / f"{protocol} unseen")["selected"]
+        assert ("test" in scores) == (protocol == "paper"), "what selects the epoch is told"
         history = RunFolder(tmp_path / protocol).history()
         assert ("test" in history[1]) == (protocol == "paper")
         assert ("held_out" in history[1]) == (protocol == "held_out")
@@ -657,6 +673,10 @@ def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
             train(recipe, out)
     with pytest.raises(RunError, match=r"file is a file; choose"):
         train(with_(recipe, "training", two_stages=True), tmp_path / "file")
+    two_stages = with_(recipe, "training", two_stages=True)
+    for begin in (train, dry_run):
+        with pytest.raises(PlaceError, match="not empty and holds no run"):
+            begin(two_stages, tmp_path / "mine")
     unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
     with monkeypatch.context() as patch:
         patch.setattr(Path, "touch", lambda path: fail(PermissionError(13, "Permission denied")))
@@ -884,14 +904,19 @@ def test_the_embedder_is_there_from_the_first_evaluated_epoch_on(recipe, tmp_pat
     assert saved == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kept", ["checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt"])
+@pytest.mark.parametrize(
+    "kept", ["checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt", "wandb/mine.txt"]
+)
 def test_files_that_are_not_of_the_run_are_kept(recipe, tmp_path, kept):
     recipe = with_(recipe, "training", epochs=1)
     out = tmp_path / "run"
     train(recipe, out)
+    (out / "wandb" / "run-20261117-abc").mkdir(parents=True)
+    (out / "wandb" / "latest-run").symlink_to("run-20261117-abc")
     (out / kept).write_text("mine")
     train(with_(recipe, "optimizer", lr=0.5), out, resume=False)
     assert (out / kept).read_text() == "mine"
+    assert [*out.glob("wandb/*run*")] == []
 
 
 def test_a_run_does_not_start_over_among_files_beside_the_embedder(recipe, tmp_path):

@@ -84,7 +84,7 @@ def train(
     from proximetry.training.recipe import merge, read_yaml
 
     more = read_yaml(config, "overrides") if config is not None else {}
-    plan = make_plan(images, out, recipe, merge(more, overrides), device, fresh)
+    plan = make_plan(images, out, recipe, merge(more, overrides, whole=False), device, fresh)
     if print_config:
         print(plan.recipe.to_yaml(), end="")
         return

@@ -19,6 +19,10 @@ from proximetry.models.embedder import Embedder
 # varies less is noise, which whitening would enlarge more than a thousandfold.
 _SMALLEST_VARIANCE = 1e-6
 
+# What `moments_of_few` adds, relative to what there is. Of a wide head trained on 120 images of
+# groceries and on 350 of birds, 0.01 to 0.1 were best on other classes, above no PCA at all.
+_PRIOR = 0.03
+
 
 def second_moments(vectors: Tensor) -> Tensor:
     """Return Σ (v, 1) (v, 1)ᵀ [D + 1, D + 1] of vectors [N, D], in float64, for `principal_axes`.
@@ -27,6 +31,22 @@ def second_moments(vectors: Tensor) -> Tensor:
     """
     extended = F.pad(vectors.double(), (0, 1), value=1.0)
     return torch.mm(extended.t(), extended)
+
+
+def moments_of_few(moments: Tensor, embedder: Embedder) -> Tensor:
+    """Return second moments of fewer vectors than dimensions with what the head tells added.
+
+    Few vectors have no variance at all along most directions, and would leave it to chance which
+    of those PCA keeps. The head tells how far each varies where the features vary alike in all.
+    """
+    head = embedder.head
+    if isinstance(head, nn.Linear):
+        prior = torch.mm(head.weight.double(), head.weight.double().t())
+    else:
+        prior = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
+    tiny = torch.finfo(prior.dtype).tiny  # a head of zeros
+    scale = _PRIOR * moments[:-1, :-1].trace() / prior.trace().clamp(min=tiny)
+    return moments + F.pad(scale * prior, (0, 1, 0, 1))
 
 
 def principal_axes(

@@ -169,6 +169,8 @@ def keep_choices(recipe: Recipe, begun: Recipe) -> Recipe:
 
 def _choose_cache(recipe: Recipe, device: DeviceFacts, storage: StorageFacts) -> tuple[str, str]:
     asked, size = recipe.data.cache, readable_size(storage.pixels)
+    if asked == "gpu" and not device.cuda:
+        return asked, "pixels in memory"
     if asked != AUTO:
         return asked, _PLACES[asked]
     if recipe.model.freeze_backbone:

@@ -59,7 +59,6 @@ class TrainingData(ABC):
         rows: rows of the catalogue to ``train`` on, the ``held_out`` classes, the ``test`` set.
         protocol: how the epoch is selected: as the recipe says, or ``last`` where no class can be
             held out.
-        pca_dim: dimensions after PCA, if any.
         class_names: of the training classes, in the order of their labels.
         sampler: which of the training rows make up which batch.
         notes: what there is to say about the data.
@@ -76,7 +75,7 @@ class TrainingData(ABC):
         self, recipe: Recipe, catalog: Catalog, world: World, left_out: Sequence[str] = ()
     ) -> None:
         self.world, self._recipe, self.catalog = world, recipe, catalog
-        self.rows, self.protocol, self.pca_dim, notes = divide(catalog, recipe)
+        self.rows, self.protocol, notes = divide(catalog, recipe)
         self.notes = [*catalog.remarks(), *left_out, *notes]
         train = catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
@@ -152,13 +151,11 @@ class Division(NamedTuple):
 
     Attributes:
         protocol: how the epoch is selected.
-        pca_dim: dimensions after PCA, if any.
         notes: where that is not what the recipe says, and why.
     """
 
     rows: dict[str, Rows]
     protocol: Protocol
-    pca_dim: int | None
     notes: list[str]
 
 
@@ -205,15 +202,8 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
                 check_comparison(catalog.subset(rows[name]), recipe.evaluation.metrics)
             except ValueError as error:
                 raise RunError(str(error)) from error
-    images, pca_dim = len(rows["train"]), recipe.model.pca_dim
-    notes += _large_batch(recipe.data, images)
-    if pca_dim is not None and images < pca_dim:
-        notes.append(
-            f"the embedding keeps its {recipe.model.dim} dimensions: PCA to {pca_dim} takes as "
-            f"many training images, and there are {images}"
-        )
-        pca_dim = None
-    return Division(rows, protocol, pca_dim, notes)
+    notes += _large_batch(recipe.data, len(rows["train"]))
+    return Division(rows, protocol, notes)
 
 
 def _large_batch(d: DataConfig, images: int) -> list[str]:

@@ -39,6 +39,8 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run import (
     check_abilities,
+    check_end,
+    check_place_of_stages,
     first_stage,
     guest_of_torch,
     make_embedder,
@@ -85,9 +87,10 @@ def _estimate_run(
 
     if recipe.training.two_stages:
         note("what follows is about the first of two stages")
+        check_place_of_stages(out)
         recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
     recipe = folder.keep_choices(recipe, resume)
-    folder.check(recipe, resume)
+    check_end(folder.check(recipe, resume), recipe, folder, in_stages=folder.path != out)
     Trackers.check(recipe)
     torch.manual_seed(recipe.training.seed)
     recipe, _ = take_parts(recipe, None, None, None)  # which are Python's to give
@@ -159,7 +162,7 @@ def _estimate_run(
         "left_out": [f"{path}: {why}" for path, why in checked.bad],
         "notes": notes,
         "recipe": recipe.to_dict(),
-        "dim": division.pca_dim or recipe.model.dim,
+        "dim": recipe.model.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0] if embedder.takes_images else None,
         "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
         "device": lines[0],
@@ -233,7 +236,7 @@ def _images_evaluated(
     recipe: Recipe, division: Division, counts: dict[str, int], epochs: int
 ) -> int:
     """How many images are embedded to evaluate so many epochs, the first and the last time too."""
-    fitted = division.pca_dim is not None or recipe.model.bits is not None
+    fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
     e, pca = recipe.evaluation, counts["train"] if fitted else 0
     watched = counts["test"] if division.protocol == "paper" or e.watch_test else 0
     watched += counts["held_out"] if division.protocol == "held_out" else 0

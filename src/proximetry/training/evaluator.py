@@ -25,7 +25,7 @@ from proximetry.models.embedder import why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import has_lora, merge_lora, plain_twin
 from proximetry.models.names import LARGEST_BATCH, Similarity
-from proximetry.models.pca import centered, principal_axes, second_moments, with_pca
+from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, any_rank, share_buffers
@@ -355,11 +355,8 @@ class Evaluator:
 
         That is PCA, or the mean of embeddings whose signs are codes; of distractors, the features.
         """
-        dim, rows, binary = (
-            self.data.pca_dim,
-            self._own("train"),
-            self.recipe.model.bits is not None,
-        )
+        rows, model = self._own("train"), self.recipe.model
+        dim, binary = model.pca_dim, model.bits is not None
         wanted = self._distractors if among else np.zeros(len(rows), bool)
         if dim is None and not binary:
             rows, wanted = rows[wanted], wanted[wanted]
@@ -386,13 +383,13 @@ class Evaluator:
         if dim is None or moments is None:
             return self.embedder, distractors
         # About the mean only for plain distances: those between unit vectors are angles too.
-        about_mean = (
-            self.recipe.evaluation.similarity == "euclidean" and not self.recipe.model.normalize
-        )
+        about_mean = self.recipe.evaluation.similarity == "euclidean" and not model.normalize
         if self.world.size > 1:
             dist.all_reduce(moments)
-        whitening = self.recipe.model.whitening
-        axes = self.world.first(lambda: principal_axes(moments, dim, about_mean, whitening).cpu())
+        if len(self.data.rows["train"]) < dim:
+            moments = moments_of_few(moments, self.embedder)
+        fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
+        axes = self.world.first(lambda: fit().cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:

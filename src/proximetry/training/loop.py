@@ -29,7 +29,6 @@ from proximetry.training.state import LastStep, TrainState, find_best
 from proximetry.training.stopping import Stopped, StopRequests
 from proximetry.training.update import Updater
 
-AGAIN = "the same command continues it"
 SATURATED = 0.9995
 """A selection metric from here on cannot tell epochs apart."""
 
@@ -50,6 +49,14 @@ class Run:
     report: Callable[[str], None]
     callbacks: Sequence[Callback] = ()
     stopping: bool = False
+    fresh: bool = False
+    """Begun with ``resume=False``, with which it would begin again."""
+
+    @property
+    def again(self) -> str:
+        """How a stopped run goes on."""
+        how = " without --fresh (resume=False)" if self.fresh else ""
+        return f"the same command{how} continues it"
 
     def stop(self) -> None:
         """End the run after the present step, with a checkpoint; the same call continues it."""
@@ -165,7 +172,7 @@ def _stopping(run: Run, stop_requested: StopRequests, what: str) -> AbstractCont
     """Let a request to stop end an evaluation at once; several processes wait for each other."""
     if run.world.size > 1:
         return nullcontext()
-    return stop_requested.at_once(f"{what} of the run in {run.folder.path}; {AGAIN}")
+    return stop_requested.at_once(f"{what} of the run in {run.folder.path}; {run.again}")
 
 
 def _evaluate_untrained(run: Run) -> dict[str, Any]:
@@ -252,7 +259,7 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
 def _stopped_after(run: Run, step: int) -> str:
     """Say how a stopped run goes on, and what it has come to."""
     usable = ", and the embedder so far can be used" if run.folder.embedder.exists() else ""
-    return f"stopped after step {step}, saved in {run.folder.path}; {AGAIN}{usable}"
+    return f"stopped after step {step}, saved in {run.folder.path}; {run.again}{usable}"
 
 
 def _is_evaluated(run: Run) -> bool:
@@ -396,7 +403,8 @@ def _saved_selected(run: Run) -> Embedder | None:
 
     Neither PCA nor LoRA can be taken out of one again, as evaluating it here would need.
     """
-    if run.data.pca_dim is not None or run.recipe.model.lora_rank is not None:
+    model = run.recipe.model
+    if model.pca_dim is not None or model.lora_rank is not None:
         return None
     try:
         saved = _load_saved(run)
@@ -444,7 +452,8 @@ def _finish(run: Run, results: dict[str, Any], final: Evaluated) -> dict[str, An
 
 def _final_splits(run: Run) -> list[str]:
     """The splits that are evaluated at the end."""
-    wanted = ("held_out", "test") if run.recipe.evaluation.final_test else ("held_out",)
+    with_test = run.recipe.evaluation.final_test or run.data.protocol == "paper"
+    wanted = ("held_out", "test") if with_test else ("held_out",)
     return [name for name in wanted if len(run.data.rows[name])]
 
 

@@ -266,7 +266,7 @@ class ModelConfig(Section):
     pca_dim: Dim | None = _key(
         None,
         "reduce the trained embedding to this dimension with PCA fitted on the training images "
-        "(folded into the head); at most as many dimensions as there are of these",
+        "(folded into the head)",
     )
     whitening: Number = _key(
         0.0,
@@ -485,7 +485,9 @@ class ScheduleConfig(Section):
     every: AutoCount = _key(10, "epochs between two drops (step); auto takes a third of the epochs")
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "what a drop multiplies the learning rates by", gt=0, le=1)
-    patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
+    patience: Count = _key(
+        4, "evaluations without improvement that are let pass; the next one drops (plateau)"
+    )
     warmup_epochs: Whole = _key(0, "epochs at the start in which the backbone is frozen", ge=0)
 
     @model_validator(mode="after")
@@ -514,7 +516,7 @@ class TrainingConfig(Section):
     accumulate: Count = _key(
         1,
         "process each batch in this many chunks (gradient caching): the exact gradient of the "
-        "whole batch in less memory",
+        "whole batch in less memory; batch norm that is not frozen sees a chunk at a time",
     )
     ema: Number = _key(
         0.0,
@@ -656,16 +658,9 @@ class Recipe(Section):
         """Make a recipe of a YAML file, a shipped recipe's name or plain values, and overrides.
 
         Keys left out take the value of the recipe named as ``base``, else their default. Keys may
-        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``. An
-        override of model.image_size leaves the sizes behind that went with the old one.
+        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
         """
-        given = flatten(_lay_over({}, overrides or {}))
-        values = plain_values(source)
-        size = given.get("model.image_size")
-        if size is not None and size != values.get("model", {}).get("image_size"):
-            for section, key in _SIZES:
-                values.get(section, {}).pop(key, None)
-        values = merge(values, overrides or {})
+        values = merge(plain_values(source), overrides or {})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -698,15 +693,18 @@ class Recipe(Section):
         values = self.portable(without=get_args(Role))
         if self.data.cache == "encoded":  # the one place whose pixels are other ones
             values["data.cache"] = "encoded"
+        values["model.weights"] = self._name_of_weights()
         return values
 
     def without_places(self) -> Recipe:
         """Return the recipe less where things lie on this machine."""
-        weights = self.model.weights
-        if weights not in WEIGHTS_SOURCES:
-            weights = Path(weights).name or "file"
         places = {key: None for key, role in _roles() if role == "place"}
-        return self.override({**places, "model.weights": weights})
+        return self.override({**places, "model.weights": self._name_of_weights()})
+
+    def _name_of_weights(self) -> str:
+        """Of a file of weights its name: where it lies does not matter."""
+        weights = self.model.weights
+        return weights if weights in WEIGHTS_SOURCES else Path(weights).name or "file"
 
     def to_yaml(self) -> str:
         """Return YAML that `load` reads back to an equal recipe."""
@@ -771,12 +769,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(
+    values: Mapping[str, Any], changes: Mapping[str, Any], *, whole: bool = True
+) -> dict[str, Any]:
     """Lay changes over plain values, without what the changes make meaningless.
 
-    Another loss leaves the settings of the old one behind. So do new bits the dimensions of what
-    was before, another dimension PCA to no fewer, no PCA its whitening, fewer dimensions those
-    `eval_dims` that are not below, and a frozen backbone its stochastic depth.
+    Another loss leaves the settings of the old one behind, another image size the sizes that went
+    with it. So do new bits the dimensions of what was before, another dimension PCA to no fewer,
+    no PCA its whitening, fewer dimensions those `eval_dims` that are not below, and a frozen
+    backbone its stochastic depth. Values that are no ``whole`` recipe, but changes too, do not
+    say what they leave out; that is then not taken for changed.
     """
     merged, wanted = _lay_over({}, values), _lay_over({}, changes)
     old, new = _section(merged, "model"), _section(wanted, "model")
@@ -784,22 +786,27 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         for section, key in _DIMENSIONS:
             _section(merged, section).pop(key, None)
     if {"dim", "pca_dim"} & new.keys():
-        _fit_dimensions(old, new, _section(merged, "evaluation"))
+        _fit_dimensions(old, new, _section(merged, "evaluation"), whole)
+    if new.get("image_size") is not None and _changed("image_size", old, new, ModelConfig, whole):
+        for section, key in _SIZES:
+            _section(merged, section).pop(key, None)
     if new.get("freeze_backbone"):
         old.pop("drop_path", None)
     loss = _section(merged, "loss")
-    if _changed("name", loss, _section(wanted, "loss"), LossConfig):
+    if _changed("name", loss, _section(wanted, "loss"), LossConfig, whole):
         loss.pop("settings", None)
     return _lay_over(merged, wanted)
 
 
-def _fit_dimensions(old: dict[str, Any], new: dict[str, Any], evaluation: dict[str, Any]) -> None:
+def _fit_dimensions(
+    old: dict[str, Any], new: dict[str, Any], evaluation: dict[str, Any], whole: bool
+) -> None:
     """Take from a recipe what has no place in the new dimensions of its model."""
     dim, pca_dim = new.get("dim"), old.get("pca_dim")
-    whole = new.get("pca_dim", 0) is None
+    without_pca = new.get("pca_dim", 0) is None
     if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
-        whole = dim <= pca_dim and _changed("dim", old, new, ModelConfig)
-    if whole:
+        without_pca = dim <= pca_dim and _changed("dim", old, new, ModelConfig, whole)
+    if without_pca:
         old.pop("pca_dim", None)
         old.pop("whitening", None)
     width = new.get("pca_dim", old.get("pca_dim")) or new.get("dim", old.get("dim"))
@@ -814,9 +821,13 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _changed(key: str, old: dict[str, Any], new: dict[str, Any], section: type[Section]) -> bool:
-    """Whether a section has another value of a key than before."""
-    return key in new and new[key] != old.get(key, section.model_fields[key].default)
+def _changed(
+    key: str, old: dict[str, Any], new: dict[str, Any], section: type[Section], whole: bool
+) -> bool:
+    """Whether a section has another value of a key than before, as far as that is known."""
+    if key not in new or not (whole or key in old):
+        return False
+    return bool(new[key] != old.get(key, section.model_fields[key].default))
 
 
 def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

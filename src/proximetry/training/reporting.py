@@ -192,7 +192,8 @@ class RichDisplay(PlainDisplay):
         self._drawn = now
         # Reading the loss from a GPU waits for it, so not at every step.
         shown = f"loss {loss.item():.3f}  " if loss.device.type == "cpu" or step % 20 == 0 else ""
-        images = (step - self._first) * run.recipe.data.batch_size
+        batch = min(run.recipe.data.batch_size, len(run.data.rows["train"]))
+        images = (step - self._first) * batch
         rate = _rate(images / (now - self._began) if images else None)
         self._progress.update(
             self._task,

@@ -42,7 +42,13 @@ from proximetry.training.parts import (
 )
 from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run_folder import FIRST_STAGE, Continuation, RunError, RunFolder
+from proximetry.training.run_folder import (
+    FIRST_STAGE,
+    Continuation,
+    PlaceError,
+    RunError,
+    RunFolder,
+)
 from proximetry.training.schedule import LearningRates
 from proximetry.training.state import Checkpoints, TrainState, find_best, restore_state, save_state
 from proximetry.training.stopping import stop_requests
@@ -135,7 +141,7 @@ def _train_alone(
     asked = recipe
     recipe = world.first(lambda: folder.keep_choices(asked, resume))
     begun = world.first(lambda: folder.check(recipe, resume))
-    _check_end(begun, recipe, folder, in_stages=outdates is not None)
+    check_end(begun, recipe, folder, in_stages=outdates is not None)
     if begun is not None and world.first(lambda: folder.is_complete(recipe, display.message)):
         results = folder.read_results()
         display.message(f"{folder.path} is complete already")
@@ -162,6 +168,7 @@ def _go(
     outdates: RunFolder | None,
 ) -> dict[str, Any]:
     """Begin a run or continue it, and train to its end."""
+    run.fresh = not resume
     trackers = [Trackers()] if world.leads else []
     run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
     world.first(lambda: folder.acquire(display.message))
@@ -171,10 +178,11 @@ def _go(
     else:
         if resume and world.first(folder.recipe.exists):
             display.message(f"no checkpoint in {folder.path} yet: beginning again")
-        if not resume and world.first((outdates or folder).results.exists):
+        found = None if resume else world.first(lambda: _what_is_removed(folder, outdates))
+        if found:
             place = folder.path if outdates is None else folder.path.parent
             display.message(
-                f"removing the complete run in {place}: embedder, results, checkpoints, report; "
+                f"removing the {found} run in {place}: embedder, results, checkpoints, report; "
                 "with another folder for the new run it would be kept"
             )
         world.first(lambda: folder.begin(run.recipe, world.device))
@@ -182,6 +190,13 @@ def _go(
             world.first(outdates.remove)
     with stop_requests() as stop_requested:
         return fit(run, stop_requested)
+
+
+def _what_is_removed(folder: RunFolder, outdates: RunFolder | None) -> str:
+    """What a fresh run takes the place of, in a word; nothing is lost without a checkpoint."""
+    if (outdates or folder).results.exists():
+        return "complete"
+    return "unfinished" if folder.last.exists() or (outdates and outdates.last.exists()) else ""
 
 
 def _continue(run: Run, begun: Recipe, found: Continuation, display: Display) -> None:
@@ -204,7 +219,7 @@ def _continue(run: Run, begun: Recipe, found: Continuation, display: Display) ->
     display.message(f"continuing{which} after step {run.state.step} (epoch {run.state.epoch})")
 
 
-def _check_end(begun: Recipe | None, recipe: Recipe, folder: RunFolder, in_stages: bool) -> None:
+def check_end(begun: Recipe | None, recipe: Recipe, folder: RunFolder, in_stages: bool) -> None:
     """Refuse to move the end of a first stage, from which everything about the second follows."""
     if begun is None or not in_stages:
         return
@@ -414,9 +429,11 @@ def check_abilities(recipe: Recipe, embedder: Embedder) -> None:
     side, network = recipe.data.crop_size, embedder.architecture.backbone
     size = embedder.preprocessing.crop
     if side is not None and (side, side) != size:
-        if takes_one_size(embedder.backbone):
+        flattened = embedder.architecture.pooling == "flatten"
+        if flattened or takes_one_size(embedder.backbone):
+            what = "model.pooling flatten" if flattened else network
             raise RecipeError(
-                f"data.crop_size is {side}, but {network} takes one size of images, here "
+                f"data.crop_size is {side}, but {what} takes one size of images, here "
                 f"{size[0]}×{size[1]}: leave data.crop_size out"
             )
         check_patches(embedder.backbone, network, (side, side), "data.crop_size")
@@ -472,6 +489,14 @@ def first_stage(recipe: Recipe) -> Recipe:
     )
 
 
+def check_place_of_stages(out: Path) -> None:
+    """Refuse a folder with something else in it, which later commands would take for the run."""
+    if RunFolder(out).is_ours():
+        raise PlaceError(f"{out} holds a run that is not in two stages; choose another folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / FIRST_STAGE).is_dir():
+        raise PlaceError(f"{out} is not empty and holds no run; choose another folder")
+
+
 def _two_stages(
     recipe: Recipe, out: Path, stage: Callable[..., dict[str, Any]], display: Display
 ) -> dict[str, Any]:
@@ -481,6 +506,7 @@ def _two_stages(
     other half, and notes the drops and the best epoch. The second trains on all training classes
     for as many epochs with the same drops.
     """
+    check_place_of_stages(out)
     folders = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
     found = stage(first_stage(recipe), *folders)
     epochs = found["selected"]["epoch"]
@@ -523,7 +549,7 @@ def guest_of_torch(
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"not enough memory on {world.device} for the run in {out}; a smaller "
-            "data.batch_size, training.accumulate 2 or more (the same update in less memory), "
+            "data.batch_size, training.accumulate 2 or more (the batch in chunks), "
             "training.precision bfloat16 or data.cache pixels needs less, or wait until others "
             f"have left the device ({str(error).split('. ')[0]})"
         ) from error

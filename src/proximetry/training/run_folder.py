@@ -58,6 +58,7 @@ _OURS = {
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
 }
+_WANDB = ("run-*", "offline-run-*", "latest-run", "debug*.log")
 _LARGEST_RESULTS = 100_000_000
 _OTHERWISE = "choose another folder, or start over with --fresh"
 
@@ -186,7 +187,7 @@ class RunFolder:
             raise PlaceError(f"{there} cannot be written to; choose another folder") from None
         if there != self.path:
             return None
-        if not self._is_ours():
+        if not self.is_ours():
             names = {path.name for path in self.path.iterdir() if not written_for(path)}
             if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
                 raise PlaceError(
@@ -198,7 +199,7 @@ class RunFolder:
         self._check_embedder()
         return None
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether there is the recipe of a run, and not a file that is called like one."""
         return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
 
@@ -261,7 +262,7 @@ class RunFolder:
 
     def begun(self) -> Recipe | None:
         """The recipe of the run that is here, unless it has not come to its first checkpoint."""
-        if not self._is_ours():
+        if not self.is_ours():
             return None
         try:
             recipe = Recipe.load(self.recipe)
@@ -326,8 +327,14 @@ class RunFolder:
                 file.unlink()
             with suppress(OSError):  # it is not there, or holds what others have put there
                 (self.path / folder).rmdir()
-        if (self.path / "wandb").is_dir():
-            shutil.rmtree(self.path / "wandb")
+        tracked = self.path / "wandb"
+        for path in [path for name in _WANDB for path in tracked.glob(name)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        with suppress(OSError):
+            tracked.rmdir()
         for file in (self.environment, self.recipe):
             file.unlink(missing_ok=True)
 

@@ -69,7 +69,7 @@ class CachedFeatures(VectorData):
     stage = "features"
 
     def __init__(self, source: TrainingData, embedder: Embedder, display: Display) -> None:
-        same = ("catalog", "rows", "protocol", "pca_dim", "notes", "class_names", "sampler")
+        same = ("catalog", "rows", "protocol", "notes", "class_names", "sampler")
         for name in (*same, "world", "fingerprint", "_recipe", "_codes"):
             setattr(self, name, getattr(source, name))
         self._vectors = _features(source, embedder, self._recipe.evaluation.batch_size, display)

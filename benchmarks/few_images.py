@@ -1,0 +1,76 @@
+"""What PCA should keep where there are fewer training images than dimensions.
+
+    proximetry train IMAGES/train runs/few --recipe default-cpu --model.pca-dim null \
+        --evaluation.protocol last
+    python -m benchmarks.few_images runs/few IMAGES --out benchmarks/defaults/few_images.json
+
+IMAGES has train/ and eval/, folders of classes, which are different ones. `prior` is how much
+of the second moments of the head is added to those of the images (`proximetry.models.pca`).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from proximetry._common import atomic_write
+from proximetry.data import open_dataset
+from proximetry.metrics import evaluate
+from proximetry.models import Embedder, pca
+from proximetry.reproduce.page import grid
+
+DIM, WHITENING = 512, 0.25
+PRIORS = (0.001, 0.01, 0.03, 0.1)
+
+
+def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
+    """Metrics of the classes in eval/, by what is done to the dimensions."""
+    parts = [open_dataset("folder", root=images / part) for part in ("train", "eval")]
+    train, other = (
+        torch.as_tensor(embedder.encode([part.file(row) for row in range(len(part))]))
+        for part in parts
+    )
+    rows = []
+
+    def add(name: str, vectors: Tensor) -> None:
+        found = evaluate(F.normalize(vectors), parts[1].codes)
+        rows.append(
+            {"name": name, "dim": vectors.shape[1]}
+            | {metric: found[metric] for metric in ("map@r", "recall@1")}
+        )
+
+    def reduce(moments: Tensor, dim: int) -> Tensor:
+        return other @ pca.principal_axes(moments, dim, whitening=WHITENING).t()
+
+    add("no PCA", other)
+    moments = pca.second_moments(train)
+    add("PCA to as many dimensions as images", reduce(moments, len(train)))
+    for prior in PRIORS:
+        pca._PRIOR = prior
+        add(f"prior {prior}", reduce(pca.moments_of_few(moments, embedder), DIM))
+    return rows
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; others in it are kept")
+    arguments = parser.parse_args()
+    rows = measure(Embedder.load(arguments.run / "embedder"), arguments.images)
+    kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    kept[arguments.images.name] = rows
+    atomic_write(arguments.out, (json.dumps(kept, indent=2) + "\n").encode())
+    cells = [
+        [r["name"], r["dim"], f"{100 * r['map@r']:.1f}", f"{100 * r['recall@1']:.1f}"] for r in rows
+    ]
+    print(grid(["", "dimensions", "MAP@R", "recall@1"], cells))
+
+
+if __name__ == "__main__":
+    main()
