@@ -112,6 +112,8 @@ def test_one_process_alone_changes_nothing():
         gathered(loss)(x, y, weights, reduction="none"), loss(x, y, weights, reduction="none")
     )
     assert torch.equal(gathered(nn.MSELoss())(x, x * 2), nn.MSELoss()(x, x * 2))
+    nothing = gathered(nn.MSELoss(reduction="sum"))(x[:0, 0], [])  # as one rank may have it
+    assert nothing.item() == 0
     groups = losses.parameter_groups(nn.Linear(3, 5), gathered(loss), lr=0.1)
     assert any(group["params"] == [loss.proxies.weight] for group in groups)
 

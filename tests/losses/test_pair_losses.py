@@ -65,6 +65,15 @@ def test_memory_remembers_past_batches():
     assert loss.state_dict()["loss.embedding_memory"].shape == (24, 5)
 
 
+def test_evaluation_mode_leaves_the_memory_alone():
+    (x, y), (other, labels) = batches(2)
+    loss = PairLoss("contrastive", memory=32, dim=5)
+    loss(x, y)
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    assert torch.equal(loss.eval()(other, labels), PairLoss("contrastive")(other, labels))
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
 def batches(count, size=12):
     return [batch(size, seed=seed, dtype=torch.float32) for seed in range(count)]
 

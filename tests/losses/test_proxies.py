@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -144,7 +145,7 @@ def test_growing_several_proxies_covers_the_groups_of_the_examples():
 def test_growing_from_given_vectors():
     proxies = Proxies(2, 3, 2)
     given = torch.randn(3, 2, 3)
-    proxies.grow(3, init=given)
+    proxies.grow(np.int64(3), init=given)
     same = torch.nn.functional.cosine_similarity(proxies.weight[2:], given, dim=-1)
     torch.testing.assert_close(same.detach(), torch.ones(3, 2))
 
@@ -164,6 +165,9 @@ def test_growing_from_given_vectors():
             lambda p: p.grow(2, init=[torch.ones(2, 3), torch.tensor([[0, 1, torch.nan]])]),
             "class 1",
         ),
+        (lambda p: p.grow(2, init=torch.eye(3)[:2] * torch.tensor([[1.0], [0]])), "class 1 has no"),
+        (lambda p: p.grow(1, init=[torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]), "examples cancel"),
+        (lambda p: p.grow(1.5), "new_classes .* got 1.5"),
         (lambda p: p.grow(1, init="flat"), "init .* got 'flat'"),
         (
             lambda p: p.grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),

@@ -207,7 +207,7 @@ def test_start_draws_in_proportion_to_the_squared_distance(share, monkeypatch):
 
 def test_start_keeps_to_the_device_of_the_rows(monkeypatch):
     """Fake tensors know their device and refuse to mix two; they have no values to draw from."""
-    monkeypatch.setattr(torch, "randint", lambda *size, generator: np.array([3]))
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: np.array([3]))
     with FakeTensorMode():
         rows = torch.ones(5, 2, device="cuda")
         assert clustering._start(rows, 1, 2, torch.Generator()).device.type == "cuda"

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -169,6 +169,20 @@ def test_inference_mode_of_the_caller_does_not_matter() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_default_dtype_and_device_of_the_caller_do_not_matter() -> None:
+    vectors = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    labels = np.arange(200) % 40
+    options: Any = [{"metrics": Metrics(clustering=True)}, {"rerank": True}, {"expand": 2}]
+    expected = [evaluate(vectors, labels, **one) for one in options]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert [evaluate(vectors, labels, **one) for one in options] == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_symmetric_search_handles_packed_codes() -> None:
     generator = torch.Generator().manual_seed(3)
     vectors = torch.randint(0, 256, (200, 2), generator=generator, dtype=torch.uint8)
@@ -226,17 +240,43 @@ def test_duplicates_rank_by_index_across_tiles() -> None:
     assert np.array_equal(result.similarities[:, 2::2], result.similarities[:, 1:-1:2])
 
 
-def test_precision_settings_of_the_caller_do_not_matter() -> None:
+def precision_settings() -> tuple[Any, ...]:
+    return torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def reset_precision() -> None:
+    torch.set_float32_matmul_precision("highest")
+    for part in precision_settings():
+        part.fp32_precision = "none"
+
+
+@pytest.fixture
+def precision_put_back() -> Iterator[None]:
+    yield
+    reset_precision()
+
+
+@pytest.mark.usefixtures("precision_put_back")
+@pytest.mark.parametrize("setting", ["untouched", "highest", "high", "medium", "cuda", "all"])
+def test_precision_settings_of_the_caller_do_not_matter(setting: str) -> None:
     vectors = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(300) % 30
     plain = retrieve(vectors, labels, k=20)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hasty = retrieve(vectors, labels, k=20)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    reset_precision()
+    if setting == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    elif setting == "all":
+        torch.backends.fp32_precision = "tf32"
+    elif setting != "untouched":
+        torch.set_float32_matmul_precision(setting)
+    before = [part.fp32_precision for part in precision_settings()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hasty = retrieve(vectors, labels, k=20)
+    assert [part.fp32_precision for part in precision_settings()] == before
+    if setting in ("highest", "high", "medium"):
+        assert torch.get_float32_matmul_precision() == setting
+    if setting == "all":
+        torch.backends.fp32_precision = "ieee"  # which still decides for all
+        assert {part.fp32_precision for part in precision_settings()} == {"ieee"}
     assert np.array_equal(plain.ids, hasty.ids)
     assert np.array_equal(plain.similarities, hasty.similarities)

@@ -213,6 +213,20 @@ def test_a_common_offset_costs_no_digits(offset: float) -> None:
     np.testing.assert_allclose(found.similarities, -np.sort(-matrix, axis=1)[:, :20], rtol=2e-5)
 
 
+def test_near_items_are_ordered_by_their_distance() -> None:
+    """They differ by less than the rounding of the product that found them."""
+    draw = np.random.default_rng(0)
+    query = (10 * draw.normal(size=(1, 64)) + 30).astype(np.float32)
+    stored = np.concatenate([query + 1e-4 * draw.permutation(20)[:, None], -query])
+    stored = stored.astype(np.float32)
+    found = retrieve(stored, queries=query, k=20, similarity="euclidean")
+    distances = np.linalg.norm(stored.astype(np.float64) - query, axis=1)
+    order = np.argsort(distances, kind="stable")[:20]
+    assert found.ids[0].tolist() == order.tolist()
+    np.testing.assert_allclose(-found.similarities[0], distances[order], rtol=1e-7)
+    assert found.similarities[0, 0] == 0  # a copy
+
+
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**70, 2.0**110])
 def test_distances_of_any_size(scale: float) -> None:
     """Squares of these would vanish or overflow in float32; the distances do not."""
@@ -314,6 +328,7 @@ def test_slices(result: RetrievalResult) -> None:
     assert np.array_equal(result[[7, 0]].query_labels, ["c3", "c0"])
     assert np.array_equal(result[result.positives > 0].ids, result.ids)
     assert np.array_equal(result[-1].ids, result.ids[-1:])
+    assert len(result[[]]) == 0
     assert np.array_equal(result.top(2).similarities, result.similarities[:, :2])
     assert result[2:5].gallery_size == 12
     with pytest.raises(IndexError):
@@ -386,6 +401,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"labels": [0, 1, 2, 2**70]}, f"beyond 64 bits: {2**70}"),
     ({"k": 0}, "k must be a whole number from 1 up, got 0"),
     ({"k": 2.5}, "got 2.5"),
+    ({"k": 3.0}, "k must be a whole number from 1 up, got 3.0"),
     ({"similarity": "manhattan"}, "unknown similarity 'manhattan'; choose one of cosine"),
     ({"similarity": "l2"}, "unknown similarity 'l2', called 'euclidean' here; choose one of"),
     ({"similarity": "IP"}, "unknown similarity 'IP', called 'dot' here"),

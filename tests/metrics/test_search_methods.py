@@ -182,5 +182,9 @@ def test_what_cannot_be_done_is_refused(options, told):
 def test_codes_refuse_what_they_have_not():
     with pytest.raises(ValueError, match="candidates must be a whole number from 0 up"):
         evaluate_codes(np.eye(4), [0, 0, 1, 1], candidates=-1)
+    with pytest.raises(ValueError, match="candidates must be a whole number from 0 up"):
+        evaluate_codes(np.eye(4), [0, 0, 1, 1], candidates=2.0)
+    with pytest.raises(ValueError, match=r"go to evaluate\(…, similarity=\"hamming\"\)"):
+        evaluate_codes(np.eye(4, dtype=np.uint8), [0, 0, 1, 1], similarity="hamming")
     with pytest.raises(ValueError, match="clustering takes embeddings, not codes"):
         evaluate_codes(np.eye(4), [0, 0, 1, 1], metrics=Metrics(clustering=True))

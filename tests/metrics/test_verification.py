@@ -406,6 +406,9 @@ def test_classes_are_verified_by_drawn_pairs():
     for few in ([0, 0, 1, 1, 2], [0, 0, 1, 2, 3]):
         with pytest.raises(ValueError, match="take four classes, two of them with two images"):
             draw_pairs(few)
+    for wrong in ({"folds": 1}, {"pairs": -5}):
+        with pytest.raises(ValueError, match="must be a whole number from"):
+            draw_pairs(labels, **wrong)
 
 
 def test_shuffled_labels_give_one_half():

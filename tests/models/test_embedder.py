@@ -133,6 +133,7 @@ def test_every_parameter_gets_a_gradient():
     [
         ({"dim": -1}, "dim must be .* got -1"),
         ({"dim": 2.5}, "dim must be .* got 2.5"),
+        ({"dim": 8.0}, "dim must be .* got 8.0"),
         ({"image_size": 0}, "image_size must be .* got 0"),
         ({"resize": -3}, "resize must be .* got -3"),
         ({"image_size": 64, "resize": 32}, "resize 32 is smaller"),

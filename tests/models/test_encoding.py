@@ -1,8 +1,9 @@
 import copy
 import io
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
+from threading import Barrier, get_ident
 
 import numpy as np
 import pytest
@@ -273,6 +274,23 @@ def test_progress_counts_images(embedder):
     seen = []
     embedder.encode([image_of(seed) for seed in range(5)], 2, progress=seen.append)
     assert seen == [2, 4, 5]
+
+
+def test_errors_come_in_order_in_the_thread_of_the_caller(embedder, monkeypatch):
+    read = type(embedder.preprocessing).pixels
+
+    def slowly(self, source):
+        time.sleep(0.05 if source == "first" else 0)
+        return read(self, source)
+
+    monkeypatch.setattr(type(embedder.preprocessing), "pixels", slowly)
+    images = ["first", "other", image_of(1), image_of(2), "last", "least"]
+    told, seen = [], []
+    embedder.encode(
+        images, 2, on_error=lambda i, _: told.append((i, get_ident())), progress=seen.append
+    )
+    assert told == [(i, get_ident()) for i in (0, 1, 4, 5)]
+    assert seen == [4, 6]
 
 
 def test_nothing_gives_an_empty_table(embedder):

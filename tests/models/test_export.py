@@ -131,6 +131,15 @@ def test_an_impossible_export_is_one_sentence(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dim", [None, 4])
+def test_embedders_without_parameters_or_in_half_precision(tmp_path, dim):
+    embedder = Embedder.create("vectors", dim, input_dim=16).half()
+    embedder.export_onnx(tmp_path / "e.onnx")
+    vectors = torch.randn(3, 16)
+    found = run(tmp_path / "e.onnx", vectors)
+    torch.testing.assert_close(found, embedder.float().embed(vectors), rtol=1e-3, atol=1e-4)
+
+
 def test_a_newer_opset_is_what_is_written(tmp_path):
     embedder = Embedder.create("small_convnet", 8, weights="none")
     embedder.export_onnx(tmp_path / "e.onnx", opset=20)

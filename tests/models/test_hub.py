@@ -23,7 +23,7 @@ METRICS = {
     "protocol": "held_out",
     "epoch": 3,
     "held_out": {"recall@1": 0.75, "map@r": 0.5, "queries": 12.0, "among_train": {"map@r": 0.25}},
-    "test": {"recall@1": 0.625, "mrr": float("nan"), "dims": {"4": {"recall@1": 0.5}}},
+    "test": {"recall@1": np.float32(0.625), "mrr": float("nan"), "dims": {"4": {"recall@1": 0.5}}},
 }
 RECIPE = {
     "name": "mine",

@@ -60,6 +60,15 @@ def test_round_trip_is_bit_for_bit(tmp_path, backbone, settings):
         assert torch.equal(loaded(pixels), embedder(pixels))
 
 
+def test_inference_mode_of_the_caller_does_not_matter(tmp_path):
+    own = torch.nn.Linear(3, 4)
+    with torch.inference_mode():
+        made = Embedder.create("small_convnet", np.int64(8), weights="none", image_size=32)
+        made.save(tmp_path / "e")
+        found = made, Embedder.load(tmp_path / "e"), Embedder.wrap(own, (3,), 4)
+    assert not any(value.is_inference() for one in found for value in one.state_dict().values())
+
+
 def test_what_was_saved_with_it_comes_back(tmp_path):
     embedder = make()
     metrics = {"recall@1": np.float32(0.5), "curve": np.arange(3), "map": torch.tensor(0.25)}

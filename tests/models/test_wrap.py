@@ -79,6 +79,7 @@ class Gives(nn.Module):
         (Net(), (4,), 8, r"Net, given \[2, 4\] float32, raises RuntimeError"),
         (Net(), "imagenet", 8, "preprocessing must be a Preprocessing"),
         (Net(), (3, 0, 4), 8, "whole numbers of at least 1"),
+        (Net(), 5, 8, "preprocessing must be a Preprocessing, or the shape"),
         (nn.Flatten(0), PIXELS, 8, r"gives \[3456\], not \[2, dim\]"),
         (Gives(lambda x: x.mean((2, 3)) / 0 * 0), PIXELS, 3, "NaN or infinite"),
         (Gives(lambda x: [x]), PIXELS, 3, "gives list, not a float tensor"),
@@ -116,11 +117,13 @@ def test_embedders_of_vectors(backbone, tmp_path):
     with pytest.raises(ValueError, match="vectors of 16 dimensions, got a batch of shape"):
         embedder.encode(vectors[:, :3])
     vectors[3, 2] = np.nan
-    with pytest.raises(ValueError, match="embedding of row 4 has NaN"):
+    with pytest.raises(ValueError, match="embedding of row 3 has NaN"):
         embedder.encode(vectors)
 
 
 def test_vectors_need_their_dimension_and_images_have_none():
+    with pytest.raises(ValueError, match=r"shape must be whole numbers .* got 5"):
+        Tensors(5)
     with pytest.raises(ValueError, match="'vectors' needs input_dim"):
         Embedder.create("vectors", 4)
     with pytest.raises(ValueError, match="takes images: leave out input_dim"):

@@ -158,7 +158,7 @@ def _integers(labels: Any) -> NDArray[np.int64]:
             array = np.array(array.tolist())
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"labels must be integers (class indices): {error}") from error
-    if array.dtype.kind not in "iu":
+    if array.size and array.dtype.kind not in "iu":
         kind = f"{type(labels).__name__} of {array.dtype.type.__name__}"
         raise ValueError(f"labels must be integers (class indices), got {kind}")
     return array.astype(np.int64)

@@ -141,7 +141,7 @@ class PairLoss(FullPrecision):
     ``loss`` is a name of `PAIR_LOSSES`, with its settings, or a loss object of
     pytorch-metric-learning. ``miner`` is a miner object, in the place of what belongs to the name.
     ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
-    ``dim``. Unknown settings are errors.
+    ``dim``, and in evaluation mode it is left alone. Unknown settings are errors.
     """
 
     remembered: Tensor
@@ -229,7 +229,7 @@ class PairLoss(FullPrecision):
         # holds. Here a buffer has it.
         queue: Any = self.loss
         before, usable = torch.stack([self.remembered, finite.to(self.remembered)]).tolist()
-        if not usable:  # nothing of it is remembered
+        if not usable or not self.training:  # nothing of it is remembered
             return _evaluate(queue.loss, queue.miner, x, labels)
         queue.queue_idx, queue.has_been_filled = before % size, before >= size
         self.remembered += len(x)

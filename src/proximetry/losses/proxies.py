@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -123,7 +125,7 @@ class Proxies(FullPrecision):
         exchanged there, its moments kept for the old classes and zero for the new.
         """
         names, known = None, self.names
-        if isinstance(new_classes, int | str):  # a string alone is no list of names
+        if isinstance(new_classes, int | Real | str):  # a string alone is no list of names
             added = checks.count("new_classes", new_classes)
             if known is not None:
                 raise ValueError("the present classes have names, so the new ones need names too")
@@ -161,8 +163,15 @@ class Proxies(FullPrecision):
         finite = torch.isfinite(fresh).flatten(1).all(1)
         if not finite.all():
             raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
+        directions = unit(fresh.float())[0]
+        directed = directions.any(2).all(1)
+        if not directed.all():  # a proxy of zeros has no gradient, so it would stay zero
+            raise ValueError(
+                f"init of new class {directed.tolist().index(False)} has no direction: it is zero, "
+                "or its examples cancel out"
+            )
         length = unit(self.weight.float())[1].mean()
-        return unit(fresh.float())[0].to(self.weight.device) * length
+        return directions.to(self.weight.device) * length
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(prefix + "names_utf8")
@@ -307,7 +316,7 @@ def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
     if len(names) != num_classes:
         raise ValueError(f"{num_classes} classes need as many names, got {len(names)}")
     if len(set(names)) != len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        twice = Counter(names).most_common(1)[0][0]
         raise ValueError(f"class names must differ, {twice!r} stands twice")
     text = json.dumps(list(names), ensure_ascii=False)
     # The name of a folder need not be UTF-8.

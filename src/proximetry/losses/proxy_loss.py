@@ -108,8 +108,9 @@ class ProxyLoss(Declared):
         """Return the loss of a batch [B, D] with labels [B] as one number in float32.
 
         A sample of weight w counts as w samples; one of weight 0 or label -1 is left out. With
-        ``reduction="none"`` come the terms whose mean is the loss: those of the samples [B], times
-        their weights, or of a class-wise loss those of the classes [C].
+        ``reduction="none"`` come the terms: those of the samples [B], times their weights, whose
+        sum, divided by that of the weights, is the loss (without weights each counts 1, and what
+        is left out 0); or of a class-wise loss those of the classes [C], whose mean is the loss.
         """
         _reduction("reduction", reduction)
         labels = checks.batch(embeddings, labels, self.proxies.dim)

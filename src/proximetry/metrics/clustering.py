@@ -236,14 +236,14 @@ def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator)
     is distributed as if it had been drawn just now.
     """
     squares = rows.square().sum(1)
-    chosen = torch.randint(len(rows), (1,), generator=generator).tolist()
+    chosen = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
     distances = _apart(rows, squares, torch.tensor(chosen, device=rows.device))[0]
     most = by_device(rows.device, **_AHEAD) // len(rows)
     while len(chosen) < clusters:
         centers = min(len(chosen) // _SHARE_AHEAD, most // trials, clusters - len(chosen))
         before, place = distances.double().cpu(), 0
         count = trials * max(1, centers)
-        uniform = torch.rand((2, count), dtype=torch.float64, generator=generator)
+        uniform = torch.rand((2, count), dtype=torch.float64, generator=generator, device="cpu")
         total = before.cumsum(0)
         drawn = torch.searchsorted(total, uniform[0] * total[-1], right=True)
         drawn.clamp_(max=len(rows) - 1)

@@ -41,7 +41,8 @@ def _hashes(matrix: Tensor, rows: Tensor) -> Tensor:
         if bits.is_floating_point():
             bits = (bits + 0.0).view(torch.int32)  # adding 0 makes −0 equal to 0
         draw = torch.Generator().manual_seed(0)
-        factors = torch.randint(-(2**63), 2**63 - 1, bits.shape[1:], generator=draw)
+        ends = -(2**63), 2**63 - 1
+        factors = torch.randint(*ends, bits.shape[1:], generator=draw, device="cpu")
         hashes[part] = (bits.long() * factors.to(bits.device)).sum(1)
     return hashes
 

@@ -23,6 +23,7 @@ from proximetry.metrics.inputs import (
     IntArray,
     Labels,
     Similarity,
+    as_count,
     full_precision,
     normalize,
 )
@@ -196,8 +197,7 @@ def evaluate_queries(
 def _check_second_stage(
     expand: int, rerank: bool, metrics: Metrics, similarity: Similarity
 ) -> None:
-    if isinstance(expand, bool) or int(expand) != expand or expand < 0:
-        raise ValueError(f"expand must be a whole number from 0 up, got {expand!r}")
+    as_count(expand, "expand", 0)
     if expand and similarity != "cosine":
         raise ValueError(f"expand is for vectors that are compared by the cosine, not {similarity}")
     if rerank and similarity not in ("cosine", "euclidean"):
@@ -230,8 +230,12 @@ def evaluate_codes(
             the vectors; the rest follows as the codes have it. 0 leaves the order to the codes.
         similarity: of the vectors, "cosine" or "euclidean".
     """
-    if isinstance(candidates, bool) or int(candidates) != candidates or candidates < 0:
-        raise ValueError(f"candidates must be a whole number from 0 up, got {candidates!r}")
+    candidates = as_count(candidates, "candidates", 0)
+    if similarity not in ("cosine", "euclidean"):
+        raise ValueError(
+            f'similarity must be "cosine" or "euclidean", that of the vectors, got {similarity!r}; '
+            'packed codes go to evaluate(…, similarity="hamming")'
+        )
     if metrics.one_set():
         raise ValueError(f"{metrics.one_set()} takes embeddings, not codes")
     given = (embeddings, labels, ignore_groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from reprlib import repr as short_repr
 from typing import Any, Literal, get_args
 
@@ -29,6 +30,13 @@ _ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular":
 ROWS = 4096
 # Rows that are enough to find the middle of all.
 _SAMPLE = 1024
+
+
+def as_count(value: Any, name: str, least: int = 1) -> int:
+    """A whole number of any integer type as an int; refuse others, and those below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
+    return int(value)
 
 
 def check_similarity(similarity: str, known: Any = Similarity) -> None:
@@ -264,7 +272,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Plain float32 products, whatever autocast or TF32 settings the caller has."""
     # Tensors made in inference mode could not be written to by other threads.
     with (
-        held(["float32 products"], "highest", _get_precision, _set_precision),
+        held(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
@@ -272,9 +280,23 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _get_precision(_: str) -> str:
-    return torch.get_float32_matmul_precision()
+# From torch 2.9 on each backend has a setting of its own, and once one of these has been set, the
+# setting for all cannot be read.
+_BACKENDS: Any = torch.backends
+_BY_BACKEND = hasattr(_BACKENDS, "fp32_precision")
+_PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul) if _BY_BACKEND else ("all",)
+_PLAIN = "ieee" if _BY_BACKEND else "highest"
 
 
-def _set_precision(_: str, precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
+def _get_precision(products: Any) -> str:
+    return str(products.fp32_precision if _BY_BACKEND else torch.get_float32_matmul_precision())
+
+
+def _set_precision(products: Any, precision: str) -> None:
+    if not _BY_BACKEND:
+        torch.set_float32_matmul_precision(precision)
+        return
+    if precision != _PLAIN:
+        products.fp32_precision = "none"  # as `torch.backends.fp32_precision` is
+    if products.fp32_precision != precision:
+        products.fp32_precision = precision

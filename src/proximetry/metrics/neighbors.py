@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proximetry._common import Progress, by_device, chunks
 from proximetry.metrics.symmetric import applies, search_symmetric
-from proximetry.metrics.task import Block, Task, from_keys, project, reported, settle, to_keys
+from proximetry.metrics.task import Block, Task, from_keys, project, settle, to_keys
 
 # Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
 # products and few launches.
@@ -52,7 +52,7 @@ def search_blocks(
         ranks = None
         if with_ranks:
             ranks = _best_ranks(similarities, ids, task.query_codes[rows], task.gallery_codes)
-        yield Block(rows, ids, reported(values, task), ranks)
+        yield Block(rows, ids, values, ranks)
         done += len(rows)
         if progress is not None:
             progress(done, len(order))

@@ -17,6 +17,7 @@ from proximetry.metrics.inputs import (
     IntArray,
     Labels,
     as_array,
+    as_count,
     as_embeddings,
     as_labels,
     as_vectors,
@@ -127,8 +128,10 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
 
     For a pair of one class, the class is drawn and then two of its rows; for the other pairs, two
     classes and a row of each. A pair may be drawn twice. With few classes there are fewer folds,
-    each of two classes at least; the pairs are divided among them evenly.
+    each of two classes at least; the pairs are divided among them evenly, at least one of either
+    kind for each.
     """
+    pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
     draw = np.random.default_rng(seed)

@@ -12,6 +12,7 @@ from proximetry._common import Progress, chunks
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatArray,
+    as_count,
     as_embeddings,
     full_precision,
     normalize,
@@ -27,6 +28,8 @@ RERANKED = 100
 """So many of the nearest items are ordered anew by k-reciprocal re-ranking."""
 # Values of vectors that are gathered at once: 32 MB of float64.
 _GATHERED = 1 << 22
+# Without it torch would take distances from products, and lose half of their digits.
+_BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 Reorder = Callable[[Tensor, Tensor], Tensor]
 """From queries, by row, and their candidates [rows, n] to these in a better order; −1 for none."""
@@ -87,9 +90,7 @@ def k_reciprocal_distances(
 
     It holds (queries + gallery items)² distances: give it the candidates of a search.
     """
-    for name, value in (("k1", k1), ("k2", k2)):
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+    k1, k2 = as_count(k1, "k1"), as_count(k2, "k2")
     if not 0 <= weight <= 1:
         raise ValueError(f"weight must lie between 0 and 1, got {weight!r}")
     asked, held = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
@@ -100,9 +101,7 @@ def k_reciprocal_distances(
         )
     with full_precision(held.device):
         everything = torch.cat([asked.double(), held.double()])
-        distances = torch.cdist(
-            everything, everything, compute_mode="donot_use_mm_for_euclid_dist"
-        ).square()
+        distances = torch.cdist(everything, everything, compute_mode=_BY_DIFFERENCES).square()
         distances = distances / distances.amax(1, keepdim=True).clamp_min(1e-300)
         found = _distances(distances, len(asked), k1, k2, weight)
     return found.cpu().numpy()
@@ -166,9 +165,19 @@ def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
                 scores[part] = -(near - asked).square().sum(2).float()
             else:
                 scores[part] = (near * asked).sum(2).float()
-        return _in_order(ids, scores)
+        return in_order(ids, scores)[0]
 
     return reorder
+
+
+def distances_to(queries: Tensor, gallery: Tensor, ids: Tensor) -> Tensor:
+    """Euclidean distances of queries to their candidates, in float64 from the differences."""
+    found = torch.empty(ids.shape, dtype=torch.float64, device=ids.device)
+    for part in chunks(len(ids), _rows(ids, gallery)):
+        asked = queries[part].double().unsqueeze(1)
+        near = gallery[ids[part].clamp_min(0)].double()
+        found[part] = torch.cdist(asked, near, compute_mode=_BY_DIFFERENCES)[:, 0]
+    return found
 
 
 def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
@@ -180,7 +189,7 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         nonlocal done
-        scores = torch.zeros(ids.shape, dtype=torch.float32)
+        scores = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         for place, (row, near) in enumerate(zip(rows, ids, strict=True)):
             there = near[near >= 0]  # what is missing stands at the end
             if len(there):
@@ -189,7 +198,7 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
             done += 1
             if progress is not None:
                 progress(done, len(queries))
-        return _in_order(ids, scores.to(ids.device))
+        return in_order(ids, scores.to(ids.device))[0]
 
     return reorder
 
@@ -199,9 +208,9 @@ def _rows(ids: Tensor, vectors: Tensor) -> int:
     return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
 
 
-def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
+def in_order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Candidates by falling score, equal ones by index, and what is missing at the end."""
     scores = scores.masked_fill(ids < 0, -torch.inf)
     ids, by_id = ids.sort(dim=1)
-    order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-    return ids.gather(1, order)
+    scores, order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), scores

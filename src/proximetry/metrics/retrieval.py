@@ -20,10 +20,12 @@ from proximetry.metrics.inputs import (
     IntArray,
     Labels,
     Similarity,
+    as_count,
     check_similarity,
     full_precision,
 )
 from proximetry.metrics.neighbors import search
+from proximetry.metrics.reranking import distances_to, in_order
 from proximetry.metrics.task import build, check
 
 FORMAT = "proximetry.retrieval/1"
@@ -146,7 +148,8 @@ class RetrievalResult:
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]
     ) -> RetrievalResult:
         """The result for some of the queries: a number, a slice, a list, a mask."""
-        index = queries if isinstance(queries, slice) else np.asarray(queries)
+        # NumPy would make floats of an empty list.
+        index = queries if isinstance(queries, slice | list) else np.asarray(queries)
         chosen = np.atleast_1d(np.arange(len(self))[index])
         return replace(
             self,
@@ -231,6 +234,9 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
+    Which items make a list is decided in the precision of the vectors, float32 for most. For
+    "euclidean" the distances to these are then computed in float64, and decide their order.
+
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
             array, of any floating type (half precision is computed in float32); packed ``uint8``
@@ -250,11 +256,11 @@ def retrieve(
     Raises:
         ValueError: if shapes, kinds or values do not fit; the message says which.
     """
-    if isinstance(k, bool) or int(k) != k or k < 1:
-        raise ValueError(f"k must be a whole number from 1 up, got {k!r}")
+    k = as_count(k, "k")
     given = (embeddings, labels, ignore_groups)
     asked = (queries, query_labels, query_ignore_groups)
-    task = build(*check(similarity, given, asked, allow_unlabeled=True), similarity)
+    items, searched_for = check(similarity, given, asked, allow_unlabeled=True)
+    task = build(items, searched_for, similarity)
     count, device = len(task.queries), task.gallery.device
     # Without itself, an item has one neighbour fewer.
     depth = max(1, min(k, len(task.gallery) - (task.own is not None)))
@@ -264,9 +270,14 @@ def retrieve(
     with full_precision(device):
         depths = torch.full((count,), depth, device=device)
         for block in search(task, depths, with_ranks=False, progress=progress):
+            found, near = block.ids, block.similarities
+            if similarity == "euclidean":
+                # In 2 q·g − |q|² − |g|² half of their digits were lost.
+                vectors = (items if searched_for is None else searched_for).vectors[block.rows]
+                found, near = in_order(found, -distances_to(vectors, items.vectors, found))
             rows = block.rows.cpu().numpy()
-            ids[rows] = block.ids.cpu().numpy()
-            similarities[rows] = block.similarities.cpu().numpy()
+            ids[rows] = found.cpu().numpy()
+            similarities[rows] = near.cpu().numpy()
     result = RetrievalResult(ids, similarities, len(task.gallery), similarity, task.own is not None)
     if labels is None:
         return result

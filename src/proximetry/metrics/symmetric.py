@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from proximetry._common import Progress, chunks, torch_pool
-from proximetry.metrics.task import Block, Task, from_keys, project, reported, settle, to_keys
+from proximetry.metrics.task import Block, Task, from_keys, project, settle, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -77,11 +77,11 @@ def search_symmetric(
     del vectors
     state = _State(
         items,
-        keys=torch.empty((count, depth), dtype=torch.int64),
-        floor=torch.empty(count),
-        best=torch.empty(count, dtype=torch.int64),
-        lost=torch.empty(count, dtype=torch.bool),
-        nearer=torch.empty(count, dtype=torch.int64),
+        keys=items.new_empty((count, depth)),
+        floor=left.new_empty(count),
+        best=items.new_empty(count),
+        lost=items.new_empty(count, dtype=torch.bool),
+        nearer=items.new_empty(count),
         waiting={tile.start: [] for tile in tiles},
     )
     codes = task.gallery_codes[items]
@@ -94,7 +94,7 @@ def search_symmetric(
         high, wide = rows.stop - rows.start, columns.stop - columns.start
         shape = high + -high % COLUMN_GROUP, wide + -wide % ROW_GROUP
         if not hasattr(memory, "buffer"):
-            memory.buffer = torch.empty((widest + COLUMN_GROUP) * (widest + ROW_GROUP))
+            memory.buffer = left.new_empty((widest + COLUMN_GROUP) * (widest + ROW_GROUP))
         tile: Tensor = memory.buffer[: shape[0] * shape[1]].view(shape)
         tile[high:] = -torch.inf
         tile[:, wide:] = -torch.inf
@@ -134,7 +134,7 @@ def _tiles(components: Tensor) -> list[slice]:
     """Items by component, cut evenly except that no component is in two tiles."""
     ends = torch.bincount(components).cumsum(0)
     count = round(len(components) / TILE)
-    even = torch.arange(1, count) * len(components) // count
+    even = torch.arange(1, count, device=components.device) * len(components) // count
     cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(components)}
     return [slice(*pair) for pair in pairwise(sorted(cuts))]
 
@@ -144,7 +144,7 @@ def _copies_by_tile(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """By start of tile: the places of copies in it, and of the first item equal to each."""
     places = torch.empty_like(items)
-    places[items] = torch.arange(len(items))
+    places[items] = torch.arange(len(items), device=items.device)
     later, first = (places[of] for of in task.copies)
     by_tile = {}
     for at in tiles:
@@ -166,10 +166,10 @@ def _thread_pool() -> ThreadPoolExecutor:
 def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
     """Lists in order and ranks, from positions back to items."""
     ids = torch.empty_like(state.keys)
-    values = torch.empty(state.keys.shape)
+    values = state.floor.new_empty(ids.shape)
     for part in chunks(len(ids), TILE):
         found, neighbours = from_keys(state.keys[part].sort(dim=1, descending=True).values)
-        values[state.items[part]] = reported(found, task)
+        values[state.items[part]] = found
         ids[state.items[part]] = neighbours
     ranks = None
     if with_ranks:
@@ -177,7 +177,7 @@ def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
         found = 1 + torch.where(state.lost, state.nearer, before)
         ranks = torch.empty_like(found)
         ranks[state.items] = found.masked_fill(state.best == NO_POSITIVE, 0)
-    return Block(torch.arange(len(ids)), ids, values, ranks)
+    return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
 
 
 def _diagonal(tile: Tensor, codes: Tensor, state: _State, at: slice) -> None:
@@ -251,7 +251,7 @@ def _merge(state: _State, at: slice) -> None:
     row, by_row = torch.cat([rows for rows, _ in waiting]).sort(stable=True)
     keys = torch.cat([keys for _, keys in waiting])[by_row]
     counts = torch.bincount(row, minlength=at.stop - at.start)
-    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, place] = keys
     rivals = torch.cat([state.keys[at], new], dim=1)

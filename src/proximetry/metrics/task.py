@@ -46,7 +46,6 @@ class Task:
 
     ``own`` holds each query's own place in the gallery, which is left out by index; queries and
     gallery items with equal group are left out too. Codes number the labels, ``classes``.
-    ``unit`` is the length that counts as 1 in the vectors.
     """
 
     queries: Tensor
@@ -58,7 +57,6 @@ class Task:
     own: Tensor | None = None
     query_groups: Tensor | None = None
     gallery_groups: Tensor | None = None
-    unit: float = 1.0
 
     @property
     def is_self_search(self) -> bool:
@@ -186,9 +184,7 @@ def build(
         sets = [replace(items, vectors=items.vectors.double()) for items in sets]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
-    task = Task(
-        sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity, unit=unit
-    )
+    task = Task(sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity)
     if queries is None:
         task = replace(task, own=torch.arange(len(gallery), device=device))
     named = [items.groups for items in sets if items.groups is not None]
@@ -221,7 +217,8 @@ def _needs_float64(sets: list[Items], unit: float) -> bool:
 class Block:
     """Answers for some queries: neighbours in order, and the place of the best positive.
 
-    ``ids`` is −1 and ``similarities`` −inf where fewer items than asked for may be returned.
+    ``ids`` is −1 and ``similarities`` −inf where fewer items than asked for may be returned. For
+    "euclidean" these are negative squared distances, in the units of the task.
     ``ranks`` counts from 1, and is 0 for queries that have no positive.
     """
 
@@ -267,13 +264,6 @@ def settle(
     for dim, (later, first) in copies.items():
         if len(later):
             values.index_copy_(dim, later, values.index_select(dim, first))
-
-
-def reported(similarities: Tensor, task: Task) -> Tensor:
-    """What people see: the negative distance instead of its negative square."""
-    if task.similarity != "euclidean":
-        return similarities
-    return -(-similarities).clamp_min(0).sqrt() * task.unit
 
 
 def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
+from numbers import Real
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -59,7 +60,9 @@ def _figures(
         if isinstance(value, Mapping):
             deeper = f"{part} {name}".strip() if split else ""
             yield from _figures(value, split or str(name), deeper)
-        elif type(value) in (int, float) and name not in _COUNTS and isfinite(value):
+        elif name in _COUNTS or isinstance(value, bool):
+            continue
+        elif isinstance(value, Real) and isfinite(value):
             yield split, part, str(name), float(value)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -208,6 +209,7 @@ class Embedder(nn.Module):
         self._idle = {name for name, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
+    @torch.inference_mode(False)  # parameters that are made in it could not be trained
     def create(
         cls,
         backbone: str,
@@ -257,11 +259,9 @@ class Embedder(nn.Module):
             input_dim: dimension of the vectors that the embedder takes, for "vectors" and
                 "vectors_mlp" alone.
         """
-        dim = dim if bits is None else bits
-        sizes = {"dim": dim or 1, "image_size": image_size, "resize": resize}
-        for name, value in (sizes | {"input_dim": input_dim}).items():
-            if value is not None and (isinstance(value, bool) or value < 1 or value != int(value)):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        dim = _count("dim", (dim if bits is None else bits) or None)
+        image_size, resize = _count("image_size", image_size), _count("resize", resize)
+        input_dim = _count("input_dim", input_dim)
         if not isinstance(squash, bool):
             raise ValueError(f"squash must be True or False, got {squash!r}")
         similarity = similarity or ("cosine" if normalize else "euclidean")
@@ -446,8 +446,8 @@ class Embedder(nn.Module):
             binary: return binary codes instead of vectors, as `metrics.binary_codes` makes them;
                 meant for embedders with `bits`.
             progress: called with the number of images done, after every batch.
-            on_error: called with the number of an image that cannot be read, and why; it is
-                then left out. None raises a ValueError.
+            on_error: called with the number of an image that cannot be read, and why, in order;
+                it is then left out. None raises a ValueError.
 
         Returns:
             Tensor [N, dim], float32, finite, on the CPU; packed codes [N, ⌈dim / 8⌉], uint8, if
@@ -467,7 +467,14 @@ class Embedder(nn.Module):
             raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
         made = binary_codes if binary else lambda vectors: vectors
         vectors = [made(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
-        done = 0
+        done = told = 0
+
+        def left_out(place: int, error: Exception) -> None:
+            nonlocal done
+            done += 1
+            if on_error is not None:
+                on_error(place, error)
+
         shared: Any = {
             "device": self._weight.device,
             "batch_size": batch_size,
@@ -481,14 +488,16 @@ class Embedder(nn.Module):
                 images,
                 self.preprocessing,
                 concat_flip=concat_flip,
-                on_error=on_error,
+                on_error=on_error and left_out,
                 **shared,
             )
         for places, found in batches:
             vectors.append(made(found))
             done += len(places)
             if progress is not None:
-                progress(done)
+                progress(told := done)
+        if progress is not None and done > told:  # none of the last batch could be read
+            progress(done)
         return torch.cat(vectors)
 
     def fingerprint(self) -> str:
@@ -580,6 +589,7 @@ class Embedder(nn.Module):
         return cls._read(find_embedder(Path(folder)), device, module)
 
     @classmethod
+    @torch.inference_mode(False)
     def _read(
         cls, folder: Path, device: str | torch.device, module: nn.Module | None = None
     ) -> Self:
@@ -664,6 +674,15 @@ class Embedder(nn.Module):
 
 
 _RANDOM = WeightsRecord("none", "random", None, 0, [])
+
+
+def _count(name: str, value: Any) -> int | None:
+    """Return a whole number of any integer type as an int, and None as it is."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return int(value)
 
 
 def _zoomed(pixels: Tensor, share: float) -> Tensor:

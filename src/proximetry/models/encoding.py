@@ -38,8 +38,8 @@ def embed_images(
         device: where it takes it.
         batch_size: images per pass.
         concat_flip: append the vector of the horizontal flip.
-        on_error: called with the number of an image that cannot be read, and why; it is then left
-            out. None raises a ValueError.
+        on_error: called with the number of an image that cannot be read, and why, in order; it is
+            then left out. None raises a ValueError.
         blame: says why a vector may not be finite, which is a ValueError.
     """
     for batch, pixels in _read_batches(images, preprocessing, batch_size, on_error):
@@ -75,7 +75,7 @@ def embed_tensors(
         if not all(finite):
             place = part.start + finite.index(False)
             raise ValueError(
-                f"the embedding of row {place + 1} has NaN or infinite values: so has the row, or "
+                f"the embedding of row {place} has NaN or infinite values: so has the row, or "
                 f"{blame()}"
             )
         yield list(range(part.start, part.start + len(batch))), vectors
@@ -90,16 +90,13 @@ def _read_batches(
     """
     numbered = iter(enumerate(images))
 
-    def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor] | None:
+    def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor | Exception]:
         place, image = item
         name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
         try:
             return (place, name), preprocessing.pixels(image)
         except (TypeError, ValueError) as error:
-            if on_error is None:
-                raise ValueError(f"image {place}: {error}") from error
-            on_error(place, error)
-            return None
+            return (place, name), error
 
     pool = ThreadPoolExecutor(min(8, cores()))
     try:
@@ -107,9 +104,15 @@ def _read_batches(
         while ahead:
             batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            done = [future.result() for future in batch]
-            kept = [one for one in done if one is not None]
+            kept: dict[tuple[int, str], Tensor] = {}
+            for (place, name), found in (future.result() for future in batch):
+                if isinstance(found, Tensor):
+                    kept[place, name] = found
+                elif on_error is None:
+                    raise ValueError(f"image {place}: {found}") from found
+                else:
+                    on_error(place, found)  # in the thread of the caller, in order
             if kept:
-                yield [name for name, _ in kept], torch.stack([pixels for _, pixels in kept])
+                yield list(kept), torch.stack(list(kept.values()))
     finally:
         pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest

@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,12 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST <= opset <= newest:
         raise UsageError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
+    if any(value.dtype != torch.float32 for value in embedder.parameters()):
+        embedder = deepcopy(embedder).float()  # as it would be saved and loaded
     network = _FromPixels(embedder)
     random = torch.Generator().manual_seed(0)
-    sample = embedder.preprocessing.sample(3, random).to(next(embedder.parameters()).device)
+    device = next((value.device for value in embedder.parameters()), "cpu")
+    sample = embedder.preprocessing.sample(3, random).to(device)
     with evaluating(network):
         with torch.inference_mode():
             expected = network(sample).cpu()

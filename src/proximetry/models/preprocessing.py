@@ -65,14 +65,14 @@ class Preprocessing:
             object.__setattr__(self, "resize", tuple(self.resize))
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
         for name, values in (("resize", sides), ("crop", self.crop)):
+            if not isinstance(values, list | tuple) or len(values) != 2:
+                raise ValueError(f"{name} must be (height, width), got {shown(values)}")
             for value in values:
                 if type(value) is not int or not 1 <= value <= LARGEST_SIDE:
                     raise ValueError(
                         f"{name} must be from 1 to {LARGEST_SIDE} pixels, "
                         f"got {shown(getattr(self, name))}"
                     )
-            if len(values) != 2:
-                raise ValueError(f"{name} must be (height, width), got {shown(values)}")
         height, width = self.crop
         least = self.crop if self.squash else (min(self.crop),) * 2
         if sides[0] < least[0] or sides[1] < least[1]:
@@ -82,7 +82,8 @@ class Preprocessing:
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
-            if len(values) != 3 or not all(map(_is_finite, values)):
+            three = isinstance(values, list | tuple) and len(values) == 3
+            if not three or not all(map(_is_finite, values)):
                 raise ValueError(f"{name} must be three finite numbers, got {shown(values)}")
         if min(self.std) <= 0 or not _is_finite(self.scale) or self.scale <= 0:
             raise ValueError(f"std {self.std!r} and scale {shown(self.scale)} must be positive")
@@ -208,10 +209,14 @@ class Tensors:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        whole = all(type(side) is int and side >= 1 for side in self.shape)
-        if not self.shape or not whole or prod(self.shape) > _LARGEST_TENSOR:
-            raise ValueError(f"shape must be whole numbers of at least 1, got {shown(self.shape)}")
+        sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
+        whole = all(type(side) is int and side >= 1 for side in sides)
+        if not sides or not whole or prod(sides) > _LARGEST_TENSOR:
+            raise ValueError(
+                "shape must be whole numbers of at least 1, such as (1, 28, 28), got "
+                f"{shown(self.shape)}"
+            )
+        object.__setattr__(self, "shape", sides)
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
