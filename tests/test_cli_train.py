@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -11,7 +13,7 @@ import yaml
 from proximetry import cli
 from proximetry.cli import train_plan
 from proximetry.models import Embedder
-from proximetry.training import Recipe
+from proximetry.training import Recipe, RunFolder
 from tests.training.tiny import make_images
 
 # What makes the default recipes train on squares in a second.
@@ -91,6 +93,40 @@ def test_images_of_the_same_name_get_a_folder_of_their_own(capsys, home):
         assert f"run folder {folder}\n" in out
 
 
+def test_a_folder_is_not_free_while_a_run_on_other_images_begins_there(home):
+    here, other = home / "flowers" / "train", make_images(home / "other" / "flowers", seed=1)
+    plan = train_plan.make_plan(str(here), None, None, {}, "cpu")
+    folder = RunFolder(plan.out)
+    folder.acquire()
+    folder.begin(plan.recipe, torch.device("cpu"))
+    for images, place in ((here, "runs/flowers"), (other, "runs/flowers-2")):
+        assert str(train_plan.make_plan(str(images), None, None, {}, "cpu").out) == place
+    folder.release()  # it was killed before its first checkpoint
+    assert str(train_plan.make_plan(str(other), None, None, {}, "cpu").out) == "runs/flowers"
+
+
+def test_a_run_goes_on_as_it_was_begun_without_its_options(capsys, home):
+    images, more = home / "flowers" / "train", ["--device", "cpu"]
+    assert call(capsys, images, "mine", *small(training_epochs=1))[0] == 0
+    code, out, err = call(capsys, images, "mine", "--training.epochs", "2", *more)
+    assert code == 0, err
+    assert "as the run in mine was begun: recipe default-cpu (small_convnet, 24 px)" in out
+    assert "extended from 1 to 2 epochs" in out
+    code, _, err = call(capsys, images, "mine", "--optimizer.lr", "0.5", *more)
+    assert code == 1
+    assert "another recipe: optimizer.lr 0.0001 → 0.5; continue" in err, "and nothing else"
+
+
+def test_a_complete_run_is_not_that_of_other_images(capsys, home):
+    images = home / "flowers" / "train"
+    assert call(capsys, images, "mine", *small())[0] == 0
+    shutil.rmtree(images / "class03")
+    for more in ([], ["--dry-run"]):
+        code, _, err = call(capsys, images, "mine", *small(), *more)
+        assert code == 1
+        assert "mine was begun with other images: 1 class is gone (class03)" in err
+
+
 def test_another_recipe_gets_a_folder_of_its_own(capsys, home):
     images = home / "flowers" / "train"
     assert call(capsys, images, *small())[0] == 0
@@ -168,12 +204,14 @@ def test_a_recipe_is_named_as_before(capsys, home):
         (["glyphs"], "'glyphs' is a shipped recipe and a folder here; write ./glyphs"),
         (["mine.yaml", "--recipe", "default"], "two recipes are given"),
         (["IMAGES", "--data.root", "elsewhere"], "the images are given twice"),
+        (["IMAGES", "--config", "config.yaml"], "data must be a section of keys, got 'photos'"),
         (["IMAGES", "--recipe", "defalt"], "no recipe 'defalt', did you mean 'default'"),
     ],
 )
 def test_what_cannot_be_meant(capsys, home, words, message):
     (home / "here" / "glyphs").mkdir()
     (home / "here" / "mine.yaml").write_text("base: glyphs\n")
+    (home / "here" / "config.yaml").write_text("data: photos\n")
     places = {"IMAGES": home / "flowers" / "train"}
     code, _, err = call(capsys, *(places.get(word, word) for word in words))
     assert code == 2
@@ -399,6 +437,15 @@ def test_the_next_commands_name_images_as_evaluate_takes_them(home):
         assert expected in text
 
 
+def test_the_next_commands_can_be_typed_as_they_are(home):
+    np.savez(home / "here" / "vectors.npz", vectors=np.eye(4), labels=np.arange(4) // 2)
+    results = {"protocol": "last", "selected": {"epoch": 1}, "last": {"epoch": 1}}
+    plan = train_plan.make_plan("vectors.npz", home / "here" / "my run", None, {}, "cpu")
+    text = train_plan.summary(results, plan)
+    assert "export 'my run' 'my run.onnx'" in text
+    assert "embed 'my run' vectors.npz --out embeddings.npz" in text
+
+
 def test_a_run_folder_serves_as_weights(capsys, home):
     images = home / "flowers" / "train"
     stages = {"training_epochs": 2, "schedule_warmup-epochs": 0}
@@ -408,6 +455,12 @@ def test_a_run_folder_serves_as_weights(capsys, home):
     assert Embedder.load("two").dim == 8
     code, _, err = call(capsys, images, "more", *small(model_weights="two"))
     assert code == 0, err
+
+
+def test_a_section_of_a_config_may_be_empty(capsys, home):
+    (home / "config.yaml").write_text("data:\nmodel.dim: 16\n")
+    found = config(capsys, home / "flowers" / "train", "--config", home / "config.yaml")
+    assert (found["data"]["dataset"], found["model"]["dim"]) == ("folder", 16)
 
 
 def test_home_is_understood_in_recipes(capsys, home, monkeypatch):
@@ -429,11 +482,31 @@ def test_what_looks_like_an_override_is_no_folder(capsys, home):
     assert config(capsys, home / "flowers" / "train", "runs/lr=1")
 
 
-def test_a_run_without_figures_says_so(capsys, home):
+@pytest.mark.parametrize(
+    ("images", "more", "told"),
+    [
+        ("few", [], "Nothing was measured: no classes were held out, and there is no test set."),
+        (
+            "split",
+            ["--evaluation.protocol", "last", "--evaluation.no-final-test"],
+            "Nothing was measured: no classes were held out, and evaluation.final_test is false.",
+        ),
+        (
+            "flowers/train",
+            ["--training.two-stages", "--schedule.warmup-epochs", "0"],
+            "The second stage was not measured: it trained on all classes, and there is no test "
+            "set; the figures of the first are in mine/first-stage/results.json.",
+        ),
+    ],
+    ids=["few classes", "no final test", "two stages"],
+)
+def test_a_run_without_figures_says_why(capsys, home, images, more, told):
     make_images(home / "few", classes=4)
-    code, out, err = call(capsys, home / "few", *small())
+    make_images(home / "split" / "train", classes=4)
+    make_images(home / "split" / "test", classes=2, seed=1)
+    code, out, err = call(capsys, home / images, "mine", *small(), *more)
     assert code == 0, err
-    assert "Nothing was measured: no classes were held out" in out
+    assert f"{told} Evaluate the embedder on images of other classes." in " ".join(out.split())
 
 
 def test_the_json_of_a_run_says_where_it_lies(capsys, home):

@@ -5,8 +5,9 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from proximetry._common import shown
 from proximetry.cli.output import wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
 from proximetry.training.recipe import (
@@ -18,15 +19,14 @@ from proximetry.training.recipe import (
     shipped_recipes,
 )
 
+if TYPE_CHECKING:
+    from proximetry.training.run_folder import RunFolder
+
 ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
 # Names that say nothing about the images in the folder.
 _GENERIC = {"data", "dataset", "images", "imgs", "photos", "pictures", "train", "training"}
 _WIDTH = 80
-_NOTHING_MEASURED = [
-    "Nothing was measured: no classes were held out, and there is no test set. Evaluate",
-    "the embedder on images of other classes.",
-]
 
 
 class Plan(NamedTuple):
@@ -64,7 +64,10 @@ def make_plan(
         recipe = Recipe.load(source, changes)
         data = recipe.data.dataset, recipe.data.root
         return Plan(recipe, *_place(out, recipe.name, data, (recipe.name,)))
-    dataset, root = _find_images(source, merge({}, changes).get("data", {}))
+    given = merge({}, changes).get("data") or {}  # an empty section of a YAML file is None
+    if not isinstance(given, Mapping):
+        raise RecipeError(f"data must be a section of keys, got {shown(given)}")
+    dataset, root = _find_images(source, given)
     changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
     name = _name(root or dataset)
     if asked is not None:
@@ -74,10 +77,10 @@ def make_plan(
         folder, lines = _place(out, name, (dataset, root), (FOR_VECTORS,))
         return Plan(Recipe.load(FOR_VECTORS, changes), folder, (f"recipe {FOR_VECTORS}", *lines))
     folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
-    chosen, why, advice = _choose_recipe(folder, device, fresh)
-    recipe = Recipe.load(chosen, changes)
+    recipe, why, advice = _choose_recipe(folder, device, fresh)
+    recipe = recipe.override(changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
-    first = f"{why}recipe {chosen} ({recipe.model.backbone}{size})"
+    first = f"{why}recipe {recipe.name} ({recipe.model.backbone}{size})"
     return Plan(recipe, folder, (first, *advice, *lines))
 
 
@@ -117,17 +120,21 @@ def _names_recipe(word: str, asked: str | None) -> bool:
 
 def _choose_recipe(
     place: Path, device: str | None, fresh: bool
-) -> tuple[str, str, tuple[str, ...]]:
+) -> tuple[Recipe, str, tuple[str, ...]]:
     """The default for the device, or that of the run that is continued; why, and advice."""
     from proximetry._common import resolve_device
+    from proximetry.training.run_folder import RunFolder
 
     begun = None if fresh else _begun(place)
     if begun is not None and begun.name in (ON_GPU, ON_CPU):
-        return begun.name, f"as the run in {place} was begun: ", ()
+        kept = {}
+        if RunFolder(place).begun() is not None:  # that of a first stage says other things too
+            kept = {**begun.essence(), "model.weights": begun.model.weights}
+        return Recipe.load(begun.name, kept), f"as the run in {place} was begun: ", ()
     if resolve_device(device).type == "cuda":
-        return ON_GPU, "", ()
+        return Recipe.load(ON_GPU), "", ()
     why = "on the CPU: " if device else "no CUDA device: "
-    return ON_CPU, why, (f"--recipe {ON_GPU} is the larger one, for a GPU",)
+    return Recipe.load(ON_CPU), why, (f"--recipe {ON_GPU} is the larger one, for a GPU",)
 
 
 def _name(source: str) -> str:
@@ -160,13 +167,30 @@ def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[st
         begun = _begun(path)
         if begun is None:
             RunFolder(path).check(Recipe())
-            return True
+            begun = _starting(RunFolder(path))
+            if begun is None:
+                return True
     except (RunError, RecipeError):
         if not path.exists():  # nor can a folder of another name be made there
             raise
         return False
     same = (begun.data.dataset, _absolute(begun.data.root)) == (data[0], _absolute(data[1]))
     return same and begun.name in recipes
+
+
+def _starting(folder: "RunFolder") -> Recipe | None:
+    """The recipe of a run that another process trains, but that has no checkpoint yet."""
+    from filelock import FileLock, Timeout
+
+    if not (folder.recipe.exists() and folder.lock.exists()):
+        return None
+    try:
+        with FileLock(folder.lock, timeout=0):
+            return None
+    except Timeout:
+        return Recipe.load(folder.recipe)
+    except (OSError, NotImplementedError):  # a file system without locks
+        return None
 
 
 def _absolute(root: str | None) -> Path | None:
@@ -194,15 +218,17 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     tested = "test" in results["selected"]
     reading = _reading(plan.recipe.data)
     tests = [*_test_images(plan.recipe.data), *reading] if tested else ["OTHER_IMAGES"]
+    # `embed` does not write over what it reads.
+    same = Path(plan.recipe.data.root or "").absolute() == Path("vectors.npz").absolute()
     next_commands = [
         ["report", run],
         ["evaluate", run, *tests],
-        ["embed", run, images, "--out", "vectors.npz", *reading],
-        ["export", run, f"{plan.out.name}.onnx"],
+        ["embed", run, images, "--out", "embeddings.npz" if same else "vectors.npz", *reading],
+        ["export", run, shlex.quote(f"{plan.out.name}.onnx")],
     ]
     return "\n".join(
         [
-            *([metrics_table(rows)] if rows else _NOTHING_MEASURED),
+            metrics_table(rows) if rows else wrap(_nothing_measured(results, plan)),
             "",
             wrap(describe_protocol(results, plan.recipe.evaluation.select_by)),
             f"embedder: {_short(home / 'embedder')}",
@@ -212,6 +238,23 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             *(_command(words) for words in next_commands),
         ]
     )
+
+
+def _nothing_measured(results: Mapping[str, Any], plan: Plan) -> str:
+    """Why there are no figures of the embedder, and what to do."""
+    from proximetry.training.run_folder import FIRST_STAGE
+
+    tested = "there is no test set"
+    if not plan.recipe.evaluation.final_test:
+        tested = "evaluation.final_test is false"
+    told = f"Nothing was measured: no classes were held out, and {tested}."
+    if "first_stage" in results:
+        first = _short(plan.out / FIRST_STAGE / "results.json")
+        told = (
+            f"The second stage was not measured: it trained on all classes, and {tested}; the "
+            f"figures of the first are in {first}."
+        )
+    return f"{told} Evaluate the embedder on images of other classes."
 
 
 def _reading(data: DataConfig) -> list[str]:

@@ -41,6 +41,7 @@ from proximetry.training.run import (
     check_abilities,
     check_end,
     check_place_of_stages,
+    check_rows,
     first_stage,
     guest_of_torch,
     make_embedder,
@@ -124,6 +125,7 @@ def _estimate_run(
     stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
     updater = make_updater(recipe, embedder, parts["train"].class_names, world, note, stage=stage)
     state, done = _state(folder, RunFolder(out), recipe, resume)
+    check_rows(folder if done else None, recipe, catalog)
     left = recipe.training.epochs - done
     # Before images are decoded: what memory that took at most would hide what a step takes.
     rates, memory = _measure(recipe, updater, world, images, len(parts["train"].class_names))

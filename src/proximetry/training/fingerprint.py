@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from proximetry._common import some, spaced
 from proximetry.data import Catalog
+from proximetry.training.run_folder import RunError
 
 
 def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
@@ -71,6 +73,16 @@ def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if total != was:
         told.append(f"{total} images in all instead of {was}")
     return ", ".join(filter(None, told))
+
+
+def refuse_others(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse images that are not those the run in a folder was begun with."""
+    changes = what_changed(before, now)
+    if changes:
+        raise RunError(
+            f"the run in {place} was begun with other images: {changes}; put them back as they "
+            "were, choose another folder, or start over with --fresh"
+        )
 
 
 def may_have_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

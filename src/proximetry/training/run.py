@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback, check_callbacks
+from proximetry.training.checkpoint import read_state
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData, open_catalog
 from proximetry.training.datasets import DatasetData, OwnDatasets
 from proximetry.training.distributed import World, join_processes, watching
 from proximetry.training.evaluator import Evaluator
+from proximetry.training.fingerprint import fingerprint, refuse_others
 from proximetry.training.images import ImageData
 from proximetry.training.loop import Run, fit
 from proximetry.training.objective import Objective
@@ -143,6 +145,7 @@ def _train_alone(
     begun = world.first(lambda: folder.check(recipe, resume))
     check_end(begun, recipe, folder, in_stages=outdates is not None)
     if begun is not None and world.first(lambda: folder.is_complete(recipe, display.message)):
+        world.first(lambda: _check_images(folder, recipe, parts, display))
         results = folder.read_results()
         display.message(f"{folder.path} is complete already")
         if results.get("stopped_early"):
@@ -156,6 +159,29 @@ def _train_alone(
         return _go(run, world, resume, display, callbacks, folder, outdates)
     finally:
         run.data.close()
+
+
+def _check_images(folder: RunFolder, recipe: Recipe, parts: Parts, display: Display) -> None:
+    """Refuse other images than those a complete run was trained on, as far as they are at hand."""
+    catalog = parts.data
+    if catalog is None:
+        with suppress(ValueError, OSError):  # gone by now, which the results do not need
+            catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
+    if isinstance(catalog, Catalog):
+        check_rows(folder, recipe, catalog)
+
+
+def check_rows(folder: RunFolder | None, recipe: Recipe, catalog: Catalog) -> None:
+    """Refuse a catalogue with other rows than the run was begun with, if one was begun."""
+    if folder is None or recipe.data.bad_images == "skip":
+        return  # which of them were left out is not known before they are read
+    try:
+        before = read_state(folder.newest().path)["images"]
+    except (RunError, LookupError):
+        return  # results and embedder are there without a checkpoint
+    now = fingerprint(catalog, None)
+    if before["rows"] != now["rows"]:
+        refuse_others(folder.path, before, now)
 
 
 def _go(

@@ -17,7 +17,7 @@ from proximetry.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from proximetry.training.fingerprint import may_have_changed, what_changed
+from proximetry.training.fingerprint import may_have_changed, refuse_others
 from proximetry.training.recipe import Recipe, differences
 from proximetry.training.run_folder import RunError
 
@@ -194,12 +194,7 @@ def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
             f"{path} is of a run with another recipe: {', '.join(changed)}; put the right one "
             "back, or start over with --fresh"
         )
-    changes = what_changed(plain["images"], run.data.fingerprint)
-    if changes:
-        raise RunError(
-            f"the run in {run.folder.path} was begun with other images: {changes}; put them back "
-            "as they were, choose another folder, or start over with --fresh"
-        )
+    refuse_others(run.folder.path, plain["images"], run.data.fingerprint)
     doubt = may_have_changed(plain["images"], run.data.fingerprint)
     if doubt and doubt not in run.data.notes:
         run.report(doubt)
