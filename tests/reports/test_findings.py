@@ -152,7 +152,7 @@ def training_images(findings, table):
 def test_how_many_proxies_training_images_choose(records, found, table):
     record, findings = records[0], found[0]
     proxies, train_set = find_proxies(record), training_images(findings, table)
-    use = find_use(proxies, record, findings.embedder, train_set)
+    use = find_use(proxies, findings.embedder, train_set)
     assert use.images == len(train_set)
     files = [train_set.file(row) for row in range(len(train_set))]
     vectors = findings.embedder.encode(files).double().numpy()
@@ -180,7 +180,7 @@ def test_proxies_meet_the_embedder_as_it_was_trained_not_its_pca(home, table):
     assert findings.agrees
     proxies = find_proxies(record)
     assert proxies.weight.shape[2] == 8
-    trained = _as_trained(proxies, record, findings.embedder)
+    trained = _as_trained(proxies, findings.embedder)
     files = [findings.catalog.file(row) for row in range(len(findings.catalog))]
     whole, reduced = trained.encode(files), findings.vectors
     assert (whole.shape[1], reduced.shape[1]) == (8, 4)
@@ -190,7 +190,31 @@ def test_proxies_meet_the_embedder_as_it_was_trained_not_its_pca(home, table):
     )
     guess = torch.nn.functional.normalize(whole @ axes.solution)
     torch.testing.assert_close(guess, reduced, atol=1e-4, rtol=0)
-    assert find_use(proxies, record, findings.embedder, training_images(findings, table)).images
+    assert find_use(proxies, findings.embedder, training_images(findings, table)).images
+
+
+def test_proxies_meet_an_embedder_without_a_head(home, table, tmp_path):
+    recipe = make_recipe(table, home / "cache", training={"epochs": 1})
+    embedder = Embedder.create("small_convnet", None, weights="none", image_size=24)
+    train(recipe, tmp_path / "run", embedder=embedder)
+    record = RunRecord.read(tmp_path / "run")
+    findings, proxies = examine(record), find_proxies(record)
+    vectors = _as_trained(proxies, findings.embedder).encode([findings.catalog.file(0)])
+    torch.testing.assert_close(vectors, findings.vectors[:1])
+
+
+def test_checkpoints_that_do_not_fit_are_told_in_a_sentence(home, table, records, tmp_path):
+    proxies = find_proxies(records[0])
+    other = Embedder.create("test_vit", 8, weights="none", image_size=32)
+    with pytest.raises(ValueError, match=r"\.safetensors does not fit the embedder$"):
+        _as_trained(proxies, other)
+    pytest.importorskip("peft")
+    model = {"backbone": "test_vit", "image_size": 32, "pooling": "auto", "lora_rank": 2}
+    recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
+    train(recipe, tmp_path / "lora")
+    record = RunRecord.read(tmp_path / "lora")
+    with pytest.raises(ValueError, match="run with LoRA hold its adapters, not the embedder"):
+        _as_trained(find_proxies(record), examine(record).embedder)
 
 
 def test_without_the_best_checkpoint_the_last_will_do(run):

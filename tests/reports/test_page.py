@@ -145,6 +145,25 @@ def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, rec
     assert f"in seed0 alone for {alone}, in seed1 alone for" in comparison.text
 
 
+@pytest.mark.parametrize(
+    ("metrics", "select_by"),
+    [
+        ({"at_r": False}, "recall@1"),
+        ({"recall_at": [], "at_r": False, "mrr": False, "ndcg_at": [], "map_at": [2]}, "map@2"),
+    ],
+    ids=["fewer", "none in common"],
+)
+def test_runs_with_other_metrics_are_compared(runs, run, tmp_path, metrics, select_by):
+    place = RunFolder(run).recipe
+    evaluation = {"metrics": metrics, "select_by": select_by}
+    Recipe.load(place).override({"evaluation": evaluation}).save(place)
+    assert write_report([runs[1], run], tmp_path / "page.html") == []
+    page = Page((tmp_path / "page.html").read_bytes())
+    rows = {row[0]: row[1:] for row in page.table("Metrics in percent, 24 queries")}
+    assert rows["MAP@R"][1:] == ["–", "–"]
+    assert "run finds, seed1 does not" in page.text
+
+
 def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
     other = make_table(tmp_path / "other", seed=3)
     place = RunFolder(run).recipe
@@ -235,6 +254,20 @@ def test_of_two_stages_the_second_is_reported(run, tmp_path, call):
     run.rename((tmp_path / "two").mkdir() or tmp_path / "two" / "second-stage")
     assert call(tmp_path / "two") == f"report: {tmp_path / 'two' / 'report.html'}\n"
     assert Page((tmp_path / "two" / "report.html").read_bytes()).table("Every class")
+
+
+@pytest.mark.parametrize("stage", ["first", "second"])
+def test_of_two_stages_that_were_cut_off_the_present_one_is_reported(run, tmp_path, call, stage):
+    """Also between the two, when the first has its results."""
+    place = (tmp_path / "two").mkdir() or run.rename(tmp_path / "two" / f"{stage}-stage")
+    if stage == "second":
+        RunFolder(place).results.unlink()
+    for path in (tmp_path / "two", place):
+        told = call(path)
+        if path == place and stage == "first":  # which is whole
+            continue
+        assert f"the run has not ended; 2 of 2 epochs of the {stage} stage are logged" in told
+        assert f"called again with {tmp_path / 'two'}\n" in told
 
 
 def test_a_run_that_held_nothing_out(home, table, tmp_path, call):
@@ -363,6 +396,13 @@ def test_a_run_without_proxies(records, found):
     content = report_page(record, found[0])
     assert record.missing == []
     assert b'id="proxies"' not in content
+
+
+def test_a_loss_of_ones_own_need_have_no_proxies(home, table, tmp_path):
+    recipe = make_recipe(table, home / "cache", training={"epochs": 1})
+    train(recipe, tmp_path / "own", loss=lambda x, labels: x.var(0).sum())
+    assert write_report([tmp_path / "own"], tmp_path / "page.html") == []
+    assert b'id="proxies"' not in (tmp_path / "page.html").read_bytes()
 
 
 def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):

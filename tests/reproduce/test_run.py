@@ -101,7 +101,7 @@ def test_angles_of_proxies_and_verification_stand_in_a_table(data, cache, tmp_pa
     line = next(line for line in text.splitlines() if line.startswith("| Proxy-Anchor | ours"))
     mean = sum(one["mean_angle"] for one in found) / 2
     assert line.split(" | ")[4].startswith(f"{mean:.1f} ±")  # degrees, not percent
-    angles = make_table(cache, metrics=["mean_angle"], claims=[], figure=None)
+    angles = Table.load({**values, "metrics": ["mean_angle"], "claims": []})
     one = records["proxy-anchor-seed0"]
     assert runner.outcome(angles, one) == f"mean_angle {found[0]['mean_angle']:.1f}"
     without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})

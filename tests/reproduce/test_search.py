@@ -75,6 +75,13 @@ def test_rows_are_evaluated_once_on_held_out_classes(home):
     assert smaller != records["base-seed0"].views["24 of 24"]
 
 
+def test_a_folder_without_splits_is_there_to_be_trained_on(table, data, tmp_path):
+    home = run_table(table, data / "train", tmp_path, rows=("base",))
+    (record,) = read_records(home).values()
+    assert record.images == {"train": 60, "test": 0}
+    assert "your own images: 60 training, 0 test images" in (home / "README.md").read_text()
+
+
 def test_the_page_ranks_the_rows(home):
     records = read_records(home)
     text = (home / "README.md").read_text()

@@ -129,6 +129,10 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
             {"rows": [{"name": "a", "published": {"recall@1": 101}}]},
             "must be less than or equal to 100",
         ),
+        (
+            {"rows": [{"name": "a", "x": 1, "published": {"recal@1": 69.2}}], "claims": []},
+            "row 'a': published 'recal@1' is not in metrics, did you mean 'recall@1'",
+        ),
         ({"rows": [{"name": "!"}]}, "must differ in the letters"),
         ({"rows": [{"name": "a"}], "claims": []}, "a sweep needs x"),
         ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "no row 'MPA'"),

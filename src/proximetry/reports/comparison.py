@@ -42,6 +42,8 @@ def paired_differences(one: Findings, other: Findings) -> dict[str, Interval]:
     """
     mine, theirs = one.evaluation.scores, other.evaluation.scores
     scores = {name: theirs[name] - mine[name] for name in mine if name in theirs}
+    if not scores:
+        return {}
     return replace(other.evaluation, scores=scores, whole={}).bootstrap()
 
 
@@ -239,7 +241,10 @@ def _queries(names: Sequence[str], found: Sequence[Findings | None]) -> Section 
 
 def _widest(first: Findings, other: Findings, queries: Any) -> list[int]:
     """Of these queries those whose scores differ most, at most one of a class."""
-    apart = other.evaluation.scores[first.ranking] - first.evaluation.scores[first.ranking]
+    mine, theirs = first.evaluation.scores, other.evaluation.scores
+    ranking = next((name for name in (first.ranking, *mine) if name in theirs), None)
+    # Runs may have no score in common; then queries come in the order of the catalogue.
+    apart = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
     chosen: dict[int, int] = {}
     for query in queries[np.argsort(-np.abs(apart[queries]), kind="stable")]:
         chosen.setdefault(int(first.evaluation.query_codes[query]), int(query))

@@ -53,11 +53,13 @@ class ProxyFindings:
         return int(self.weight.shape[1])
 
 
-def find_proxies(record: RunRecord) -> ProxyFindings:
+def find_proxies(record: RunRecord) -> ProxyFindings | None:
     """Read the proxies of a run from its checkpoint of the selected epoch, else from the last.
 
+    None for a run whose loss has no proxies.
+
     Raises:
-        ValueError: if there are none, and why.
+        ValueError: if they cannot be read, and why.
     """
     wanted = record.selected.get("epoch")
     problems, found = [], []
@@ -65,6 +67,8 @@ def find_proxies(record: RunRecord) -> ProxyFindings:
         try:
             state, tensors = read_part(path, "loss.proxies")
             epoch = int(state["state"]["epoch"])
+            if "weight" not in tensors:
+                return None  # a loss of the user's own
             with random_numbers_kept():
                 proxies = Proxies(1, 1)
             proxies.weight = nn.Parameter(tensors["weight"].float(), requires_grad=False)
@@ -110,12 +114,10 @@ class ProxyUse:
     effective: npt.NDArray[np.float64]
 
 
-def find_use(
-    found: ProxyFindings, record: RunRecord, embedder: Embedder, train: Catalog
-) -> ProxyUse:
+def find_use(found: ProxyFindings, embedder: Embedder, train: Catalog) -> ProxyUse:
     """Ask training images of whole classes, drawn with seed 0, which proxy is nearest to them."""
     asked = _draw_classes(train)
-    trained = _as_trained(found, record, embedder)
+    trained = _as_trained(found, embedder)
     vectors = unit(encode_catalog(trained, asked).double())[0]
     place = {name: number for number, name in enumerate(found.names)}
     codes = np.array([place[label] for label in asked.labels])
@@ -138,20 +140,22 @@ def _draw_classes(train: Catalog) -> Catalog:
     return train.subset(np.isin(train.codes, taken))
 
 
-def _as_trained(found: ProxyFindings, record: RunRecord, embedder: Embedder) -> Embedder:
+def _as_trained(found: ProxyFindings, embedder: Embedder) -> Embedder:
     """The embedder of the proxies' checkpoint, without the PCA that the saved one may have."""
+    _, average = read_part(found.checkpoint, "average")
+    weights = average or read_part(found.checkpoint, "embedder")[1]
+    if any(".lora_" in name for name in weights):
+        raise ValueError("the checkpoints of a run with LoRA hold its adapters, not the embedder")
     trained = copy.deepcopy(embedder)
     dim = found.weight.shape[2]
     trained.dim = dim
     device = next(embedder.parameters()).device
     trained.head = nn.Identity()
-    if record.recipe.model.dim:
+    if "head.weight" in weights:  # an embedder of the user's own may have no head
         # Without the usual start, which would draw random numbers.
         trained.head = nn.Linear(embedder.width, dim, device="meta").to_empty(device=device)
-    _, average = read_part(found.checkpoint, "average")
-    weights = average or read_part(found.checkpoint, "embedder")[1]
     try:
         trained.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{found.checkpoint} does not fit the embedder: {error}") from error
+    except RuntimeError as error:  # which lists every weight
+        raise ValueError(f"{found.checkpoint} does not fit the embedder") from error
     return trained.eval()

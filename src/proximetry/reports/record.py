@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from proximetry._common import UsageError, read_json
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training import Recipe, RunFolder
+from proximetry.training.run_folder import FIRST_STAGE
 
 T = TypeVar("T")
 _LARGEST_ENVIRONMENT = 1_000_000
@@ -21,7 +22,7 @@ class RunRecord:
 
     Attributes:
         path: the folder as it was named.
-        folder: where the run is: that folder, or the second stage in it.
+        folder: where the run is: that folder, or the second stage in it, or till then the first.
         recipe: as the run was begun.
         environment: versions, command, device.
         history: a line per epoch.
@@ -43,8 +44,8 @@ class RunRecord:
         if not path.is_dir():
             raise UsageError(f"there is no folder {path}; name the folder of a run")
         folder = RunFolder(path)
-        if not folder.recipe.exists() and (path / SECOND_STAGE / "recipe.yaml").exists():
-            folder = RunFolder(path / SECOND_STAGE)
+        stages = [folder, RunFolder(path / SECOND_STAGE), RunFolder(path / FIRST_STAGE)]
+        folder = next((stage for stage in stages if stage.recipe.exists()), folder)
         if not folder.recipe.exists():
             raise UsageError(f"{path} holds no run: there is no {folder.recipe.name} in it")
         recipe = Recipe.load(folder.recipe)
@@ -65,7 +66,7 @@ class RunRecord:
         results: dict[str, Any] = {}
         if folder.results.exists():
             results = attempt("Results", folder.read_results, results)
-        else:
+        if not folder.results.exists() or folder is stages[-1]:
             missing.append(_unfinished(folder, history, recipe))
         return cls(path, folder, recipe, environment, history, results, missing)
 
@@ -108,7 +109,10 @@ def _environment(file: Path) -> dict[str, Any]:
 
 def _unfinished(folder: RunFolder, history: list[dict[str, Any]], recipe: Recipe) -> str:
     done = max((int(line["epoch"]) for line in history), default=0)
+    whole, of_stage = folder.path, ""
+    if whole.name in (FIRST_STAGE, SECOND_STAGE):
+        whole, of_stage = whole.parent, f" of the {whole.name.replace('-', ' ')}"
     return (
-        f"Results: the run has not ended; {done} of {recipe.training.epochs} epochs are logged. It "
-        f"goes on when `train` is called again with {folder.path}"
+        f"Results: the run has not ended; {done} of {recipe.training.epochs} epochs{of_stage} are "
+        f"logged. It goes on when `train` is called again with {whole}"
     )

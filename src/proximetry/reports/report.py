@@ -145,7 +145,7 @@ def _proxies(record: RunRecord, findings: Findings | None) -> list[Section]:
             what = "Proxies that images choose"
             if findings is None or findings.train is None:
                 raise ValueError("the training images are not there")
-            use = find_use(found, record, findings.embedder, findings.train)
+            use = find_use(found, findings.embedder, findings.train)
     except _ABSENT as error:
         record.missing.append(f"{what}: {_sentence(error)}")
     made = proxies_section(record, found, use)

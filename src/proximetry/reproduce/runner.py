@@ -38,6 +38,8 @@ from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]
 PATIENCE = 20.0  # seconds to wait for another command in the same folder
+# As a run divides its images: without splits all of them are there to be trained on.
+_SPLITS = {"train": ("train", "all"), "test": ("test",)}
 _HEAD = "# runs at once: "
 
 
@@ -289,7 +291,7 @@ def _finish(
         selected=table.selected_rows(options.selection),
         epochs_given=options.epochs is not None,
         parallel=job.most_at_once(),
-        images={split: len(catalog.filter(split=split)) for split in ("train", "test")},
+        images={split: len(catalog.rows(*names)) for split, names in _SPLITS.items()},
         views=views,
     )
     record.write(home)
@@ -370,7 +372,7 @@ def _find_data(
         if table.protocol == "held_out":
             del splits["test"]  # it is not looked at
         for split, size in splits.items():
-            classes = len(catalog.filter(split=split).class_names)
+            classes = len(catalog.subset(catalog.rows(*_SPLITS[split])).class_names)
             if classes == 0:
                 raise ValueError(f"{root} has no images of split {split!r}")
             if size is not None and classes != size.classes:

@@ -168,6 +168,16 @@ class Table(Section):
         _ = self.shared  # there is no table without the recipes it names
         return self
 
+    @model_validator(mode="after")
+    def _check_published(self) -> Self:
+        """Refuse figures that would never be shown."""
+        for row in self.rows:
+            for name in row.published:
+                if name not in self.metrics:
+                    told = f"row {row.name!r}: published {name!r} is not in metrics"
+                    raise ValueError(f"{told}{closest(name, self.metrics)}")
+        return self
+
     @classmethod
     def load(cls, source: "str | Path | Mapping[str, Any] | Table") -> "Table":
         """Make a table of a YAML file, a shipped table's name or plain values."""
