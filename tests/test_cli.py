@@ -153,6 +153,7 @@ def test_options_stand_before_or_after_the_words(capsys, tmp_path):
         (["--data.batch-size=8"], {"data.batch_size": 8}),
         (["--model.flip-tta"], {"model.flip_tta": True}),
         (["--model.tta-crops", "0.9", "0.8"], {"model.tta_crops": [0.9, 0.8]}),
+        (["--model.tta-crops", "[]", "--evaluation.eval-dims", "null"], {"model.tta_crops": []}),
         (["--data.no-flip"], {"data.flip": False}),
         (["--data.root", "12"], {"data.root": "12"}),
         (["--data.crop-scale", "0.2", "1"], {"data.crop_scale": [0.2, 1]}),

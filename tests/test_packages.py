@@ -90,7 +90,8 @@ for words in (
     "evaluate nope nope",
     "index nope --model run",
     "search nope.png",
-    "search nope.png --sheet sheet.pdf",
+    "search q.png",
+    "search q.png --sheet sheet.pdf",
     "serve nope",
     "duplicates nope",
 ):
@@ -100,11 +101,13 @@ for words in ("report nope", "export nope nope.onnx"):
     assert main(words.split()), words
     assert "timm" not in sys.modules, words
 """
+    (tmp_path / "q.png").touch()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    for said in ("no gallery gallery", "must end in .html", "no image or folder nope"):
+    told = ("no gallery gallery", "must end in .html", "no image or folder nope.png")
+    for said in (*told, "no image or folder nope\n"):
         assert said in done.stderr
     assert done.stderr.count("there is no gallery nope") == 2
 

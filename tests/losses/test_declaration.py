@@ -43,6 +43,7 @@ def test_every_setting_has_a_default_that_passes_its_check_and_a_meaning(name):
 BAD = [
     ("proxy_anchor", {"alpha": 0.0}, "alpha must be positive, got 0.0"),
     ("proxy_anchor", {"alpha": -32}, "alpha must be positive, got -32"),
+    ("proxy_anchor", {"alpha": 0.1, "margin": 32}, "margin must be between -2 and 2, .* got 32"),
     ("proxy_anchor", {"alpha": float("nan")}, "alpha .* got nan"),
     ("proxy_anchor", {"alpha": "32"}, "alpha .* got '32'"),
     ("proxy_anchor", {"margin": float("inf")}, "margin .* got inf"),

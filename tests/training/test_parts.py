@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from proximetry import losses
 from proximetry.data import Catalog, VectorCatalog
@@ -276,6 +276,7 @@ class Gives(nn.Module):
 WRONG = {
     "a class for data": ({"data": Items}, "is a class"),
     "no dataset": ({"data": 7}, "data must be a Catalog, or a dataset"),
+    "a folder": ({"data": "pictures"}, "got 'pictures'; for a folder of images Catalog.from_fold"),
     "an empty dataset": ({"data": Items()}, "Items is empty"),
     "other splits": ({"data": {"training": items()}}, "has 'training'"),
     "no label": ({"data": Items(RGB, RGB)}, r"item 0 of Items must be \(image, label\)"),
@@ -348,6 +349,10 @@ def test_a_network_of_ones_own_takes_vectors(recipe, tmp_path):
     train(recipe, tmp_path / "run", data=VECTORS, embedder=embedder)
     loaded = Embedder.load(tmp_path / "run", module=nn.Linear(8, 8))
     assert loaded.encode(VECTORS.vectors[:3]).shape == (3, 8)
+    tensors = TensorDataset(torch.from_numpy(VECTORS.vectors), torch.arange(40) // 4)
+    train(recipe, tmp_path / "tensors", data=tensors, embedder=embedder)
+    with pytest.raises(TypeError, match=r"must be a Recipe, as Recipe\.load gives it, got str"):
+        train("default-cpu", tmp_path / "name")
 
 
 def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):

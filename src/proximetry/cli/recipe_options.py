@@ -17,7 +17,9 @@ def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
             found.append(parse_yaml(token.value) if token.value.strip() else token.value)
         except YamlError:
             found.append(token.value)
-    return found if get_origin(kind) is tuple else found[0]
+    if get_origin(kind) is not tuple:
+        return found[0]
+    return [] if found in ([""], [[]], [None]) else found  # cyclopts makes "" of []
 
 
 def _text_or_none(kind: Any, tokens: tuple[Token, ...]) -> str | None:

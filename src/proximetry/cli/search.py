@@ -1,6 +1,7 @@
 """The commands that make a gallery of images and search it."""
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,8 +122,8 @@ def _index(
     }
     text = f"{gallery}: {spaced(len(opened))} images, {spaced(added)} of them new"
     hint = "Next:\n  proximetry search QUERY.jpg"
-    hint += "" if gallery == GALLERY else f" --gallery {gallery}"
-    hint += f" --model {model or 'RUN'}" if is_milvus(gallery) else ""
+    hint += "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
+    hint += f" --model {shlex.quote(str(model or 'RUN'))}" if is_milvus(gallery) else ""
     told += first_few(left_out, "the document of --json")
     tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
 
@@ -244,12 +245,15 @@ def search(
         rerank: order what is nearest by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
+    from proximetry.cli.vectors import check_there
+    from proximetry.data.tar_shards import split_shard_path
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import conditions
 
     if not queries:
         raise UsageError("which images? Name some to search for")
     for query in queries:
+        check_there(Path(split_shard_path(str(query))[0]))  # before torch is imported
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery: proximetry search IMAGE --gallery {query}")
     if sheet is not None:

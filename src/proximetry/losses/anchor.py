@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from proximetry.losses.checks import count, finite, non_negative, one_of, positive
+from proximetry.losses.checks import cosine_margin, count, non_negative, one_of, positive
 from proximetry.losses.declaration import setting
 from proximetry.losses.formulation import LossForm
 from proximetry.losses.proxy_loss import ProxyLoss
@@ -38,7 +38,7 @@ class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
     use = "A good first choice: two forgiving settings, random sampling; larger batches help."
     form = LossForm("single", by="class", join="apart")
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
-    margin: float = setting(finite, "margin δ", default=0.1)
+    margin: float = setting(cosine_margin, "margin δ", default=0.1)
 
 
 class _MultiProxyAnchor(_AnchorLogits, ProxyLoss):
@@ -46,7 +46,7 @@ class _MultiProxyAnchor(_AnchorLogits, ProxyLoss):
 
     proxies_per_class: InitVar[int] = setting(count, "proxies per class K", default=10)
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
-    margin: float = setting(finite, "margin δ", default=0.1)
+    margin: float = setting(cosine_margin, "margin δ", default=0.1)
     gamma: float = setting(positive, "temperature γ of the soft assignment", default=0.1)
     tau: float = setting(non_negative, "weight τ of the intra-class term", default=0.2)
 

@@ -69,6 +69,15 @@ def non_negative(name: str, value: Any) -> float:
     return number
 
 
+@check("−2 ≤ float ≤ 2")
+def cosine_margin(name: str, value: Any) -> float:
+    """Return ``value`` as a float; refuse more than two cosines can differ by."""
+    number = finite(name, value)
+    if abs(number) > 2:
+        raise ValueError(f"{name} must be between -2 and 2, as cosines differ, got {value!r}")
+    return number
+
+
 @check("int ≥ 1")
 def count(name: str, value: Any) -> int:
     """Return ``value`` as an int; refuse anything but a whole number of at least one."""

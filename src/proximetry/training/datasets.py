@@ -139,8 +139,10 @@ def _described(value: Any) -> str:
 
 
 def _plain_label(label: Any) -> Any:
-    array = isinstance(label, Tensor | np.ndarray | np.generic)
-    return label.item() if array and np.size(label) == 1 else label
+    if isinstance(label, Tensor):
+        return label.item() if label.numel() == 1 else label
+    array = isinstance(label, np.ndarray | np.generic)
+    return label.item() if array and label.size == 1 else label
 
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:

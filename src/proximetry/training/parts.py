@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def take_parts(recipe: Recipe, data: Any, embedder: Any, loss: Any) -> tuple[Rec
     """Check what was given; return the recipe with words for it, by which a run goes on."""
     changes: dict[str, Any] = {}
     if data is not None:
+        if isinstance(data, str | PathLike):
+            raise UsageError(
+                f"data must be a Catalog or a dataset, got {shown(data)}; for a folder of images "
+                "Catalog.from_folder makes one"
+            )
         if not isinstance(data, Catalog):
             data = own_datasets(data)
         name = type(data).__name__ if isinstance(data, Catalog) else data.name

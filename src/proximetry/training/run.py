@@ -95,6 +95,9 @@ def train(
         display: shows progress.
         callbacks: called while the run goes on; see `Callback`.
     """
+    if not isinstance(recipe, Recipe):
+        given = type(recipe).__name__
+        raise TypeError(f"recipe must be a Recipe, as Recipe.load gives it, got {given}")
     callbacks = check_callbacks(callbacks)
     recipe, parts = take_parts(recipe, data, embedder, loss)
     world = join_processes(device)
