@@ -176,9 +176,10 @@ def test_what_is_used_or_written_stays(home, call):
     reader = running(HOLD, home / "second")
     writer = running(BUILD, home / "cache" / f"{other}.lock")
     try:
-        text = call("clean", name, other)
-        assert text.count("is in use and stays") == 2
-        assert "nothing to remove" in text
+        for more in (["--dry-run"], []):
+            text = call("clean", name, other, *more)
+            assert text.count("is in use and stays") == 2
+            assert "nothing to remove" in text
         assert "is in use and stays" in call("clean", "--keep", "0kB")
         assert {name, other} <= listed(call).keys()
     finally:

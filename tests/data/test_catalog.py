@@ -301,6 +301,8 @@ def test_a_column_that_stands_there_twice_and_one_without_a_name(tmp_path):
         ("", "empty, expected a header"),
         ("path,labels\nx,a\n", "unknown column 'labels', did you mean 'label'"),
         ("path,label,groups\nx,a,b\n", "unknown column 'groups', did you mean 'group'"),
+        ("path,label,splits\nx,a,b\n", "unknown column 'splits', did you mean 'split'"),
+        ("path,label,galery\nx,a,b\n", "unknown column 'galery', did you mean 'gallery'"),
         ("path;label\nx;a\n", "separated by commas"),
         ("path,split\nx,train\n", "the column 'label' is missing"),
         ("file,kind\nx,a\n", "columns 'path' and 'label' are missing; it has file, kind. If two"),
@@ -317,6 +319,13 @@ def test_csv_errors_name_the_file(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         Catalog.from_csv(file, check_files=False)
     assert str(file) in str(caught.value)
+
+
+def test_columns_that_only_sound_like_ours_are_kept(tmp_path):
+    names = ("quarter", "list", "seller", "site", "sport", "group_id")
+    file = tmp_path / "table.csv"
+    file.write_text(f"path,label,{','.join(names)}\nx,a{',b' * len(names)}\n")
+    assert tuple(Catalog.from_csv(file, check_files=False).columns) == names
 
 
 def test_csv_from_a_spreadsheet(tmp_path):

@@ -289,6 +289,12 @@ def test_what_the_system_says_is_not_about_the_image(monkeypatch, error, passing
     assert pickle.loads(pickle.dumps(caught.value)).passing == passing
 
 
+@pytest.mark.parametrize("kind", [b"P1", b"P2", b"P3"])
+def test_plain_pnm_is_refused(kind):
+    with pytest.raises(ImageError, match=r"plain PNM, .* save it as binary"):
+        open_image(kind + b" 1 1 " + b"255 " * (kind != b"P1") + b"# \n" * 9 + b"1 1 1\n")
+
+
 def test_postscript_is_refused():
     data = encoded(halves(), "EPS")
     assert b"%!PS" in data

@@ -274,6 +274,11 @@ def test_pictures_that_differ_in_their_ending_keep_it(tmp_path, detector):
         "b.png",
         "b.jpg.png.png",
     ]
+    # Also if the other one comes later.
+    draw(home / "b.webp", seed=9)
+    align_folder(home, tmp_path / "out", detector=detector)
+    align_folder(home, tmp_path / "new", detector=detector)
+    assert tree(tmp_path / "out") == tree(tmp_path / "new")
 
 
 def test_a_folder_that_is_aligned_is_copied_without_a_detector(tmp_path, monkeypatch):

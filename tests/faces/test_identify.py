@@ -132,14 +132,16 @@ def test_unreadable_images_are_refused_or_skipped_and_listed(call, crowd):
         (["nowhere"], 2, "nowhere is not a folder"),
         (["PROBES", "--distractors", "EMPTY"], 2, "there are no images in this folder"),
         (["PROBES", "--distractors", "nowhere"], 2, "expected a folder of images, .npy or .npz"),
-        (["PROBES", "--distractors", "no.npy"], 1, "no.npy cannot be read"),
+        (["PROBES", "--distractors", "no.npy"], 1, "there is no file"),
         (["PROBES", "--distractors", "PROBES"], 2, "are the same images"),
         (["PROBES", "--distractors", "HOME"], 2, "are the same images"),
         (["PROBES", "--distractors", "zero.npy"], 1, "holds [0, 6] of float32"),
         (["PROBES", "--distractors", "whole.npy"], 1, "of int64; expected vectors"),
         (["PROBES", "--distractors", "wide.npy"], 2, "5 dimensions, and MODEL gives 3, or 6 with"),
-        (["PROBES", "--distractors", "other.npz"], 1, "there is no array called vectors"),
-        (["PROBES", "--distractors", "broken.npy"], 1, "broken.npy cannot be read"),
+        (["PROBES", "--distractors", "other.npz"], 1, "has no array 'vectors'; it has x"),
+        (["PROBES", "--distractors", "broken.npy"], 1, "broken.npy is no NumPy file"),
+        (["PROBES", "--distractors", "broken.npz"], 1, "broken.npz is no NumPy file"),
+        (["PROBES", "--distractors", "renamed.npz"], 1, "renamed.npz is a .npy file; rename it"),
         (["PROBES", "--distractors", "nan.npy"], 1, "NaN or infinite values in 1 of 50 rows: 7"),
         (["PROBES", "--cmc", "x.gif"], 2, "--cmc x.gif must end in .png or .svg"),
     ],
@@ -158,6 +160,8 @@ def test_mistakes_are_one_sentence(call, crowd, words, code, message):
         np.save(crowd / f"{name}.npy", array)
     np.savez(crowd / "other.npz", x=both)
     (crowd / "broken.npy").write_bytes((crowd / "both.npy").read_bytes()[:200])
+    (crowd / "broken.npz").write_bytes((crowd / "both.npz").read_bytes()[:200])
+    (crowd / "renamed.npz").write_bytes((crowd / "both.npy").read_bytes())
     places = {
         "ALONE": crowd / "alone",
         "CROWD": crowd / "crowd",

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tarfile
 import threading
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from proximetry._common import CHECKSUM, sealed_json
-from proximetry.data import Catalog
+from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.search import Gallery, indexes, manifest, rows, segments
 from proximetry.search import gallery as gallery_module
@@ -65,6 +66,26 @@ def test_images_without_classes_are_a_list_of_files(embedder, images, tmp_path):
     assert found.known([files[0], "elsewhere.png"]) == [True, False]
 
 
+def test_a_member_of_a_shard_is_no_file_outside(images, tmp_path):
+    picture = next(images.rglob("*.png"))
+    members = ["ant/../../private/photo.png", "ant//0.png", "ant/./1.png"]
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for member in members:
+            tar.add(picture, member)
+    found = rows.make_rows([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
+    paths = rows.values(found["path"])
+    assert paths == [f"{tmp_path}/shard.tar::{member}" for member in members]
+    for path in paths:
+        open_image(path)
+
+
+def test_what_lies_above_a_symbolic_link_is_what_the_system_says(tmp_path):
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "near").symlink_to(tmp_path / "far" / "inner")
+    found = rows.make_rows([str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")])
+    assert rows.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
+
+
 def test_where_filters_exactly(gallery):
     vectors, queries = make_vectors(60), make_vectors(5, seed=1)
     for where, chosen in (
@@ -108,6 +129,25 @@ def test_columns_of_other_kinds_and_rows_that_lack_them(embedder, tmp_path):
         "year": [None, 2001],
         "label": ["class4", None],
     }
+
+
+def test_a_column_that_grew_into_another_kind(embedder, tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery_module, "MERGED", 0)  # segments keep the types they came with
+
+    def table(first, **columns):
+        return rows.table({"path": names(first, 2), **columns})
+
+    found = Gallery.build(
+        embedder, table(0, size=[9, 10], hue=[None] * 2), tmp_path / "g", vectors=make_vectors(2)
+    )
+    more = table(2, size=[9.5, 9.0], hue=["red", None])
+    found.add(more, vectors=make_vectors(2, seed=1))
+    assert found.ids({"size": 9.5}).tolist() == [2]
+    assert found.ids({"size": ["9", "9.5"]}).tolist() == [0, 2, 3]
+    assert found.ids({"hue": "red"}).tolist() == [2]
+    assert found.ids({"hue": None}).tolist() == [0, 1, 3]
+    with pytest.raises(ValueError, match=r"column size holds int64, double, which 'big' is not"):
+        found.ids({"size": ["big", 9]})
 
 
 def test_names_that_are_not_utf8(embedder, images, tmp_path):
@@ -177,6 +217,8 @@ def test_everything_can_be_removed(gallery):
     ("change", "told"),
     [
         (lambda g: g.remove([3, 99]), "no image of the gallery .* has the id 99"),
+        (lambda g: g.remove(g.ids() > 57), "ids must be whole numbers, got bool"),
+        (lambda g: g.rows([1.5]), "ids must be whole numbers, got float64"),
         (lambda g: g.add(make_table(59, 2), vectors=make_vectors(2)), "1 of the images are in"),
         (lambda g: g.add(make_table(0, 0), vectors=make_vectors(0)), "no images"),
         (lambda g: g.add(["/x.png", "/x.png"], vectors=make_vectors(2)), "listed twice: /x.png"),
@@ -457,7 +499,9 @@ def indexed(monkeypatch):
     monkeypatch.setattr(indexes, "LEAST_INDEXED", 500)
 
 
-@pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "PCA6,SQ8", "BFlat"])
+@pytest.mark.parametrize(
+    "kind", ["HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "PCA6,SQ8", "PCA5,Flat", "BFlat"]
+)
 def test_an_index_proposes_and_the_vectors_decide(embedder, tmp_path, indexed, kind):
     centers = make_vectors(40, seed=7) * 2
     vectors = (centers[np.arange(800) % 40] + make_vectors(800)).astype(np.float32)
@@ -572,6 +616,13 @@ def test_duplicates_are_found_exactly(gallery):
     everything = gallery.duplicates(-1)
     assert len(everything.pairs) == 62 * 61 // 2
     assert (np.diff(everything.similarities) <= 0).all()
+
+
+def test_copies_are_found_though_their_cosine_is_rounded(gallery):
+    gallery.add(make_table(60, 60), vectors=gallery.vectors(range(60)))
+    found = gallery.duplicates(1)
+    assert found.similarities.min() < 1
+    assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
 def test_duplicates_of_an_indexed_gallery(embedder, tmp_path, indexed):

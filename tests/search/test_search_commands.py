@@ -79,6 +79,7 @@ def test_tables_bring_their_columns(home, call):
 @pytest.mark.parametrize("kind", ["html", "png"])
 def test_contact_sheets_need_no_other_file(home, call, kind):
     (home / "pictures/class00/<b>.png").write_bytes((home / "pictures/class02/0.png").read_bytes())
+    (home / "pictures/class01/0.png").rename(home / "pictures/class01/a\nb\t.png")
     call("index", "pictures", "--model", "model")
     (home / "pictures/class00/copy.png").unlink()  # which then has no thumbnail
     told = call("search", "pictures/class00/0.png", "-k", "50", "--sheet", f"out.{kind}")

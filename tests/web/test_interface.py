@@ -70,6 +70,8 @@ def test_conditions_and_threshold(client):
     both = found(client.post("/search", data=data))
     assert {one["label"] for one in both} == {"class01", "class02"}
     assert len(both) == 2 * EACH
+    empty = {**data, "where": [*data["where"], ""]}
+    assert found(client.post("/search", data=empty)) == both
     least = both[3]["similarity"]
     fewer = found(client.post("/search", data={**data, "threshold": least}))
     assert fewer == [one for one in both if one["similarity"] >= least]
@@ -89,6 +91,7 @@ def test_conditions_and_threshold(client):
         ({"id": 3, "where": "label=clas01"}, 422, "did you mean 'class01'?"),
         ({"id": 3, "where": "size=3"}, 422, "no column 'size'; there is label"),
         ({"id": 3, "where": "path=/tmp"}, 422, "no column 'path'"),
+        ({"id": 3, "wher": "label=class01"}, 422, "no field 'wher', did you mean 'where'?"),
         ({"id": 3, "threshold": "nan"}, 422, "threshold: input should be a finite number"),
     ],
 )
@@ -186,6 +189,24 @@ def test_the_map_is_computed_once_and_kept(real_maps, shared, tmp_path, monkeypa
     assert labels == shared.rows(shared.ids())["label"]
     with client_of(shared.path) as another:  # which finds it in the cache
         assert another.get("/map").json() == answer
+
+
+def test_images_that_are_removed_while_the_map_is_drawn(own, own_client, monkeypatch):
+    assert own_client.get("/map").status_code == 200  # it is there
+    gallery = own_client.app._app.state.service.view.current()
+    ids = gallery.ids
+
+    def overtaken():
+        found = ids()
+        monkeypatch.setattr(gallery, "ids", ids)
+        gallery.remove([0])
+        return found
+
+    own_client.app._app.state.service._map = None
+    monkeypatch.setattr(gallery, "ids", overtaken)
+    answer = own_client.get("/map")
+    assert answer.status_code == 200
+    assert answer.json()["ids"] == [*range(1, TOTAL)]
 
 
 def test_a_damaged_map_is_computed_again(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The command `serve`, and real servers in processes of their own."""
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
 
 from proximetry.cli import main
 from proximetry.web import server as serving
@@ -131,6 +133,32 @@ def test_a_real_server_from_its_start_to_ctrl_c(server, shared, tmp_path):
     assert code == 0, process.said()
     assert process.said().endswith("stopped\n")
     assert "Traceback" not in process.said()
+
+
+def test_connections_that_send_no_request_are_closed(monkeypatch):
+    monkeypatch.setattr(serving, "_HEADERS", 0.2)
+
+    async def slow(scope, receive, send):
+        await asyncio.sleep(0.5)  # longer than the headers may take
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def talk():
+        config = uvicorn.Config(slow, http=serving._protocol(), lifespan="off", log_config=None)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = uvicorn.Server(config)
+            running = asyncio.create_task(server.serve(sockets=[listening]))
+            request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            for sent in (b"", request[:9], request, request + request + b"G"):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.write(sent)
+                told = await asyncio.wait_for(reader.read(), 3)  # keep-alive alone lasts 5 s
+                assert told.count(b"204 No Content") == sent.count(b"Host")
+                writer.close()
+            server.should_exit = True
+            await running
+
+    asyncio.run(talk())
 
 
 def test_a_real_server_with_a_token(server, shared, tmp_path):

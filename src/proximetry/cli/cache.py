@@ -75,7 +75,7 @@ def clean(
     removed: list[CacheEntry] = []
     busy: list[CacheEntry] = []
     for entry in dict.fromkeys([*left, *chosen]):
-        (removed if dry_run or remove(entry) else busy).append(entry)
+        (removed if remove(entry, dry_run=dry_run) else busy).append(entry)
     if limit is not None:
         rest = [entry for entry in found if entry not in removed]
         size = sum(entry.size for entry in rest)
@@ -84,7 +84,7 @@ def clean(
                 break
             if entry in busy:
                 continue
-            if dry_run or remove(entry):
+            if remove(entry, dry_run=dry_run):
                 removed.append(entry)
                 size -= entry.size
             else:

@@ -176,7 +176,7 @@ def _find_rows(
             notes += catalog.remarks()
         elif (found := find_images([word]))[0]:
             paths, labels = zip(*found[0], strict=True)
-            files = [os.path.abspath(path) for path in paths]
+            files = [rows.absolute(path) for path in paths]
             tables.append(rows.table({"path": files, "label": labels}))
             notes += found[1]
     if not tables:
@@ -253,13 +253,14 @@ def search(
     if not queries:
         raise UsageError("which images? Name some to search for")
     for query in queries:
-        check_there(Path(split_shard_path(str(query))[0]))  # before torch is imported
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery: proximetry search IMAGE --gallery {query}")
     if sheet is not None:
         if sheet.suffix not in (".html", ".png"):
             raise UsageError(f"--sheet {sheet} must end in .html or .png")
         check_writable(sheet)
+    for query in queries:  # before torch is imported
+        check_there(Path(split_shard_path(str(query))[0]))
     opened = _open(gallery, model)
     with progress_steps() as steps:
         result = opened.search(

@@ -192,19 +192,25 @@ def _take(file: Path, held: ExitStack) -> bool:
     return True
 
 
-def remove(entry: CacheEntry) -> bool:
-    """Remove a cache or a leftover; False if it is in use or being written."""
+def remove(entry: CacheEntry, *, dry_run: bool = False) -> bool:
+    """Remove a cache or a leftover; False if it is in use or being written.
+
+    With ``dry_run`` nothing is removed, and only the answer is given.
+    """
     path, part = entry.path, _PART.fullmatch(entry.path.name)
     with ExitStack() as held:
         if not path.is_dir():
-            path.unlink(missing_ok=True)
+            if not dry_run:
+                path.unlink(missing_ok=True)
             return True
         store = path.with_name(part[1]) if part else path
         if not _take(_beside(store, _WRITING), held):
             return False
+        if not part and not _nobody_reads(store, held):
+            return False
+        if dry_run:
+            return True
         if not part:
-            if not _nobody_reads(store, held):
-                return False
             # What bears the name is either a whole cache or not there.
             renamed = path.with_name(f".{path.name}.{uuid4().hex}{PART_SUFFIX}")
             path.rename(renamed)

@@ -294,7 +294,8 @@ class Header:
                 raise ValueError(
                     f"{file}: column {name!r}: the columns must be separated by commas"
                 )
-            if get_close_matches(name.lower(), absent):  # a slip; other columns are kept
+            # A slip of one letter; `quarter` is no `query`, and such columns are kept.
+            if get_close_matches(name.lower(), absent, cutoff=0.85):
                 raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
         needed = [name for name in ("path", "label") if name in absent]
         if needed:

@@ -182,6 +182,9 @@ def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
         except Exception as error:
             raise _damaged(name, error) from error
         with image:
+            # Pillow's parser of these texts takes quadratic time for a file of comments.
+            if image.tile and image.tile[0][0] == "ppm_plain":
+                raise ImageError(name, "plain PNM, pixels written as text; save it as binary PNM")
             yield image
 
 

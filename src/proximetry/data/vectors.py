@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -167,35 +166,38 @@ def _flag(value: Any) -> Any:
     return bool(plain) if plain in (0, 1) else plain
 
 
-def _load(file: Path) -> Any:
+def load_arrays(file: Path, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Read the array `vectors` of a .npz file and those of `names` that it has, or a .npy file."""
     import numpy as np
 
+    zipped, trouble = file.suffix.lower() == ".npz", f"{file} is no NumPy file of plain arrays"
     try:
-        return np.load(file, allow_pickle=False, mmap_mode="r")
+        found = np.load(file, allow_pickle=False, mmap_mode="r")
+        if isinstance(found, np.ndarray) == zipped:
+            raise UsageError(f"{file} is a .np{'y' if zipped else 'z'} file; rename it")
+        if not zipped:
+            return {"vectors": found}
+        with found:
+            if "vectors" not in found.files:
+                raise UsageError(f"{file} has no array 'vectors'; it has {some(found.files)}")
+            trouble = f"{file}: an array cannot be read"
+            return {name: found[name] for name in ("vectors", *names) if name in found.files}
     except FileNotFoundError:
+        raise UsageError(f"there is no file {file}") from None
+    except (UsageError, MemoryError):
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        reason = shorten(str(error), 200)
-        raise UsageError(f"{file} is no NumPy file of plain arrays: {reason}") from error
+    except Exception as error:  # damaged files raise anything: zlib.error, tokenize.TokenError, …
+        reason = shorten(str(error) or type(error).__name__, 200)
+        raise UsageError(f"{trouble}: {reason}") from error
 
 
 def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
-    arrays = _load(file)
-    if not hasattr(arrays, "files"):
-        raise UsageError(f"{file} is no .npz file")
-    with arrays:
-        if "vectors" not in arrays.files:
-            raise UsageError(f"{file} has no array 'vectors'; it has {some(arrays.files)}")
-        try:
-            fields = {name: arrays[name] for name in FIELDS.values() if name in arrays.files}
-            return arrays["vectors"], fields
-        except (ValueError, OSError, zipfile.BadZipFile) as error:
-            reason = shorten(str(error), 200)
-            raise UsageError(f"{file}: an array cannot be read: {reason}") from error
+    fields = load_arrays(file, FIELDS.values())
+    return fields.pop("vectors"), fields
 
 
 def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
-    vectors, beside = _load(file), rows_file(file)
+    vectors, beside = load_arrays(file)["vectors"], rows_file(file)
     if not beside.exists():
         raise UsageError(
             f"{file} has no labels: there is no {beside.name} beside it with a list of labels"

@@ -84,7 +84,7 @@ def align_folder(
         settings |= {"keep": keep, "detector": {"file": file.name, "sha256": content}}
         work = _Aligning(source, home, size, keep, model, _ambiguous(paths, keep))
     with open_journal(home, settings) as journal:
-        journal.check(paths, source)
+        journal.check(paths, source, work.names)
         _run(work, paths, journal, progress)
         return journal.finish(paths)
 
@@ -160,6 +160,10 @@ class _Copying:
     def __call__(self, paths: Sequence[str]) -> list[Picture]:
         return [self._copy(path) for path in paths]
 
+    def names(self, path: str, faces: int) -> set[str]:
+        """The files that a picture may become."""
+        return {path}
+
     def _copy(self, path: str) -> Picture:
         file = self.folder / path
         stamp = stamp_of(file)
@@ -226,6 +230,10 @@ class _Aligning:
         if outputs or not found:
             return Picture(path, stamp, "aligned" if found else "no face", "", found, outputs)
         return Picture(path, stamp, "no face", "the five points lie in one", found)
+
+    def names(self, path: str, faces: int) -> set[str]:
+        """The files that a picture with so many faces may become."""
+        return {self._name(path, rank) for rank in range(faces)}
 
     def _name(self, path: str, rank: int) -> str:
         stem = path if path in self.ambiguous else _without_ending(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from proximetry._common import Progress, UsageError, some, spaced
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
+from proximetry.data.vectors import load_arrays
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.options import BadImages
 from proximetry.faces.vectors import FaceVectors
@@ -106,12 +107,9 @@ def _read_distractors(place: Path, probes: Path) -> "Sequence[str] | Vectors":
     if place.suffix not in (".npy", ".npz"):
         raise UsageError(f"--distractors {place}: expected a folder of images, .npy or .npz")
     try:
-        loaded = np.load(place, mmap_mode="r", allow_pickle=False)
-        vectors = loaded["vectors"] if place.suffix == ".npz" else loaded
-    except KeyError as error:
-        raise ValueError(f"--distractors {place}: there is no array called vectors") from error
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"--distractors {place} cannot be read: {error}") from error
+        vectors = load_arrays(place)["vectors"]
+    except UsageError as error:
+        raise ValueError(f"--distractors: {error}") from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
         raise ValueError(
             f"--distractors {place} holds {list(vectors.shape)} of {vectors.dtype}; expected "

@@ -5,7 +5,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,8 +131,14 @@ class Journal:
             raise OSError(f"{self._home / JOURNAL} was changed by somebody else; run it again")
         return picture, line
 
-    def check(self, paths: Sequence[str], folder: Path) -> None:
-        """Refuse to go on if pictures are gone; forget what has changed or is to be tried again."""
+    def check(
+        self, paths: Sequence[str], folder: Path, names: Callable[[str, int], set[str]]
+    ) -> None:
+        """Refuse to go on if pictures are gone; forget what has changed or is to be tried again.
+
+        `names` tells by a picture and its number of faces which files it becomes: others, once
+        there is another picture that differs in its ending alone.
+        """
         gone = sorted(self._places.keys() - set(paths))
         if gone:
             raise UsageError(
@@ -142,6 +148,7 @@ class Journal:
         for path in list(self._places):
             picture, _ = self._get(path)
             same = picture.stamp == stamp_of(folder / path)
+            same &= picture.outputs.keys() <= names(path, len(picture.faces))
             if not same or picture.status == "unreadable" or not self._is_whole(picture):
                 del self._places[path]
 

@@ -68,6 +68,8 @@ LEFT_OUT = "left out "
 # Segments of up to so many rows are merged as they pile up: writing them takes a second.
 MERGED = 65_536
 _BLOCK = 65_536
+# The cosine of a float32 unit vector with its own copy falls short of 1 by less than this.
+ROUNDING = 2.0**-22
 # Lists up to this length may be ordered anew: twice as many images are then compared.
 _MOST_RERANKED = 1000
 
@@ -265,7 +267,7 @@ class Gallery:
         return now.store.take(places) if len(places) else empty
 
     def _places(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
-        wanted = np.asarray(ids, np.int64).reshape(-1)
+        wanted = as_ids(ids)
         found = now.places(wanted)
         if (found < 0).any():
             missing = some([str(one) for one in wanted[found < 0]])
@@ -368,7 +370,7 @@ class Gallery:
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` finds them."""
-        wanted = np.unique(np.asarray(ids, np.int64))
+        wanted = np.unique(as_ids(ids))
         with locked(self.path, report):
             now = Snapshot.open(self.path)
             self._check_same(now)
@@ -551,7 +553,7 @@ class Gallery:
         if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
-        least = float(threshold) if cosine else -(float(threshold) ** 2)
+        least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
         places, scores = now.similar_pairs(least, steps)
         order = np.lexsort((*places.T[::-1], -scores))
         pairs = now.ids(places[order])
@@ -707,6 +709,14 @@ def checked_rows(images: Images) -> Any:
         names = some([os.fsdecode(path) for path in twice])
         raise UsageError(f"images are listed twice: {names}")
     return table
+
+
+def as_ids(ids: Sequence[int] | IntArray) -> IntArray:
+    """Return ids that were given; a mask or fractions would name other images than were meant."""
+    found = np.asarray(ids)
+    if found.size and found.dtype.kind not in "iu":
+        raise UsageError(f"ids must be whole numbers, got {found.dtype}")
+    return found.astype(np.int64).reshape(-1)
 
 
 def as_vectors(values: Any, count: int, dim: int) -> FloatArray:

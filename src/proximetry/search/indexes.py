@@ -201,7 +201,7 @@ class Index:
         """Rows to ask for where k are wanted: the coarser the codes, the more."""
         if self._binary:
             return candidates(k)
-        return compressed(k) if "PQ" in self.kind or "SQ" in self.kind else k
+        return compressed(k) if any(part in self.kind for part in ("PQ", "SQ", "PCA")) else k
 
     def candidates(
         self,

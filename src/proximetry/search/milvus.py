@@ -49,6 +49,7 @@ from proximetry.search.gallery import (
     EmbeddedImages,
     Gallery,
     NewImages,
+    as_ids,
     describe_index,
 )
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
@@ -737,7 +738,7 @@ class MilvusGallery(Gallery):
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` finds them."""
-        wanted = np.unique(np.asarray(ids, np.int64))
+        wanted = np.unique(as_ids(ids))
         self._places(self._now, wanted)
         self._now.delete(wanted)
 

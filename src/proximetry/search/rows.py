@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from proximetry._common import UsageError, closest, need, shown, some
 from proximetry.data import Catalog
 from proximetry.data.csv_parquet import FIELDS
+from proximetry.data.tar_shards import SEPARATOR, split_shard_path
 
 # What a result is told by, beside the columns.
 _RESULTS = {"id": "id", "similarity": "similarity", "score": "score"}
@@ -41,7 +43,17 @@ def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
         raise UsageError(f"images must be a catalogue or a list of files, got {images}")
     else:
         columns = {"path": [os.fspath(image) for image in images]}
-    return table({**columns, "path": [os.path.abspath(path) for path in columns["path"]]})
+    return table({**columns, "path": [absolute(path) for path in columns["path"]]})
+
+
+def absolute(path: str) -> str:
+    """Make a path absolute; the name of a shard's member stays as it is in the shard."""
+    file, member = split_shard_path(path)
+    folder, name = os.path.split(file)
+    if os.pardir in folder.split(os.sep):  # above a symbolic link lies what it points into
+        file = os.path.join(os.path.realpath(folder), name)
+    file = os.path.abspath(file)
+    return f"{file}{SEPARATOR}{member}" if member else file
 
 
 def table(columns: Mapping[str, Sequence[Any]]) -> Any:
@@ -142,6 +154,7 @@ def select(tables: Sequence[Any], where: Where) -> list[Mask]:
         if name not in known:
             raise UsageError(f"the gallery has no column {shown(name)}{closest(name, known)}")
         wanted = wanted_values(name, value)
+        _check_kinds(tables, name, wanted)
         met = [_meets(rows, name, wanted) for rows in tables]
         if not any(mask.any() for mask in met):
             told = some([shown(one) for one in wanted])
@@ -172,23 +185,39 @@ def conditions(words: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:
-    pa = arrow()
-    if name not in rows.column_names:
-        return np.full(len(rows), None in wanted)
-    column = rows[name]
-    try:
-        if pa.types.is_large_binary(column.type):
-            sought = pa.array(
-                [None if one is None else _encode(str(one)) for one in wanted], column.type
-            )
-        else:  # words of the command line are read as the column's own kind
-            sought = pa.concat_arrays([pa.array([one]).cast(column.type) for one in wanted])
-    except (pa.ArrowException, TypeError, ValueError) as error:
+def _kind(rows: Any, name: str) -> Any:
+    """The type of a column; None where there is none, or one without a single value."""
+    kind = rows[name].type if name in rows.column_names else None
+    return None if kind is None or arrow().types.is_null(kind) else kind
+
+
+def _check_kinds(tables: Sequence[Any], name: str, wanted: list[Any]) -> None:
+    """Refuse values that the column can hold in none of the tables."""
+    kinds = [*dict.fromkeys(kind for rows in tables if (kind := _kind(rows, name)) is not None)]
+    strange = [one for one in wanted if kinds and not any(len(_cast([one], k)) for k in kinds)]
+    if strange:
         raise UsageError(
-            f"column {name} holds {column.type}, which {some(map(shown, wanted))} is not"
-        ) from error
-    return contains(column, sought)
+            f"column {name} holds {some(map(str, kinds))}, which {some(map(shown, strange))} is not"
+        )
+
+
+def _cast(values: list[Any], kind: Any) -> Any:
+    """Those of the values that a column's type can hold, as an array of it."""
+    pa = arrow()
+    if pa.types.is_large_binary(kind):
+        return pa.array([None if one is None else _encode(str(one)) for one in values], kind)
+    held = [pa.array([], kind)]
+    for one in values:
+        with suppress(pa.ArrowException, TypeError, ValueError):
+            held.append(pa.array([one]).cast(kind))  # words of the command line are read as it
+    return pa.concat_arrays(held)
+
+
+def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:
+    kind = _kind(rows, name)
+    if kind is None:
+        return np.full(len(rows), None in wanted)
+    return contains(rows[name], _cast(wanted, kind))
 
 
 def _nearest(tables: Sequence[Any], name: str, wanted: list[Any]) -> str:

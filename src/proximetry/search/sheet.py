@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ _MARGIN, _LINE = 10, 15
 _COLUMNS = 10
 # More pixels than a picture can show, or than viewers open.
 _MOST_CELLS = 5_000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
 
 _STYLE = """
 :root { color-scheme: light dark; font: 14px/1.35 system-ui, sans-serif; }
@@ -156,7 +158,7 @@ def _picture(found: Sequence[Sequence[_Cell]]) -> Image.Image:
                     width=2,
                 )
             for number, line in enumerate(cell.lines):
-                text = line.encode("utf-8", "replace").decode()
+                text = _CONTROL.sub(" ", line.encode("utf-8", "replace").decode())
                 while draw.textlength(text, font) > THUMBNAIL:
                     text = shorten(text, len(text.replace("…", "")) - 1)
                 color = "#777" if number == len(cell.lines) - 1 else "black"

@@ -20,9 +20,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proximetry import __version__
-from proximetry._common import UsageError, cores, shorten, shown
+from proximetry._common import UsageError, closest, cores, shorten, shown
 from proximetry.data import ImageError
 from proximetry.search import Gallery
+from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import conditions
 from proximetry.web.gallery_map import MOST, GalleryMap, MapError, MapMaker
 from proximetry.web.guard import MOST_BYTES
@@ -256,7 +257,10 @@ def _drawn(gallery: Gallery, about: About, found: GalleryMap) -> bytes:
     there = np.isin(found.ids, gallery.ids())  # some may have been removed since
     ids, points = found.ids[there], found.points[there].astype(float).round(4)
     number = {name: place for place, name in enumerate(about.classes)}
-    labels = gallery.rows(ids, ["label"])["label"]
+    try:
+        labels = gallery.rows(ids, ["label"])["label"]
+    except UsageError:  # some were removed a moment ago
+        return _drawn(gallery, about, found)
     return _dump(
         {
             "state": "ready",
@@ -385,9 +389,13 @@ def _add_search(app: FastAPI, service: Service) -> None:
 
 def _read(model: type[M], form: FormData) -> M:
     """Check the fields of a form; those that are empty are not there."""
-    given: dict[str, Any] = {
-        name: form.getlist(name) if name == "where" else form[name] for name in form if form[name]
-    }
+    for name in form:
+        if name != "image" and name not in model.model_fields:
+            fields = ["image", *model.model_fields]
+            raise UsageError(f"there is no field {shown(name)}{closest(name, fields)}")
+    given: dict[str, Any] = {name: form[name] for name in form if form[name]}
+    if "where" in form:
+        given["where"] = [one for one in form.getlist("where") if one]
     for name in given:
         if name != "image" and any(isinstance(one, UploadFile) for one in form.getlist(name)):
             raise UsageError(f"{shorten(name, 40)} must not be a file")
@@ -493,7 +501,7 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
 def _found(answer: Answer, threshold: float | None) -> Response:
     found = answer.found
     if threshold is not None:
-        least = threshold if answer.similarity == "cosine" else -threshold
+        least = threshold - ROUNDING if answer.similarity == "cosine" else -threshold
         found = [one for one in found if one["similarity"] >= least]
     content = {
         "similarity": answer.similarity,
