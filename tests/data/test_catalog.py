@@ -499,6 +499,16 @@ def test_folder_of_folders(tmp_path):
     assert "note: 2 files" in catalog.describe()
 
 
+def test_folders_that_may_be_meant_otherwise_are_told(tmp_path):
+    make_tree(tmp_path, ["2024/ant/1.png", "2025/bee/2.png"], junk=["2024/ant/IMG_1.HEIC"])
+    assert Catalog.from_folder(tmp_path).notes == (
+        "all images lie in folders below the class folders, as 2024/ant/1.png; the outer ones are "
+        "the classes",
+        "1 files are images in a format that is not read; convert them to JPEG or PNG: "
+        "2024/ant/IMG_1.HEIC",
+    )
+
+
 def by_split(catalog):
     return dict(zip(catalog.paths, catalog.splits, strict=True))
 

@@ -11,6 +11,8 @@ from proximetry._common import some
 EXTENSIONS = frozenset(
     ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905
 )
+# Of phones and cameras; Pillow does not read them.
+_UNREAD = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 # What archives, disks and file servers put beside one's own folders.
 _STRAY = frozenset(
@@ -28,6 +30,16 @@ class Scan(NamedTuple):
     splits: Names
     layout: str
     notes: Names
+
+
+def _about_ignored(names: list[str]) -> list[str]:
+    unread = [name for name in names if name.lower().endswith(_UNREAD)]
+    others = [name for name in names if not name.lower().endswith(_UNREAD)]
+    told = [
+        (unread, "images in a format that is not read; convert them to JPEG or PNG"),
+        (others, "not images in a class folder"),
+    ]
+    return [f"{len(found)} files are {what}: {some(found)}" for found, what in told if found]
 
 
 def is_image(name: str) -> bool:
@@ -98,8 +110,12 @@ def scan_folder(root: Path) -> Scan:
         )
     empty = ["/".join(f.parts) for f in found if len(f.parts) == depth and f.parts not in full]
     notes = []
-    if ignored:
-        notes.append(f"{len(ignored)} files are not images in a class folder: {some(ignored)}")
+    if all(len(path) > depth + 1 for path in paths):
+        notes.append(
+            f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
+            "outer ones are the classes"
+        )
+    notes += _about_ignored(ignored)
     if empty:
         notes.append(f"{len(empty)} class folders hold no images: {some(empty)}")
     if links:
