@@ -302,6 +302,7 @@ def test_a_column_that_stands_there_twice_and_one_without_a_name(tmp_path):
         ("path,labels\nx,a\n", "unknown column 'labels', did you mean 'label'"),
         ("path,label,groups\nx,a,b\n", "unknown column 'groups', did you mean 'group'"),
         ("path,label,splits\nx,a,b\n", "unknown column 'splits', did you mean 'split'"),
+        ("path,label,spilt\nx,a,b\n", "unknown column 'spilt', did you mean 'split'"),
         ("path,label,galery\nx,a,b\n", "unknown column 'galery', did you mean 'gallery'"),
         ("path;label\nx;a\n", "separated by commas"),
         ("path,split\nx,train\n", "the column 'label' is missing"),

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
 from proximetry.models import Embedder
 from proximetry.reproduce import ReproduceError, Table
-from proximetry.training import Recipe, RecipeError, shipped_recipes
+from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
 from proximetry.training.recipe import (
     Section,
     merge,
@@ -240,10 +241,21 @@ def test_an_empty_section_is_refused_in_a_sentence():
         Recipe.load({"data": None}, {"model.image_size": 32})
 
 
-def test_where_weights_lie_does_not_matter():
-    recipes = [Recipe.load("glyphs", {"model.weights": place}) for place in ("a/w", "/b/w", "c")]
-    same, elsewhere, other = (recipe.essence() for recipe in recipes)
-    assert same == elsewhere == recipes[0].without_places().essence() != other
+def test_where_weights_lie_does_not_matter(tmp_path):
+    places = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
+    first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in places)
+    assert first.essence() == moved.essence() == first.without_places().essence()
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(first, torch.device("cpu"))
+    (folder.path / "results.json").write_text("{}")
+    assert folder.check(moved) == first
+    with pytest.raises(RunError, match="weights"):
+        folder.check(other)
+    for place in places[:2]:
+        place.parent.mkdir()
+        place.write_text("")
+    with pytest.raises(RunError, match=r"another recipe: model\.weights .*a/w → .*b/w"):
+        folder.check(moved)
 
 
 def test_a_dimension_said_again_changes_nothing():

@@ -294,8 +294,8 @@ class Header:
                 raise ValueError(
                     f"{file}: column {name!r}: the columns must be separated by commas"
                 )
-            # A slip of one letter; `quarter` is no `query`, and such columns are kept.
-            if get_close_matches(name.lower(), absent, cutoff=0.85):
+            # A slip: a letter, or two swapped; `quarter` is no `query`, and such columns are kept.
+            if get_close_matches(name.lower(), absent, cutoff=0.8):
                 raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
         needed = [name for name in ("path", "label") if name in absent]
         if needed:

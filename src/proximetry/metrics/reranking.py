@@ -165,7 +165,7 @@ def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
                 scores[part] = -(near - asked).square().sum(2).float()
             else:
                 scores[part] = (near * asked).sum(2).float()
-        return in_order(ids, scores)[0]
+        return _in_order(ids, scores)
 
     return reorder
 
@@ -198,7 +198,7 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
             done += 1
             if progress is not None:
                 progress(done, len(queries))
-        return in_order(ids, scores.to(ids.device))[0]
+        return _in_order(ids, scores.to(ids.device))
 
     return reorder
 
@@ -208,9 +208,9 @@ def _rows(ids: Tensor, vectors: Tensor) -> int:
     return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
 
 
-def in_order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
     """Candidates by falling score, equal ones by index, and what is missing at the end."""
     scores = scores.masked_fill(ids < 0, -torch.inf)
     ids, by_id = ids.sort(dim=1)
-    scores, order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True)
-    return ids.gather(1, order), scores
+    order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)

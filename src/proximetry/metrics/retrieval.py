@@ -25,7 +25,7 @@ from proximetry.metrics.inputs import (
     full_precision,
 )
 from proximetry.metrics.neighbors import search
-from proximetry.metrics.reranking import distances_to, in_order
+from proximetry.metrics.reranking import distances_to
 from proximetry.metrics.task import build, check
 
 FORMAT = "proximetry.retrieval/1"
@@ -234,8 +234,9 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
-    Which items make a list is decided in the precision of the vectors, float32 for most. For
-    "euclidean" the distances to these are then computed in float64, and decide their order.
+    The order is decided in the precision of the vectors, float32 for most, as in `evaluate`. For
+    "euclidean" the distances are then computed in float64: where they are small against the
+    lengths of the vectors, they tell items apart that the order does not.
 
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
@@ -270,13 +271,14 @@ def retrieve(
     with full_precision(device):
         depths = torch.full((count,), depth, device=device)
         for block in search(task, depths, with_ranks=False, progress=progress):
-            found, near = block.ids, block.similarities
+            near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
                 vectors = (items if searched_for is None else searched_for).vectors[block.rows]
-                found, near = in_order(found, -distances_to(vectors, items.vectors, found))
+                near = -distances_to(vectors, items.vectors, block.ids)
+                near = near.masked_fill(block.ids < 0, -torch.inf)
             rows = block.rows.cpu().numpy()
-            ids[rows] = found.cpu().numpy()
+            ids[rows] = block.ids.cpu().numpy()
             similarities[rows] = near.cpu().numpy()
     result = RetrievalResult(ids, similarities, len(task.gallery), similarity, task.own is not None)
     if labels is None:

@@ -387,7 +387,7 @@ class Evaluator:
         if self.world.size > 1:
             dist.all_reduce(moments)
         if len(self.data.rows["train"]) < dim:
-            moments = moments_of_few(moments, self.embedder)
+            moments = moments_of_few(moments, self.embedder, about_mean)
         fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
         axes = self.world.first(lambda: fit().cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), distractors

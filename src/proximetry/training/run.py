@@ -168,7 +168,8 @@ def _check_images(folder: RunFolder, recipe: Recipe, parts: Parts, display: Disp
     """Refuse other images than those a complete run was trained on, as far as they are at hand."""
     catalog = parts.data
     if catalog is None:
-        with suppress(ValueError, OSError):  # gone by now, which the results do not need
+        # They may be gone by now, or what reads them; the results do not need them.
+        with suppress(ValueError, OSError, ImportError):
             catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
     if isinstance(catalog, Catalog):
         check_rows(folder, recipe, catalog)

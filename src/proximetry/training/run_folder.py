@@ -205,6 +205,9 @@ class RunFolder:
 
     def _check_same(self, begun: Recipe, recipe: Recipe) -> None:
         changed = differences(begun.essence(), recipe.essence())
+        old, new = Path(begun.model.weights), Path(recipe.model.weights)
+        if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
+            changed = changed or [f"model.weights {old} → {new}"]
         if changed:
             raise RunError(
                 f"the run in {self.path} was started with another recipe: {', '.join(changed)}; "
