@@ -439,6 +439,14 @@ def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, capsy
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_where_nothing_is_watched_the_embedder_is_saved_ten_times(recipe, tmp_path):
+    last = with_(recipe, "evaluation", protocol="last")
+    train(with_(last, "training", epochs=20), tmp_path / "run")
+    lines = RunFolder(tmp_path / "run").history()
+    saved = [line["epoch"] for line in lines if "evaluation_seconds" in line]
+    assert saved == [*range(2, 21, 2)]
+
+
 def test_a_complete_run_returns_its_results_at_once(recipe, tmp_path):
     first = train(recipe, tmp_path / "run")
     steps = []

@@ -246,7 +246,7 @@ def _images_evaluated(
     each = watched + pca
     final = counts["held_out"] + counts["test"] * e.final_test
     passes = (1 + e.untrained) * (final + pca) if final else pca
-    return math.ceil(epochs / e.every) * each + passes
+    return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * each + passes
 
 
 def _measure(

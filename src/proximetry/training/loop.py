@@ -264,8 +264,8 @@ def _stopped_after(run: Run, step: int) -> str:
 
 def _is_evaluated(run: Run) -> bool:
     """Whether there is an evaluation after this epoch."""
-    epoch = run.state.epoch
-    return epoch % run.recipe.evaluation.every == 0 or epoch == run.recipe.training.epochs
+    epoch, every = run.state.epoch, run.recipe.evaluated_every(bool(_splits_to_watch(run)))
+    return epoch % every == 0 or epoch == run.recipe.training.epochs
 
 
 def _splits_to_watch(run: Run) -> list[str]:

@@ -576,7 +576,9 @@ class EvaluationConfig(Section):
     held_out: Number = _key(
         0.2, "fraction of the training classes held out, at least three classes", gt=0, lt=1
     )
-    every: Count = _key(1, "epochs between two evaluations")
+    every: Count = _key(
+        1, "epochs between two evaluations; at least a tenth of all where nothing is watched"
+    )
     watch_test: Flag = _key(
         False,
         "also evaluate the test set each time, for the curve alone: it selects nothing",
@@ -672,6 +674,10 @@ class Recipe(Section):
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with changes, by nested or dotted keys; everything is checked anew."""
         return Recipe.load(self.model_dump(mode="json", exclude_unset=True), changes)
+
+    def evaluated_every(self, watched: bool) -> int:
+        """Epochs between two evaluations; if nothing is watched, they save the embedder alone."""
+        return max(self.evaluation.every, 1 if watched else self.training.epochs // 10)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists, as YAML and JSON hold them."""
