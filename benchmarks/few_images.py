@@ -13,15 +13,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from proximetry._common import atomic_write
 from proximetry.data import open_dataset
 from proximetry.metrics import evaluate
-from proximetry.models import Embedder, pca
+from proximetry.models import Embedder
+from proximetry.models.pca import moments_of_few, principal_axes, second_moments
 from proximetry.reproduce.page import grid
+from proximetry.training.evaluator import encode_catalog
 
 DIM, WHITENING = 512, 0.25
 PRIORS = (0.001, 0.01, 0.03, 0.1)
@@ -30,28 +30,24 @@ PRIORS = (0.001, 0.01, 0.03, 0.1)
 def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
     """Metrics of the classes in eval/, by what is done to the dimensions."""
     parts = [open_dataset("folder", root=images / part) for part in ("train", "eval")]
-    train, other = (
-        torch.as_tensor(embedder.encode([part.file(row) for row in range(len(part))]))
-        for part in parts
-    )
+    train, other = (encode_catalog(embedder, part) for part in parts)
     rows = []
 
     def add(name: str, vectors: Tensor) -> None:
-        found = evaluate(F.normalize(vectors), parts[1].codes)
+        found = evaluate(vectors, parts[1].codes)
         rows.append(
             {"name": name, "dim": vectors.shape[1]}
             | {metric: found[metric] for metric in ("map@r", "recall@1")}
         )
 
     def reduce(moments: Tensor, dim: int) -> Tensor:
-        return other @ pca.principal_axes(moments, dim, whitening=WHITENING).t()
+        return other @ principal_axes(moments, dim, whitening=WHITENING).t()
 
     add("no PCA", other)
-    moments = pca.second_moments(train)
+    moments = second_moments(train)
     add("PCA to as many dimensions as images", reduce(moments, len(train)))
     for prior in PRIORS:
-        pca._PRIOR = prior
-        add(f"prior {prior}", reduce(pca.moments_of_few(moments, embedder), DIM))
+        add(f"prior {prior}", reduce(moments_of_few(moments, embedder, prior=prior), DIM))
     return rows
 
 

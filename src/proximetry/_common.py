@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from threading import Barrier, Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,6 +83,11 @@ def shorten(text: str, width: int) -> str:
         return text
     half = (width - 1) // 2
     return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number of any integer type, from `least` up; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def spaced(number: int) -> str:

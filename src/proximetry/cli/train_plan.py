@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from proximetry._common import shown
 from proximetry.cli.output import wrap
@@ -18,9 +18,6 @@ from proximetry.training.recipe import (
     recipe_keys,
     shipped_recipes,
 )
-
-if TYPE_CHECKING:
-    from proximetry.training.run_folder import RunFolder
 
 ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
@@ -167,30 +164,15 @@ def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[st
         begun = _begun(path)
         if begun is None:
             RunFolder(path).check(Recipe())
-            begun = _starting(RunFolder(path))
-            if begun is None:
+            if not (RunFolder(path).recipe.exists() and RunFolder(path).is_held()):
                 return True
+            begun = Recipe.load(RunFolder(path).recipe)  # of a run without a checkpoint yet
     except (RunError, RecipeError):
         if not path.exists():  # nor can a folder of another name be made there
             raise
         return False
     same = (begun.data.dataset, _absolute(begun.data.root)) == (data[0], _absolute(data[1]))
     return same and begun.name in recipes
-
-
-def _starting(folder: "RunFolder") -> Recipe | None:
-    """The recipe of a run that another process trains, but that has no checkpoint yet."""
-    from filelock import FileLock, Timeout
-
-    if not (folder.recipe.exists() and folder.lock.exists()):
-        return None
-    try:
-        with FileLock(folder.lock, timeout=0):
-            return None
-    except Timeout:
-        return Recipe.load(folder.recipe)
-    except (OSError, NotImplementedError):  # a file system without locks
-        return None
 
 
 def _absolute(root: str | None) -> Path | None:

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from proximetry._common import is_whole
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """What the losses take for labels: class indices [B], and `IGNORED`."""
@@ -81,7 +83,7 @@ def cosine_margin(name: str, value: Any) -> float:
 @check("int ≥ 1")
 def count(name: str, value: Any) -> int:
     """Return ``value`` as an int; refuse anything but a whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from reprlib import repr as short_repr
 from typing import Any, Literal, get_args
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks, held, some
+from proximetry._common import by_device, chunks, held, is_whole, some
 
 Embeddings = Tensor | npt.NDArray[Any]
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
@@ -34,7 +33,7 @@ _SAMPLE = 1024
 
 def as_count(value: Any, name: str, least: int = 1) -> int:
     """A whole number of any integer type as an int; refuse others, and those below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_whole(value, least):
         raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
     return int(value)
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -21,6 +20,7 @@ from proximetry import __version__
 from proximetry._common import (
     UsageError,
     binary_codes,
+    is_whole,
     random_numbers_kept,
     shorten,
     shown,
@@ -680,7 +680,7 @@ def _count(name: str, value: Any) -> int | None:
     """Return a whole number of any integer type as an int, and None as it is."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 

@@ -19,9 +19,8 @@ from proximetry.models.embedder import Embedder
 # varies less is noise, which whitening would enlarge more than a thousandfold.
 _SMALLEST_VARIANCE = 1e-6
 
-# What `moments_of_few` adds, relative to what there is. It matters little: between 0.001 and 0.1
-# MAP@R of other classes changed by about a point, and was above that without PCA
-# (benchmarks/defaults).
+# It matters little: between 0.001 and 0.1 MAP@R of other classes changed by about a point, and was
+# above that without PCA (benchmarks/defaults).
 _PRIOR = 0.03
 
 
@@ -34,24 +33,27 @@ def second_moments(vectors: Tensor) -> Tensor:
     return torch.mm(extended.t(), extended)
 
 
-def moments_of_few(moments: Tensor, embedder: Embedder, centered: bool = False) -> Tensor:
+def moments_of_few(
+    moments: Tensor, embedder: Embedder, centered: bool = False, prior: float = _PRIOR
+) -> Tensor:
     """Return second moments of fewer vectors than dimensions with what the head tells added.
 
     Few vectors have no variance at all along most directions, and would leave it to chance which
     of those PCA keeps. The head tells how far each varies where the features vary alike in all.
-    The variance there is, which sets the scale, is that about the origin or, `centered`, the mean.
+    `prior` is what that counts, relative to the variance there is: about the origin or, `centered`,
+    the mean.
     """
     head = embedder.head
     if isinstance(head, nn.Linear):
-        prior = torch.mm(head.weight.double(), head.weight.double().t())
+        spread = torch.mm(head.weight.double(), head.weight.double().t())
     else:
-        prior = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
-    tiny = torch.finfo(prior.dtype).tiny  # a head of zeros
+        spread = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
+    tiny = torch.finfo(spread.dtype).tiny  # a head of zeros
     variance = moments[:-1, :-1].trace()
     if centered:
         variance = variance - moments[:-1, -1].square().sum() / moments[-1, -1]
-    scale = _PRIOR * variance.clamp(min=0) / prior.trace().clamp(min=tiny)
-    return moments + F.pad(scale * prior, (0, 1, 0, 1))
+    scale = prior * variance.clamp(min=0) / spread.trace().clamp(min=tiny)
+    return moments + F.pad(scale * spread, (0, 1, 0, 1))
 
 
 def principal_axes(

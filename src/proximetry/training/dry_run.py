@@ -124,8 +124,7 @@ def _estimate_run(
     check_space(recipe, storage.missing)
     stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
     updater = make_updater(recipe, embedder, parts["train"].class_names, world, note, stage=stage)
-    state, done = _state(folder, RunFolder(out), recipe, resume)
-    check_rows(folder if done else None, recipe, catalog)
+    state, done = _state(folder, RunFolder(out), recipe, catalog, resume)
     left = recipe.training.epochs - done
     # Before images are decoded: what memory that took at most would hide what a step takes.
     rates, memory = _measure(recipe, updater, world, images, len(parts["train"].class_names))
@@ -223,12 +222,15 @@ def _check_images(
     return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
-def _state(folder: RunFolder, whole: RunFolder, recipe: Recipe, resume: bool) -> tuple[str, int]:
+def _state(
+    folder: RunFolder, whole: RunFolder, recipe: Recipe, catalog: Catalog, resume: bool
+) -> tuple[str, int]:
     """What becomes of the folder, and how many epochs are done in it; `whole` has both stages."""
     if not resume and whole.results.exists():
         return "new; the complete run there will be removed", 0
     if not resume or folder.begun() is None:
         return "new", 0
+    check_rows(folder, recipe, catalog)
     if folder.is_complete(recipe):
         return "complete already", recipe.training.epochs
     return "continued", folder.newest().state["epoch"]
@@ -244,7 +246,8 @@ def _images_evaluated(
     watched += counts["held_out"] if division.protocol == "held_out" else 0
     # With PCA an embedder cannot be saved without the training images either.
     each = watched + pca
-    final = counts["held_out"] + counts["test"] * e.final_test
+    tested = e.final_test or division.protocol == "paper"
+    final = counts["held_out"] + counts["test"] * tested
     passes = (1 + e.untrained) * (final + pca) if final else pca
     return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * each + passes
 

@@ -24,7 +24,6 @@ from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training.automatic import choose, device_facts
 from proximetry.training.callbacks import Callback, check_callbacks
-from proximetry.training.checkpoint import read_state
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData, open_catalog
 from proximetry.training.datasets import DatasetData, OwnDatasets
@@ -175,13 +174,13 @@ def _check_images(folder: RunFolder, recipe: Recipe, parts: Parts, display: Disp
         check_rows(folder, recipe, catalog)
 
 
-def check_rows(folder: RunFolder | None, recipe: Recipe, catalog: Catalog) -> None:
-    """Refuse a catalogue with other rows than the run was begun with, if one was begun."""
-    if folder is None or recipe.data.bad_images == "skip":
+def check_rows(folder: RunFolder, recipe: Recipe, catalog: Catalog) -> None:
+    """Refuse a catalogue with other rows than the run was begun with."""
+    if recipe.data.bad_images == "skip":
         return  # which of them were left out is not known before they are read
     try:
-        before = read_state(folder.newest().path)["images"]
-    except (RunError, LookupError):
+        before = folder.newest().images
+    except RunError:
         return  # results and embedder are there without a checkpoint
     now = fingerprint(catalog, None)
     if before["rows"] != now["rows"]:

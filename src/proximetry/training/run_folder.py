@@ -68,11 +68,15 @@ class RunError(ValueError):
 
 
 class Continuation(NamedTuple):
-    """A checkpoint to continue from and how far it is; ``problems`` are those of other ones."""
+    """A checkpoint to continue from and how far it is; ``problems`` are those of other ones.
+
+    ``images`` is the fingerprint of those the run was begun with.
+    """
 
     path: Path
     state: dict[str, Any]
     problems: list[str]
+    images: dict[str, Any]
 
 
 class PlaceError(RunError, UsageError):
@@ -126,21 +130,22 @@ class RunFolder:
             if found and path not in (self.last, self.best):
                 break
             try:
-                state = read_state(path)["state"]
+                plain = read_state(path)
+                state, _ = plain["state"], plain["images"]
                 state["step"], state["epoch"], state["batch"]
             except CheckpointError as error:
                 problems.append(str(error))
             except (LookupError, TypeError):
                 problems.append(f"{path} is no checkpoint of a run")
             else:
-                found.append((path, state))
+                found.append((path, plain))
         if not found:
             why = "; ".join(problems) or f"the checkpoints of the run in {self.path} are gone"
             raise RunError(f"{why}; put {self.last} back, {_OTHERWISE}")
         if not self.last.exists():
             problems.append(f"there is no checkpoint {self.last}")
-        path, state = max(found, key=lambda one: one[1]["step"])
-        return Continuation(path, state, problems)
+        path, plain = max(found, key=lambda one: one[1]["state"]["step"])
+        return Continuation(path, plain["state"], problems, plain["images"])
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:
         """Begin a run here; one that is here is removed first."""
@@ -305,6 +310,20 @@ class RunFolder:
             raise RunError(
                 f"{self.path} cannot be written to ({error.strerror}); choose another folder"
             ) from error
+
+    def is_held(self) -> bool:
+        """Whether another process writes here; False on a file system without locks."""
+        from filelock import FileLock, Timeout
+
+        if not self.lock.exists():
+            return False
+        try:
+            with FileLock(self.lock, timeout=0):
+                return False
+        except Timeout:
+            return True
+        except (OSError, NotImplementedError):
+            return False
 
     def release(self) -> None:
         """Let others write here."""
