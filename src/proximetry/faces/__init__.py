@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
+    from proximetry.faces.align import align_folder
     from proximetry.faces.alignment import similarity, template, warp
     from proximetry.faces.detector import Detector, Faces, find_detector
     from proximetry.faces.embedder import FaceEmbedder, open_embedder
-    from proximetry.faces.folder import align_folder
     from proximetry.faces.identify import identify_people, read_people
     from proximetry.faces.journal import Alignment
     from proximetry.faces.pairs import PairProtocol, read_protocol
@@ -38,10 +38,10 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "align": ("align_folder",),
         "alignment": ("similarity", "template", "warp"),
         "detector": ("Detector", "Faces", "find_detector"),
         "embedder": ("FaceEmbedder", "open_embedder"),
-        "folder": ("align_folder",),
         "identify": ("identify_people", "read_people"),
         "journal": ("Alignment",),
         "pairs": ("PairProtocol", "read_protocol"),

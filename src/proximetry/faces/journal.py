@@ -1,13 +1,12 @@
-"""What a folder of aligned faces says about itself: settings, a journal, the list for people."""
+"""Progress of `align_folder`: its settings and which images are done, so that it can resume."""
 
 import csv
 import json
-import os
-import zlib
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from proximetry._common import (
 )
 
 SETTINGS, REPORT = "align.json", "faces.csv"
-JOURNAL, LOCK = ".align.jsonl", ".align.lock"
-FORMAT = "proximetry aligned faces 1"
-_LONGEST = 2**20  # bytes of the settings
+JOURNAL, LOCK = ".align.sqlite", ".align.lock"
+FORMAT = "proximetry aligned faces 2"
+_MAX_SETTINGS = 2**20  # bytes
 POINTS = ("left_eye", "right_eye", "nose", "left_mouth", "right_mouth")
 COLUMNS = (
     *("path", "status", "faces", "kept", "score", "left", "top", "right", "bottom"),
@@ -35,7 +34,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Face:
-    """A face that was found: what the detector said, and the file of the aligned one if kept."""
+    """A detected face, and the file of the aligned one if it is kept."""
 
     score: float
     box: list[float]
@@ -44,16 +43,16 @@ class Face:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What became of a picture.
+class AlignedImage:
+    """The outcome for one image.
 
     Attributes:
-        path: the picture.
-        stamp: its size and time: another one is another picture.
+        path: the image, relative to the folder.
+        stamp: its size in bytes and modification time; a different stamp is a different image.
         status: aligned, no face, unreadable or copied.
         reason: why it is not aligned.
-        faces: all that were found.
-        outputs: the files that were written, with their checksums.
+        faces: all detected faces.
+        outputs: the files that were written, with their sizes in bytes.
     """
 
     path: str
@@ -66,7 +65,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What came of a folder; counts are of pictures but for `faces`, the files written."""
+    """Summary of an aligned folder; all counts are images except `faces`, the files written."""
 
     out: Path
     report: Path
@@ -79,125 +78,83 @@ class Alignment:
 
 
 def stamp_of(file: Path) -> list[int]:
-    """Return by what a picture is known to be the same: its size in bytes and its time."""
+    """Return the size in bytes and the modification time of a file, zeros if it is missing."""
     try:
         status = file.stat()
-    except OSError:  # gone, or behind a link that leads nowhere: unreadable
+    except OSError:
         return [0, 0]
     return [status.st_size, status.st_mtime_ns]
 
 
-def checksum_of(content: bytes) -> int:
-    """Return by what a file is known to be whole."""
-    return zlib.crc32(content)
-
-
 class Journal:
-    """What is done so far: a line of JSON per picture, the last one about it counts.
-
-    The lines stay in the file, and in memory is only where each begins: there may be millions.
-    """
+    """The images that are done, in an SQLite file: there may be millions."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        self._file = (home / JOURNAL).open("a+b")
-        self._places: dict[str, int] = {}
-        self._lines = 0
-        for place, picture in self._read():
-            self._places[picture.path] = place
-            self._lines += 1
-        # What follows is a line that was cut off.
-        self._file.truncate(self._file.tell())
-        self._file.seek(0, os.SEEK_END)
-
-    def _read(self) -> Iterator[tuple[int, Picture]]:
-        """All pictures that were written down, and leave the file at their end."""
-        self._file.seek(0)
-        place = 0
-        for line in iter(self._file.readline, b""):
-            picture = _parsed(line)
-            if picture is None:
-                break
-            yield place, picture
-            place += len(line)
-        self._file.seek(place)
-
-    def _get(self, path: str) -> tuple[Picture, bytes]:
-        """A picture, and its line."""
-        self._file.seek(self._places[path])
-        line = self._file.readline()
-        picture = _parsed(line)
-        if picture is None:
-            raise OSError(f"{self._home / JOURNAL} was changed by somebody else; run it again")
-        return picture, line
+        self._database = sqlite3.connect(home / JOURNAL)
+        self._database.execute("CREATE TABLE IF NOT EXISTS images (path BLOB PRIMARY KEY, entry)")
 
     def check(
         self, paths: Sequence[str], folder: Path, names: Callable[[str, int], set[str]]
     ) -> None:
-        """Refuse to go on if pictures are gone; forget what has changed or is to be tried again.
+        """Drop images that changed, could not be read or whose faces are missing.
 
-        `names` tells by a picture and its number of faces which files it becomes: others, once
-        there is another picture that differs in its ending alone.
+        `names` returns the output files of an image with so many faces. They change when a new
+        image differs from it in its extension only.
+
+        Raises:
+            UsageError: images in the journal are no longer in the folder.
         """
-        gone = sorted(self._places.keys() - set(paths))
-        if gone:
+        stored = [_decode(path) for (path,) in self._database.execute("SELECT path FROM images")]
+        missing = sorted(set(stored) - set(paths))
+        if missing:
             raise UsageError(
-                f"{self._home} holds the faces of {len(gone)} pictures that are no longer in "
-                f"{folder} ({some(gone, 3)}): put them back, or choose another folder to write to"
+                f"{self._home} holds the faces of {len(missing)} images that are no longer in "
+                f"{folder}: {some(missing, 3)}. Restore them, or choose another output folder."
             )
-        for path in list(self._places):
-            picture, _ = self._get(path)
-            same = picture.stamp == stamp_of(folder / path)
-            same &= picture.outputs.keys() <= names(path, len(picture.faces))
-            if not same or picture.status == "unreadable" or not self._is_whole(picture):
-                del self._places[path]
+        for path in stored:
+            image = self._get(path)
+            current = image.stamp == stamp_of(folder / path)
+            current &= image.outputs.keys() <= names(path, len(image.faces))
+            sizes = {name: stamp_of(self._home / name)[0] for name in image.outputs}
+            if not current or image.status == "unreadable" or sizes != image.outputs:
+                for name in image.outputs:
+                    output = self._home / name
+                    if output.resolve().is_relative_to(self._home.resolve()):
+                        output.unlink(missing_ok=True)
+                self._database.execute("DELETE FROM images WHERE path = ?", [_encode(path)])
+        self._database.commit()
 
-    def _is_whole(self, picture: Picture) -> bool:
-        """Whether all files of a picture are there as they were written."""
-        try:
-            return all(
-                checksum_of((self._home / output).read_bytes()) == checksum
-                for output, checksum in picture.outputs.items()
-            )
-        except OSError:
-            return False
+    def __contains__(self, path: str) -> bool:
+        query = "SELECT 1 FROM images WHERE path = ?"
+        return self._database.execute(query, [_encode(path)]).fetchone() is not None
 
-    def has(self, path: str) -> bool:
-        """Whether a picture is done."""
-        return path in self._places
+    def add(self, images: Sequence[AlignedImage]) -> None:
+        """Record images as done."""
+        rows = [(_encode(image.path), json.dumps(asdict(image))) for image in images]
+        self._database.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
+        self._database.commit()
 
-    def add(self, pictures: Sequence[Picture]) -> None:
-        """Write down what is done."""
-        place = self._file.seek(0, os.SEEK_END)
-        for picture in pictures:
-            line = json.dumps(picture, default=vars, separators=(",", ":")).encode() + b"\n"
-            self._places[picture.path] = place
-            self._lines += 1
-            place += self._file.write(line)
-        self._file.flush()
+    def _get(self, path: str) -> AlignedImage:
+        query = "SELECT entry FROM images WHERE path = ?"
+        (entry,) = self._database.execute(query, [_encode(path)]).fetchone()
+        values = json.loads(entry)
+        return AlignedImage(**values | {"faces": [Face(**face) for face in values["faces"]]})
 
-    def finish(self, paths: Sequence[str]) -> Alignment:
-        """Write the list for people, and the journal in the order of the pictures."""
-        if hasattr(os, "sync"):
-            os.sync()  # the faces are on the disk before the list says that they are there
-        if self._lines > len(paths):
-            self._remove_outdated()
+    def write_report(self, paths: Sequence[str]) -> Alignment:
+        """Write the list of all images and faces, and return the counts."""
         count: Counter[str] = Counter()
         with (
             atomic_path(self._home / REPORT) as report,
             report.open("w", encoding="utf-8", errors="surrogateescape", newline="") as text,
-            atomic_path(self._home / JOURNAL) as ordered,
-            ordered.open("wb") as lines,
         ):
             table = csv.writer(text, lineterminator="\n")
             table.writerow(COLUMNS)
             for path in paths:
-                picture, line = self._get(path)
-                table.writerows(_rows(picture))
-                lines.write(line)
-                several = len(picture.faces) > 1
-                count.update({picture.status: 1, "several": several, "faces": len(picture.outputs)})
-            self.close()  # not every system replaces files that are open
+                image = self._get(path)
+                table.writerows(_rows(image))
+                several = len(image.faces) > 1
+                count.update({image.status: 1, "several": several, "faces": len(image.outputs)})
         return Alignment(
             out=self._home,
             report=self._home / REPORT,
@@ -209,32 +166,34 @@ class Journal:
             unreadable=count["unreadable"],
         )
 
-    def _remove_outdated(self) -> None:
-        """Remove faces of pictures that have changed since and now have others."""
-        old = [picture for place, picture in self._read() if place != self._places[picture.path]]
-        for picture in old:
-            for output in picture.outputs.keys() - self._get(picture.path)[0].outputs.keys():
-                (self._home / output).unlink(missing_ok=True)
-
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._database.close()
+
+
+def _encode(path: str) -> bytes:
+    """File names need not be valid text."""
+    return path.encode(errors="surrogateescape")
+
+
+def _decode(path: bytes) -> str:
+    return path.decode(errors="surrogateescape")
 
 
 @contextmanager
 def open_journal(home: Path, settings: dict[str, Any]) -> Iterator[Journal]:
-    """The journal of a folder that is new, empty, or was begun with the same settings."""
+    """Open the journal of a folder that is new, empty, or was written with the same settings."""
     _check_out(home, settings)
     try:
         home.mkdir(parents=True, exist_ok=True)
         lock = take_lock(home / LOCK, 0, report=lambda line: None)
     except TimeoutError as owner:
         raise UsageError(
-            f"{owner} is writing to {home}; wait for it, or choose another folder"
+            f"{owner} is writing to {home}. Wait for it, or choose another folder."
         ) from None
     except OSError as error:
         raise UsageError(
-            f"{home} cannot be written to ({error.strerror}); choose another folder"
+            f"{home} is not writable: {error.strerror}. Choose another folder."
         ) from error
     with lock:
         _check_out(home, settings)
@@ -242,67 +201,60 @@ def open_journal(home: Path, settings: dict[str, Any]) -> Iterator[Journal]:
             leftover.unlink(missing_ok=True)
         if not (home / SETTINGS).exists():
             atomic_write(home / SETTINGS, json.dumps(settings, indent=2).encode() + b"\n")
-        journal = Journal(home)
         try:
-            yield journal
-        finally:
-            journal.close()
+            with closing(Journal(home)) as journal:
+                yield journal
+        except sqlite3.DatabaseError as error:
+            raise ValueError(
+                f"{home / JOURNAL} is damaged: {error}. Delete {home}, or choose another folder."
+            ) from error
 
 
 def _check_out(home: Path, settings: dict[str, Any]) -> None:
     there = next(path for path in (home, *home.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{there} is a file; choose another folder to write to")
+        raise UsageError(f"{there} is a file. Choose another output folder.")
     if there != home:
         return
     if not (home / SETTINGS).exists():
         names = {path.name for path in home.iterdir() if not written_for(path)} - {LOCK}
         if names:
             raise UsageError(
-                f"{home} is not empty and was not written by `faces align` "
-                f"({some(sorted(names), 3)}); choose another folder"
+                f"{home} is not empty and was not written by `faces align`: "
+                f"{some(sorted(names), 3)}. Choose another folder."
             )
         return
     try:
-        begun = read_json(home / SETTINGS, _LONGEST)
-        changed = [key for key in settings if begun.get(key) != settings[key]]
+        stored = read_json(home / SETTINGS, _MAX_SETTINGS)
+        changed = [key for key in settings if stored.get(key) != settings[key]]
     except (ValueError, AttributeError):
         raise ValueError(
-            f"{home / SETTINGS} is damaged; remove {home}, or choose another folder"
+            f"{home / SETTINGS} is damaged. Delete {home}, or choose another folder."
         ) from None
     if changed:
-        told = (f"{key} was {_told(begun.get(key))}, now {_told(settings[key])}" for key in changed)
+        pairs = (
+            f"{key} was {_show(stored.get(key))}, now {_show(settings[key])}" for key in changed
+        )
         raise UsageError(
-            f"{home} was written with other settings: {', '.join(told)}; "
-            "choose another folder, or the same settings"
+            f"{home} was written with other settings: {', '.join(pairs)}. "
+            "Choose another folder, or the same settings."
         )
 
 
-def _told(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value.get('file')} ({str(value.get('sha256'))[:8]})"
     return "none" if value is None else str(value)
 
 
-def _parsed(line: bytes) -> Picture | None:
-    """A picture from its line, unless that was cut off."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        values = json.loads(line)
-        return Picture(**values | {"faces": [Face(**face) for face in values["faces"]]})
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _rows(picture: Picture) -> Iterator[list[Any]]:
-    """The rows of the list: one to each face, or one without."""
-    begin = [picture.path, picture.status, len(picture.faces)]
-    for face in picture.faces:
+def _rows(image: AlignedImage) -> Iterator[list[Any]]:
+    """Yield one row per face, or one row without a face."""
+    begin = [image.path, image.status, len(image.faces)]
+    for face in image.faces:
         numbers = [face.score, *face.box, *(value for point in face.points for value in point)]
         kept = "yes" if face.output else "no"
-        yield [*begin, kept, *numbers, face.output, picture.reason]
-    if not picture.faces:
-        kept = "yes" if picture.outputs else "no"
+        yield [*begin, kept, *numbers, face.output, image.reason]
+    if not image.faces:
+        kept = "yes" if image.outputs else "no"
         blank = [""] * (len(COLUMNS) - 6)
-        yield [*begin, kept, *blank, *(picture.outputs or [""]), picture.reason]
+        yield [*begin, kept, *blank, *(image.outputs or [""]), image.reason]

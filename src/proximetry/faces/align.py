@@ -1,4 +1,4 @@
-"""A folder of pictures made into a folder of aligned faces, by all cores, resumable."""
+"""Align the faces in a folder of images: parallel and resumable."""
 
 import hashlib
 import io
@@ -22,19 +22,18 @@ from proximetry.faces.alignment import height_and_width, similarity, template, w
 from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
 from proximetry.faces.journal import (
     FORMAT,
+    AlignedImage,
     Alignment,
     Face,
     Journal,
-    Picture,
-    checksum_of,
     open_journal,
     stamp_of,
 )
 from proximetry.faces.options import Keep, Size
 
-MOST_WORKERS = 16  # each holds a few pictures and a run of the network in memory
+MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def align_folder(
@@ -45,22 +44,22 @@ def align_folder(
     keep: Keep = "largest",
     detector: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-    say: Say = lambda line: None,
+    log: Log = lambda line: None,
 ) -> Alignment:
-    """Align the faces in all pictures below a folder; continue where it was cut off.
+    """Align the faces in all images below a folder; resume an interrupted call.
 
-    The new folder has the same sub-folders with a PNG file to each kept face, and `faces.csv`,
-    which lists every picture and every face found in it. A folder whose images all have the size
-    of an aligned face is copied as it is.
+    The new folder has the same sub-folders with a PNG file for each kept face, and `faces.csv`,
+    which lists every image and every detected face. A folder whose images all have the size of an
+    aligned face is copied unchanged.
 
     Args:
-        folder: where the pictures lie.
-        out: where the faces go; may hold what an earlier call with the same settings wrote.
+        folder: the images.
+        out: the output folder; may hold what an earlier call with the same settings wrote.
         size: height and width; the template of 112x96 is the middle of that of 112x112.
-        keep: the largest face of a picture, the one nearest to its centre, or all.
-        detector: an SCRFD model with key points; unless given, that of an installed package.
-        progress: called with (pictures done, pictures in all).
-        say: called with lines about what is done.
+        keep: the largest face of an image, the one nearest to its center, or all.
+        detector: an SCRFD model with key points; by default that of an installed package.
+        progress: called with (images done, images in total).
+        log: called with messages.
 
     Raises:
         UsageError: there is nothing to align, no detector, or `out` holds something else.
@@ -69,46 +68,42 @@ def align_folder(
         if value not in known:
             raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     source, home = Path(folder), Path(out)
-    keep = "centre" if keep == "center" else keep
-    paths = _find(source, home, say)
+    paths = _find_images(source, home, log)
     settings: dict[str, Any] = {"format": FORMAT, "folder": str(source.resolve()), "size": size}
     if _is_aligned(source, paths, size):
-        say(f"all images in {source} are {size} already: they are copied as they are")
+        log(f"all images in {source} are {size} already: they are copied unchanged")
         settings |= {"keep": None, "detector": None}
-        work: _Work = _Copying(source, home, size)
+        task: _Task = _Copy(source, home, size)
     else:
-        file, told = (Path(detector), "") if detector is not None else find_detector()
+        file, package = (Path(detector), "") if detector is not None else find_detector()
         model = Detector(file)
-        say(f"detector: {file.name}{told and f' of {told}'}")
+        log(f"detector: {file.name}{package and f' of {package}'}")
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         settings |= {"keep": keep, "detector": {"file": file.name, "sha256": content}}
-        work = _Aligning(source, home, size, keep, model, _ambiguous(paths, keep))
+        task = _Align(source, home, size, keep, model, _ambiguous(paths, keep))
     with open_journal(home, settings) as journal:
-        journal.check(paths, source, work.names)
-        _run(work, paths, journal, progress)
-        return journal.finish(paths)
+        journal.check(paths, source, task.names)
+        _run(task, paths, journal, progress)
+        return journal.write_report(paths)
 
 
-# What there is
-
-
-def _find(folder: Path, out: Path, say: Say) -> list[str]:
-    """The images below a folder, with refusals that need no more than the names."""
+def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
+    """Return the images below a folder; raise if there are none or `out` lies among them."""
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
+        raise UsageError(f"{folder} is not a folder")
     inside, outside = folder.resolve(), out.resolve()
     if inside == outside or inside in outside.parents:
         raise UsageError(
-            f"{out} lies in {folder}, where the faces would be taken for pictures; "
-            "choose a folder outside"
+            f"{out} lies in {folder}, where the faces would be taken for images. "
+            "Choose a folder outside."
         )
-    paths, others, left_out = files_below(folder)
+    paths, others, skipped = files_below(folder)
     if not paths:
         raise UsageError(f"{folder} holds no images; found {some(others) or 'nothing'}")
     if others:
-        say(f"{len(others)} files are not images: {some(others)}")
-    if left_out:
-        say(f"left out in {folder}: {some(left_out)}")
+        log(f"{len(others)} files are not images: {some(others)}")
+    if skipped:
+        log(f"skipped in {folder}: {some(skipped)}")
     return paths
 
 
@@ -127,59 +122,57 @@ def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
 
 
 def _ambiguous(paths: Sequence[str], keep: Keep) -> set[str]:
-    """The pictures whose faces keep the ending of the picture in their name: "a.jpg.png".
+    """Return the images whose faces keep the image's extension in their name: "a.jpg.png".
 
-    Those that differ from another one in their ending alone, and those that would without it still
-    have an ending, or look like a second face: so no two outputs are ever the same.
+    These differ from another image in their extension only, or still have an extension without it,
+    or look like a second face. So no two outputs have the same name.
     """
-    short = Counter(map(_without_ending, paths))
+    short = Counter(map(_without_extension, paths))
 
     def is_free(stem: str) -> bool:
         head, mark, number = stem.rpartition(".face")
         second = keep == "all" and head and mark and number.isdigit()
         return short[stem] == 1 and not second and not is_image(f"_{stem.rpartition('/')[2]}")
 
-    return {path for path in paths if not is_free(_without_ending(path))}
+    return {path for path in paths if not is_free(_without_extension(path))}
 
 
-def _without_ending(path: str) -> str:
+def _without_extension(path: str) -> str:
     return str(PurePosixPath(path).with_suffix(""))
 
 
-# What is done with each picture
-
-
 @dataclass(frozen=True)
-class _Copying:
-    """For folders that are aligned: every file as it is, once it has been seen to be whole."""
+class _Copy:
+    """Copy images that are aligned already, after checking that they can be read."""
 
     folder: Path
     out: Path
     size: Size
 
-    def __call__(self, paths: Sequence[str]) -> list[Picture]:
+    def __call__(self, paths: Sequence[str]) -> list[AlignedImage]:
         return [self._copy(path) for path in paths]
 
     def names(self, path: str, faces: int) -> set[str]:
-        """The files that a picture may become."""
+        """Return the output files of an image."""
         return {path}
 
-    def _copy(self, path: str) -> Picture:
+    def _copy(self, path: str) -> AlignedImage:
         file = self.folder / path
         stamp = stamp_of(file)
         try:
             image = open_image(file)
         except ImageError as error:
-            return Picture(path, stamp, "unreadable", error.reason)
+            return AlignedImage(path, stamp, "unreadable", error.reason)
         if (image.height, image.width) != height_and_width(self.size):
-            reason = f"{image.height}x{image.width} once it is turned upright, not {self.size}"
-            return Picture(path, stamp, "unreadable", reason)
-        checksum = _write(self.out / path, file.read_bytes())
-        return Picture(path, stamp, "copied", outputs={path: checksum})
+            reason = f"{image.height}x{image.width} after EXIF rotation, not {self.size}"
+            return AlignedImage(path, stamp, "unreadable", reason)
+        return AlignedImage(
+            path, stamp, "copied", outputs={path: _write(self.out / path, file.read_bytes())}
+        )
 
 
 @dataclass(frozen=True)
-class _Aligning:
+class _Align:
     """Detect, choose, warp, write."""
 
     folder: Path
@@ -189,7 +182,7 @@ class _Aligning:
     detector: Detector
     ambiguous: set[str]
 
-    def __call__(self, paths: Sequence[str]) -> list[Picture]:
+    def __call__(self, paths: Sequence[str]) -> list[AlignedImage]:
         stamps = [stamp_of(self.folder / path) for path in paths]
         images: dict[str, npt.NDArray[np.uint8]] = {}
         reasons: dict[str, str] = {}
@@ -198,18 +191,18 @@ class _Aligning:
                 images[path] = np.asarray(open_image(self.folder / path))
             except ImageError as error:
                 reasons[path] = error.reason
-        found = dict(zip(images, self.detector(list(images.values())), strict=True))
+        faces = dict(zip(images, self.detector(list(images.values())), strict=True))
         return [
-            self._align(path, stamp, images[path], found[path])
+            self._align(path, stamp, images[path], faces[path])
             if path in images
-            else Picture(path, stamp, "unreadable", reasons[path])
+            else AlignedImage(path, stamp, "unreadable", reasons[path])
             for path, stamp in zip(paths, stamps, strict=True)
         ]
 
     def _align(
         self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
-    ) -> Picture:
-        # Rounded first: the numbers in the list are those that the face was cut out by.
+    ) -> AlignedImage:
+        # Rounded first: the report holds the numbers that the face was warped with.
         scores, boxes, points = (
             values.astype(np.float64).round(digits)
             for values, digits in ((faces.scores, 4), (faces.boxes, 2), (faces.points, 2))
@@ -223,30 +216,31 @@ class _Aligning:
                 names[row] = self._name(path, rank)
                 face = warp(image, matrix, *height_and_width(self.size))
                 outputs[names[row]] = _write(self.out / names[row], _png(face))
-        found = [
+        detected = [
             Face(scores[row].item(), boxes[row].tolist(), points[row].tolist(), names.get(row))
             for row in range(len(faces))
         ]
-        if outputs or not found:
-            return Picture(path, stamp, "aligned" if found else "no face", "", found, outputs)
-        return Picture(path, stamp, "no face", "the five points lie in one", found)
+        if outputs or not detected:
+            status = "aligned" if detected else "no face"
+            return AlignedImage(path, stamp, status, "", detected, outputs)
+        return AlignedImage(path, stamp, "no face", "the five points coincide", detected)
 
     def names(self, path: str, faces: int) -> set[str]:
-        """The files that a picture with so many faces may become."""
+        """Return the output files of an image with so many faces."""
         return {self._name(path, rank) for rank in range(faces)}
 
     def _name(self, path: str, rank: int) -> str:
-        stem = path if path in self.ambiguous else _without_ending(path)
+        stem = path if path in self.ambiguous else _without_extension(path)
         return f"{stem}{f'.face{rank + 1}' if rank else ''}.png"
 
 
-_Work = _Copying | _Aligning
+_Task = _Copy | _Align
 
 
 def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
-    """Return which faces of an image [height, width, …] are kept, the first first."""
+    """Return the rows of the faces of an image [height, width, …] to keep, best first."""
     low, high = faces.boxes[:, :2].astype(np.float64), faces.boxes[:, 2:].astype(np.float64)
-    if keep == "centre":
+    if keep == "center":
         merit = -np.linalg.norm((low + high) / 2 - (shape[1] / 2, shape[0] / 2), axis=1)
     else:
         merit = np.prod(np.maximum(high - low, 0), 1)
@@ -262,35 +256,33 @@ def _png(face: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> int:
-    """Write a file and return its checksum, by which a power cut is noticed."""
-    if not file.parent.is_dir():
-        file.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file and return its size."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, content, durable=False)
-    return checksum_of(content)
+    return len(content)
 
 
-def _run(work: _Work, paths: Sequence[str], journal: Journal, progress: Progress | None) -> None:
-    """Do what is not done yet with all cores, and write down in order what is."""
-    # Whole batches, always the same: a picture is never run beside others than the first time.
-    parts = [p for p in chunks(len(paths), BATCH) if not all(map(journal.has, paths[p]))]
-    done = len(paths) - sum(part.stop - part.start for part in parts)
-    workers = min(cores(), MOST_WORKERS) + 1  # one more, for while others wait for the disk
-    waiting: deque[Future[list[Picture]]] = deque()
+def _run(task: _Task, paths: Sequence[str], journal: Journal, progress: Progress | None) -> None:
+    """Process the images that are not done with all cores, and record them."""
+    missing = [path for path in paths if path not in journal]
+    done = len(paths) - len(missing)
+    workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
+    pending: deque[Future[list[AlignedImage]]] = deque()
 
-    def settle() -> None:
+    def record() -> None:
         nonlocal done
-        pictures = waiting.popleft().result()
-        journal.add(pictures)
-        done += len(pictures)
+        images = pending.popleft().result()
+        journal.add(images)
+        done += len(images)
         if progress is not None:
             progress(done, len(paths))
 
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(workers)
         stack.callback(pool.shutdown, cancel_futures=True)
-        for part in parts:
-            waiting.append(pool.submit(work, paths[part]))
-            if len(waiting) > 2 * workers:
-                settle()
-        while waiting:
-            settle()
+        for part in chunks(len(missing), BATCH):
+            pending.append(pool.submit(task, missing[part]))
+            if len(pending) > 2 * workers:
+                record()
+        while pending:
+            record()
