@@ -73,7 +73,7 @@ def test_without_the_extra_it_says_what_to_install(missing, words):
     code = f"import sys; sys.modules[{missing!r}] = None; {words}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install 'proximetry[train]'" in done.stderr
+    assert "pip install '.[train]'" in done.stderr
 
 
 def test_help_of_every_command_needs_no_torch():

@@ -121,8 +121,13 @@ def need(module: str, extra: str | None, purpose: str) -> Any:
 
 def _missing(purpose: str, module: str, extra: str | None) -> ModuleNotFoundError:
     package = module.partition(".")[0]
-    source = f"'proximetry[{extra}]'" if extra else package
-    return ModuleNotFoundError(f"{purpose} needs {package}: pip install {source}", name=package)
+    command = install_hint(extra) if extra else f"pip install {package}"
+    return ModuleNotFoundError(f"{purpose} needs {package}: {command}", name=package)
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an extra, in words that hold with and without a package index."""
+    return f"install the extra {extra!r}, in a clone with pip install '.[{extra}]'"
 
 
 def cache_folder() -> Path:

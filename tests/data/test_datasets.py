@@ -476,7 +476,7 @@ sys.modules["PIL"] = None
 try:
     from proximetry.data import PixelCache
 except ModuleNotFoundError as error:
-    assert "pip install 'proximetry[images]'" in str(error), error
+    assert "pip install '.[images]'" in str(error), error
 else:
     raise AssertionError("Pillow was not missed")
 """

@@ -100,7 +100,7 @@ def test_checking_pair_losses_needs_no_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "checked\n"
-    assert "pip install 'proximetry[pairs]'" in done.stderr
+    assert "pip install '.[pairs]'" in done.stderr
 
 
 @pytest.mark.parametrize(

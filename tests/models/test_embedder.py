@@ -176,7 +176,7 @@ sys.modules["timm"] = None
 try:
     proximetry.models.list_backbones()
 except ModuleNotFoundError as error:
-    assert "needs timm: pip install 'proximetry[images]'" in str(error), error
+    assert "needs timm: install the extra 'images'" in str(error), error
 else:
     raise AssertionError
 """

@@ -31,7 +31,7 @@ def installed(size):
 def test_never_silently_random(no_hub):
     with pytest.raises(WeightsError) as caught:
         Embedder.create("test_resnet")
-    for choice in ("weights='hub'", "'.safetensors'", "weights='none'", "proximetry[weights]"):
+    for choice in ("weights='hub'", "'.safetensors'", "weights='none'", ".[weights]"):
         assert choice in str(caught.value)
     for name in ("bn_inception", "sphereface20", "small_convnet"):
         with pytest.raises(WeightsError, match=f"no weights found for {name}"):

@@ -422,7 +422,7 @@ def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
     assert line.startswith("Gallery: left out; ")
-    assert "pip install 'proximetry[" in line
+    assert "pip install '.[" in line
 
 
 def test_the_demo_prints_what_it_made_and_what_to_do_next(

@@ -91,7 +91,7 @@ for name in {missing}:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, line in zip(missing, done.stderr.splitlines(), strict=True):
-        assert f"needs {name}: pip install 'proximetry[web]'" in line
+        assert f"needs {name}: install the extra 'web'" in line
 
 
 def raw(address, request):

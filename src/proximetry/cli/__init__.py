@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
-from proximetry._common import UsageError, shorten, some
+from proximetry._common import UsageError, install_hint, shorten, some
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from cyclopts import CycloptsError
     except ImportError:
-        print("the command line needs an extra: pip install 'proximetry[train]'", file=sys.stderr)
+        print(f"the command line needs cyclopts: {install_hint('train')}", file=sys.stderr)
         return 1
     from proximetry.training.stopping import Stopped
 

