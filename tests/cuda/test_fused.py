@@ -1,17 +1,19 @@
 """Fused layers: the kernels in Triton's interpreter or on a GPU, and the swap of classes here."""
 
 import copy
+import pickle
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import timm
 import torch
-from timm.layers import BatchNormAct2d
+from timm.layers import BatchNormAct2d, StdConv2d
 from torch import nn
 
 from proximetry.cuda import fused
-from proximetry.cuda.fused import fuse
+from proximetry.cuda.fused import fuse, unfuse
 from proximetry.models import freeze_batchnorm
 from tests.triton_cases import run_cases
 
@@ -97,7 +99,7 @@ def test_every_norm_and_depthwise_convolution_is_swapped_once(frozen):
     for layer in model.modules():
         name = type(layer).__name__
         if isinstance(layer, nn.BatchNorm2d):
-            assert name == ("FusedFrozenBatchNormAct2d" if frozen else "FusedBatchNormAct2d")
+            assert name == "FusedBatchNormAct2d"
         if isinstance(layer, nn.Conv2d):
             assert name.startswith("Fused") == (layer.groups > 1)
 
@@ -121,9 +123,37 @@ def test_what_the_kernels_cannot_do_stays_as_it_is():
         nn.Conv2d(8, 8, 3, groups=4, bias=False),
         nn.Conv2d(8, 8, 3, groups=8, bias=False, padding="same"),
         nn.Conv2d(8, 8, 3, groups=8, bias=False, padding=1, padding_mode="reflect"),
+        StdConv2d(8, 8, 3, groups=8, bias=False),  # standardizes its weights
     )
     kinds = [type(layer) for layer in layers]
     assert [type(layer) for layer in fuse(layers)] == kinds
+
+
+def test_unfuse_restores_layer_types():
+    model = network()
+    kinds = [type(layer) for layer in model.modules()]
+    assert [type(layer) for layer in fuse(model).modules()] != kinds
+    assert [type(layer) for layer in unfuse(model).modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    "prepare", [freeze_batchnorm, fuse, lambda model: fuse(freeze_batchnorm(model))]
+)
+def test_pickle_round_trip_of_frozen_and_fused_networks(prepare, tmp_path):
+    model = prepare(network())
+    torch.save(model, tmp_path / "model.pt")
+    copies = [
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+    ]
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = model.train()(x)
+        for copied in copies:
+            assert [type(layer) for layer in copied.modules()] == [
+                type(layer) for layer in model.modules()
+            ]
+            assert torch.equal(copied.train()(x), expected)
 
 
 def test_without_triton_nothing_is_swapped(monkeypatch):
@@ -164,6 +194,28 @@ def test_kernels_serve_training_and_evaluation(any_tensor_suits, kind, affine, t
     for layer in layers:
         with pytest.raises(ReachedError):
             fuse(layer).train(training)(torch.randn(2, 8, 3, 3))
+
+
+def test_kernels_launch_on_the_device_of_their_input(monkeypatch):
+    entered, launched = [], []
+
+    @contextmanager
+    def guard(device):
+        entered.append(device)
+        yield
+        entered.remove(device)
+
+    def launch(layer, x):
+        launched.append(entered == [x.get_device()])
+        return x
+
+    monkeypatch.setattr(fused, "_suits", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    for name in ("fused_norm", "fused_depthwise"):
+        monkeypatch.setattr(fused, name, launch)
+    for layer in (nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8, bias=False)):
+        fuse(layer)(torch.randn(2, 8, 3, 3))
+    assert launched == [True, True]
 
 
 def untracked(layer):

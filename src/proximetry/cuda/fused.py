@@ -1,24 +1,22 @@
 """Faster layers for CUDA: batch norm with its activation, and depthwise convolutions.
 
-`fuse` swaps the class of the layers it knows in a network. Parameters, buffers and their names
-stay, so checkpoints and saved embedders are the same with or without. The layers fall back to
-torch where the kernels do not apply: on the CPU, for other memory formats, when compiling.
+`fuse` replaces the class of the layers it knows, and `unfuse` puts it back. Parameters, buffers and
+their names stay, so checkpoints and saved embedders are the same with or without. The layers fall
+back to torch where the kernels do not apply: on the CPU, for other memory formats, when compiling.
 """
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from timm.layers.conv2d_same import Conv2dSame
+from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
 # The kernels' ACT.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
-# Where the batch norms come from whose forward is known. A subclass may do something else there.
-_NORMS = ("torch.nn.modules.batchnorm", "timm.layers.norm_act")
 
 
 def _suits(x: Tensor) -> bool:
@@ -32,13 +30,15 @@ def _suits(x: Tensor) -> bool:
     )
 
 
-class _FusedNorm(nn.BatchNorm2d):
+class FusedBatchNorm2d(nn.BatchNorm2d):
     """A batch norm, with the activation that timm puts into its batch norms."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize [N, C, H, W]."""
         if not _suits(x) or not _suits_norm(self, x):
             return super().forward(x)
-        return fused_norm(self, x)
+        with torch.cuda.device(x.get_device()):  # Triton launches on the current device
+            return fused_norm(self, x)
 
 
 def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
@@ -74,15 +74,17 @@ def fused_norm(layer: Any, x: Tensor) -> Tensor:
     return y if act is not None else after(y)
 
 
-class _FusedDepthwise(nn.Conv2d):
+class FusedConv2d(nn.Conv2d):
     """A depthwise convolution, padded as torch or as TensorFlow does ("same")."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Convolve [N, C, H, W]."""
         if torch.is_autocast_enabled("cuda") and x.is_cuda:
             x = x.to(torch.get_autocast_dtype("cuda"))
         if not _suits(x) or x.shape[1] != self.in_channels:
             return super().forward(x)
-        return fused_depthwise(self, x)
+        with torch.cuda.device(x.get_device()):
+            return fused_depthwise(self, x)
 
 
 def fused_depthwise(layer: Any, x: Tensor) -> Tensor:
@@ -106,11 +108,7 @@ def _padding(layer: Any, axis: int, length: int) -> tuple[int, int]:
 
 def _is_norm(layer: nn.Module) -> bool:
     drops = getattr(layer, "drop", None)  # timm's may drop units between norm and activation
-    return (
-        isinstance(layer, nn.BatchNorm2d)
-        and type(layer).forward.__module__ in _NORMS
-        and (drops is None or isinstance(drops, nn.Identity))
-    )
+    return isinstance(layer, nn.BatchNorm2d) and isinstance(drops, nn.Identity | None)
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
@@ -127,9 +125,22 @@ def _is_depthwise(layer: nn.Module) -> bool:
     )
 
 
-@cache
-def _fused(front: Any, kind: Any) -> Any:
-    return type(f"Fused{kind.__name__}", (front, kind), {})
+class FusedBatchNormAct2d(FusedBatchNorm2d, BatchNormAct2d):
+    """A fused batch norm of timm, with its activation."""
+
+
+class FusedConv2dSame(FusedConv2d, Conv2dSame):
+    """A fused depthwise convolution that pads as TensorFlow does."""
+
+
+# Exact classes: the forward pass of a subclass may do something else.
+_FUSED: dict[type[nn.Module], Any] = {
+    nn.BatchNorm2d: FusedBatchNorm2d,
+    BatchNormAct2d: FusedBatchNormAct2d,
+    nn.Conv2d: FusedConv2d,
+    Conv2dSame: FusedConv2dSame,
+}
+_PLAIN: dict[type[nn.Module], Any] = {fused: plain for plain, fused in _FUSED.items()}
 
 
 def fuse(module: Module) -> Module:
@@ -137,11 +148,14 @@ def fuse(module: Module) -> Module:
     if find_spec("triton") is None:
         return module
     for layer in module.modules():
-        kind: Any = type(layer)
-        if issubclass(kind, (_FusedNorm, _FusedDepthwise)):
-            continue
-        if _is_norm(layer):
-            layer.__class__ = _fused(_FusedNorm, kind)
-        elif _is_depthwise(layer):
-            layer.__class__ = _fused(_FusedDepthwise, kind)
+        if type(layer) in _FUSED and (_is_norm(layer) or _is_depthwise(layer)):
+            layer.__class__ = _FUSED[type(layer)]
+    return module
+
+
+def unfuse(module: Module) -> Module:
+    """Undo `fuse`: give the layers of `module` their own classes back."""
+    for layer in module.modules():
+        if type(layer) in _PLAIN:
+            layer.__class__ = _PLAIN[type(layer)]
     return module

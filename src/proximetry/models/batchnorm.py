@@ -1,7 +1,6 @@
 """Batch normalisation: evaluation mode, frozen statistics, and how fast they move."""
 
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -25,33 +24,24 @@ def _switch(part: nn.Module, mode: bool) -> None:
     part.training = mode
 
 
-class _Frozen(_BatchNorm):
-    """Stays in evaluation mode whatever its parents are switched to."""
-
-    def train(self, mode: bool = True) -> "_Frozen":
-        super().train(False)
-        return self
-
-
-@cache
-def _frozen(kind: Any) -> Any:
-    return type(f"Frozen{kind.__name__}", (_Frozen, kind), {})
+def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:
+    """Switch a layer to evaluation mode before its forward pass."""
+    layer.training = False
 
 
 def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
     """Freeze the running statistics of every batch norm in `module`, and return it.
 
-    They are used as they are and no longer updated, also after later calls of `.train()`.
-    With `affine`, scale and shift stop learning too. The class of each layer is replaced, so
-    copies (an average of the weights, say) stay frozen as well.
+    They are used as they are and no longer updated, also after later calls of `.train()`: a
+    forward hook puts each layer into evaluation mode. Copies and pickles stay frozen. With
+    `affine`, scale and shift stop learning too.
     """
     for layer in module.modules():
         if not isinstance(layer, _BatchNorm):
             continue
-        if not isinstance(layer, _Frozen):
-            kind: Any = type(layer)
-            layer.__class__ = _frozen(kind)
-        layer.train()
+        if _use_running_statistics not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_use_running_statistics)
+        layer.eval()
         if affine:
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
