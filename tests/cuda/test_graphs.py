@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from proximetry.cuda.graphs import GraphedInference, GraphedNetwork
+from proximetry.cuda.graphs import GraphedInference, GraphedNetwork, ignore_stream_mismatch
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -98,6 +98,20 @@ def test_no_garbage_is_collected_while_recording(monkeypatch):
     GraphedNetwork(make_network("cpu"))(make_batch(device="cpu"))
     assert found == [(True, False)]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_stream_mismatch_warning_is_restored(enabled):
+    native = torch._C
+    if not hasattr(native, "_warn_on_accumulate_grad_stream_mismatch"):
+        pytest.skip("this torch does not warn")
+    native._set_warn_on_accumulate_grad_stream_mismatch(enabled)
+    try:
+        with ignore_stream_mismatch():
+            assert not native._warn_on_accumulate_grad_stream_mismatch()
+        assert native._warn_on_accumulate_grad_stream_mismatch() == enabled
+    finally:
+        native._set_warn_on_accumulate_grad_stream_mismatch(True)
 
 
 @on_gpu

@@ -210,6 +210,15 @@ def test_a_hub_file_that_lacks_tensors_is_refused(tmp_path, monkeypatch):
         Embedder.create("test_vit", weights="hub")
 
 
+def test_hub_weights_reseed_no_other_device(tmp_path, monkeypatch):
+    state = timm.create_model("test_vit").state_dict()
+    del state["norm.bias"]  # starts at zero; found out by building the network with two seeds
+    save_file(state, tmp_path / "model.safetensors")
+    monkeypatch.setattr(weights, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
+    assert Embedder.create("test_vit", weights="hub").weights.source == "hub"
+
+
 def test_hub_failures_are_one_sentence(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("the line broke\nmany details")

@@ -79,10 +79,6 @@ class GraphedNetwork(nn.Module):
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         random = torch.cuda.get_rng_state(batch.device)
         once = copy.copy(self.network)  # torch puts its graph in the place of forward
-        # Recording happens on a stream of its own, and so do the gradients' first steps: meant so.
-        graphs: Any = torch.autograd.graph
-        if hasattr(graphs, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer torch warns
-            graphs.set_warn_on_accumulate_grad_stream_mismatch(False)
         try:
             with _garbage_kept():
                 self._graph = torch.cuda.make_graphed_callables(
@@ -113,6 +109,21 @@ def _recorded(record: Callable[[Tensor], None], batch: Tensor, on_failure: Repor
         on_failure(f"no CUDA graph: recording it failed ({reason})")
         return False
     return True
+
+
+@contextmanager
+def ignore_stream_mismatch() -> Iterator[None]:
+    """Switch off torch's warning that gradients of a recorded graph change streams."""
+    native: Any = torch._C
+    if not hasattr(native, "_warn_on_accumulate_grad_stream_mismatch"):  # older torch
+        yield
+        return
+    before = native._warn_on_accumulate_grad_stream_mismatch()
+    native._set_warn_on_accumulate_grad_stream_mismatch(False)
+    try:
+        yield
+    finally:
+        native._set_warn_on_accumulate_grad_stream_mismatch(before)
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
         # timm renames tensors of some files and is silent about missing ones. What differs
         # between two models made from the same file was left to chance.
         with random_numbers_kept():
-            torch.manual_seed(torch.initial_seed() + 1)
+            torch.default_generator.manual_seed(torch.initial_seed() + 1)  # on the CPU alone
             twin = build(name, crop, tensors).state_dict()
         random = [key for key, value in state.items() if not value.equal(twin[key])]
         if random:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from proximetry.cuda.fused import fuse
+from proximetry.cuda.graphs import ignore_stream_mismatch
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
@@ -588,14 +589,18 @@ def guest_of_torch(
 
 @contextmanager
 def _torch_state_restored(device: torch.device) -> Iterator[None]:
-    """Leave random state, cuDNN's flags, threads and the current GPU as they were."""
+    """Leave random state, cuDNN's flags, warnings, threads and the current GPU as they were."""
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
     threads = torch.get_num_threads()
     every_gpu = range(torch.cuda.device_count())  # a seed is set on all of them
     current = device if device.type == "cuda" else -1  # Triton launches on it; -1 is no change
     try:
-        with torch.random.fork_rng(every_gpu), torch.cuda.device(current):
+        with (
+            torch.random.fork_rng(every_gpu),
+            torch.cuda.device(current),
+            ignore_stream_mismatch(),
+        ):
             yield
     finally:
         cudnn.deterministic, cudnn.benchmark = flags
