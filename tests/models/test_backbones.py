@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -167,15 +169,45 @@ def test_dropped_layers_take_no_part(name):
     assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "resnet10t"])
-def test_average_is_timms_own_where_nothing_follows_it(name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *MAPS,
+        "resnet18",
+        "efficientnet_lite0",
+        "convnext_atto",
+        "vit_tiny_patch16_224",
+        "lcnet_050",  # a convolution behind the pooling
+        "bn_inception",
+    ],
+)
+def test_auto_pooling_is_timms_pre_logits(name):
     torch.manual_seed(0)
-    embedder = Embedder.create(name, None, weights="none", normalize=False, image_size=64).eval()
-    reference = timm.create_model(name, num_classes=0).eval()
-    reference.load_state_dict(embedder.backbone.state_dict())
-    pixels = torch.randn(2, 3, 64, 64)
+    reference = timm.create_model(name).eval()
+    size = 224 if name.startswith("vit") else 64
+    embedder = Embedder.create(name, None, weights="none", normalize=False, image_size=size).eval()
+    state = reference.state_dict()
+    embedder.backbone.load_state_dict({key: state[key] for key in embedder.backbone.state_dict()})
+    pixels = torch.randn(2, 3, size, size)
     with torch.inference_mode():
-        torch.testing.assert_close(embedder(pixels), reference(pixels))
+        features = reference.forward_features(pixels)
+        expected = reference.forward_head(features, pre_logits=True)
+        assert torch.equal(embedder(pixels), expected)
+
+
+@pytest.mark.parametrize(("pooling", "width"), [("auto", 1024), ("avg", 288), ("gem", 288)])
+def test_explicit_pooling_warns_about_dropped_layers(pooling, width, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        embedder = Embedder.create(
+            "mobilenetv3_small_050", 8, weights="none", pooling=pooling, image_size=64
+        )
+    assert embedder.width == width
+    assert ["conv_head" in str(one.message) for one in caught] == [True] * (pooling != "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = Embedder.load(embedder.save(tmp_path / "embedder"))
+    assert again.fingerprint() == embedder.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_vit3"])

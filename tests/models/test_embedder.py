@@ -273,7 +273,7 @@ def test_embedders_without_bits_are_saved_and_counted_as_ever(tmp_path):
     assert saved["architecture"] == {
         "backbone": "test_resnet",
         "dim": 24,
-        "pooling": "avg",
+        "pooling": "pre-logits",
         "layer_norm": False,
         "normalize": True,
         "flip_tta": False,

@@ -138,6 +138,15 @@ def test_encode_gives_the_bits_of_embed(backbone, tta):
     assert not embedder.pixel_features(pixels).requires_grad
 
 
+def test_encode_and_embed_ignore_autocast(embedder):
+    images = [image_of(seed) for seed in range(3)]
+    pixels = torch.stack([embedder.preprocessing.pixels(image) for image in images])
+    encoded, embedded = embedder.encode(images), embedder.embed(pixels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(embedder.encode(images), encoded)
+        assert torch.equal(embedder.embed(pixels), embedded)
+
+
 def test_flip_tta_averages_the_features_outside_training(embedder):
     both = copy.deepcopy(embedder)
     both.architecture = replace(embedder.architecture, flip_tta=True)

@@ -2,13 +2,16 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from timm.data import create_transform, resolve_data_config
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
@@ -72,8 +75,46 @@ def test_a_squashed_image_is_seen_whole():
     pixels = np.zeros((20, 60, 3), np.uint8)
     pixels[:, :10] = 255  # which no centre shows
     assert wanted.pixels(pixels)[:, :, 0].min() == 255
-    with pytest.raises(ValueError, match="squash must be True or False, got 'no'"):
+    with pytest.raises(ValueError, match="squash must be"):
         Embedder.create("small_convnet", weights="none", squash="no")
+
+
+def from_timm(name, resize=None, squash=None):
+    config = timm.get_pretrained_cfg(name).to_dict()
+    return Preprocessing.from_timm(SimpleNamespace(pretrained_cfg=config), None, resize, squash)
+
+
+@pytest.mark.parametrize("shape", [(223, 320), (500, 90), (256, 256)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18.a1_in1k",  # center
+        "convnextv2_nano.fcmae_ft_in22k_in1k_384",  # squash
+        "dm_nfnet_f0.dm_in1k",  # squash with crop_pct 0.9
+        "vit_base_patch16_sapiens2.fb",  # squash to 1024×768
+    ],
+)
+def test_pixels_are_those_of_timms_transform(name, shape):
+    noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    config = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    expected = create_transform(**config, normalize=False)(Image.fromarray(noise))
+    assert torch.equal(from_timm(name).pixels(noise), expected)
+
+
+def test_squash_overrides_crop_mode_of_timm():
+    assert from_timm("dm_nfnet_f0.dm_in1k").resize == (213, 213)
+    assert from_timm("dm_nfnet_f0.dm_in1k", squash=True).resize == (213, 213)
+    assert from_timm("dm_nfnet_f0.dm_in1k", resize=200).resize == (200, 200)
+    assert from_timm("dm_nfnet_f0.dm_in1k", squash=False).resize == 192
+    assert from_timm("resnet18.a1_in1k", squash=True).resize == (224, 224)
+
+
+def test_border_crop_mode_warns_and_crops_the_center():
+    name = "deepseek_vit_412m.deepseek_v4_flash_vision_exp"
+    with pytest.warns(UserWarning, match="crop_mode"):
+        wanted = from_timm(name)
+    assert (wanted.resize, wanted.crop) == (392, (392, 392))
+    assert from_timm(name, squash=True).resize == (392, 392)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +152,17 @@ def test_normalize_keeps_the_memory_layout(channels):
     pixels = torch.zeros(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
     found = replace(IMAGENET, channels=channels).normalize(pixels)
     assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_float_pixels_between_zero_and_one_are_rejected(dtype):
+    pixels = torch.rand(2, 3, 8, 8).to(dtype)
+    with pytest.raises(ValueError, match="255"):
+        IMAGENET.normalize(pixels)
+    IMAGENET.normalize(pixels * 255)
+    IMAGENET.normalize(torch.zeros(2, 3, 8, 8, dtype=dtype))  # black
+    IMAGENET.normalize(torch.zeros(0, 3, 8, 8, dtype=dtype))
+    IMAGENET.normalize((pixels > 0.5).to(torch.uint8))
 
 
 def test_normalize_refuses_other_shapes():

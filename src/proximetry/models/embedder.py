@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -33,6 +34,7 @@ from proximetry.models.backbones import (
     check_name,
     check_patches,
     class_and_patches,
+    default_pooling,
     has_class_token,
     load_timm,
     prepare,
@@ -167,8 +169,7 @@ class Embedder(nn.Module):
         weights: WeightsRecord,
     ) -> None:
         super().__init__()
-        with_class = architecture.pooling == "cls-avg"
-        if with_class and not has_class_token(model):
+        if architecture.pooling == "cls-avg" and not has_class_token(model):
             raise ValueError(
                 f"pooling 'cls-avg' is for transformers with a class token, and "
                 f"{architecture.backbone} has none: use pooling='auto'"
@@ -178,7 +179,7 @@ class Embedder(nn.Module):
         ):
             key = "flip_tta" if architecture.flip_tta else "tta_crops"
             raise ValueError(f"{key} is for images; {architecture.backbone} takes {preprocessing}")
-        features = _look_at(model, architecture.backbone, preprocessing, with_class)
+        features = _look_at(model, architecture, preprocessing)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
         if pooling == "flatten":
@@ -206,6 +207,7 @@ class Embedder(nn.Module):
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
         self._channels_last = features.channels_last
+        self._dropped = features.dropped
         self._idle = {name for name, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
@@ -225,7 +227,7 @@ class Embedder(nn.Module):
         weights: str | PathLike[str] = "auto",
         image_size: int | None = None,
         resize: int | None = None,
-        squash: bool = False,
+        squash: bool | None = None,
         input_dim: int | None = None,
     ) -> Self:
         """Make an embedder.
@@ -239,8 +241,10 @@ class Embedder(nn.Module):
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
                 at 3) or "flatten" for backbones with a feature map; "token" for transformers,
                 which pool their tokens themselves, or "cls-avg", the class token and the mean of
-                the patch tokens side by side (DINOv2, DINOv3); "auto" takes "avg" or "token", and
-                "flatten" for sphereface20.
+                the patch tokens side by side (DINOv2, DINOv3). "auto" is what the network was
+                trained with: "token" for transformers, "flatten" for sphereface20, and for other
+                networks of timm "pre-logits", the input of their classifier. Other poolings drop
+                the layers that a network has behind its own, with a warning that names them.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: L2-normalise the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
@@ -255,15 +259,16 @@ class Embedder(nn.Module):
             image_size: side of the square crop; None takes what the weights were trained with.
             resize: short side before the crop when evaluating; None keeps the usual proportion.
             squash: when evaluating, scale both sides to `resize`, or to `image_size` unless it is
-                given, whatever the shape of the image.
+                given, whatever the shape of the image; None takes what the weights were evaluated
+                with (timm's `crop_mode`).
             input_dim: dimension of the vectors that the embedder takes, for "vectors" and
                 "vectors_mlp" alone.
         """
         dim = _count("dim", (dim if bits is None else bits) or None)
         image_size, resize = _count("image_size", image_size), _count("resize", resize)
         input_dim = _count("input_dim", input_dim)
-        if not isinstance(squash, bool):
-            raise ValueError(f"squash must be True or False, got {squash!r}")
+        if not isinstance(squash, bool | None):
+            raise ValueError(f"squash must be True, False or None, got {squash!r}")
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(
             backbone,
@@ -286,7 +291,15 @@ class Embedder(nn.Module):
         crop = (image_size, image_size) if image_size else None
         model, preprocessing, record = load_backbone(backbone, weights, crop, resize, squash)
         check_patches(model, backbone, preprocessing.crop)
-        return cls(model, architecture, preprocessing, record)
+        embedder = cls(model, architecture, preprocessing, record)
+        if embedder._dropped and embedder.architecture.pooling not in ("pre-logits", "token"):
+            layers = dict.fromkeys(name.rpartition(".")[0] or name for name in embedder._dropped)
+            warnings.warn(
+                f"pooling {pooling!r} drops layers of {backbone}: {some(list(layers))}. "
+                "pooling='auto' keeps them.",
+                stacklevel=3,
+            )
+        return embedder
 
     @classmethod
     def wrap(
@@ -372,6 +385,8 @@ class Embedder(nn.Module):
             return class_and_patches(self.backbone, pixels)
         model: Any = self.backbone
         found = model.forward_features(pixels)
+        if self.architecture.pooling == "pre-logits":
+            return model.forward_head(found, pre_logits=True)  # type: ignore[no-any-return]
         if self._channels_last:
             found = found.permute(0, 3, 1, 2)
         return self.pooling(found)  # type: ignore[no-any-return]
@@ -419,9 +434,11 @@ class Embedder(nn.Module):
     def embed(self, pixels: Tensor) -> Tensor:
         """Return the vectors [B, dim] of uint8 pixels [B, 3, H, W], in evaluation mode.
 
-        `Preprocessing.pixels` gives such pixels. The result is float32 and on their device.
+        `Preprocessing.pixels` gives such pixels. The result is float32 and on their device, also
+        under autocast.
         """
-        return self.project(self.pixel_features(pixels)).float()
+        with torch.autocast(pixels.device.type, enabled=False):
+            return self.project(self.pixel_features(pixels)).float()
 
     def encode(
         self,
@@ -694,14 +711,15 @@ def _zoomed(pixels: Tensor, share: float) -> Tensor:
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _look_at(model: nn.Module, name: str, preprocessing: Input, with_class: bool) -> Features:
+def _look_at(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
     """Find out what a network gives for what it takes."""
+    name = architecture.backbone
     if name in VECTOR_BACKBONES and isinstance(preprocessing, Tensors):
         return Features(preprocessing.shape[0], None)
     if name.startswith(OWN):
         return Features(try_module(model, preprocessing), None)
     assert isinstance(preprocessing, Preprocessing)
-    return prepare(model, name, preprocessing.crop, with_class)
+    return prepare(model, name, preprocessing.crop, architecture.pooling)
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:
@@ -806,8 +824,10 @@ def _refuse_one_image(images: object) -> None:
 
 def _resolve_pooling(architecture: Architecture, features: Features, model: nn.Module) -> str:
     name, pooling = architecture.backbone, architecture.pooling
+    if pooling in ("auto", "pre-logits") and features.size is None:
+        return "token"
     if pooling == "auto":
-        return "token" if features.size is None else str(getattr(model, "default_pooling", "avg"))
+        return default_pooling(model)
     if features.size is None and pooling not in ("token", "cls-avg"):
         raise NoFeatureMapError(pooling, f"{name} gives tokens and pools them itself")
     if features.size is not None and pooling == "token":

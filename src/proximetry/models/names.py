@@ -18,6 +18,7 @@ MOST_TTA_CROPS = 16
 
 POOLINGS: tuple[str, ...] = (
     "auto",
+    "pre-logits",
     "avg",
     "max",
     "avg+max",

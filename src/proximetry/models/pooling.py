@@ -49,7 +49,7 @@ class GeM(nn.Module):
 
 
 def make_pooling(kind: str) -> nn.Module:
-    """Return the module for a name of `POOLINGS` but "auto"; tokens need none here."""
+    """Return the module for a name of `POOLINGS` but "auto"; backbones may pool themselves."""
     modules: dict[str, nn.Module] = {
         "avg": Average(),
         "max": Maximum(),
@@ -57,6 +57,7 @@ def make_pooling(kind: str) -> nn.Module:
         "gem": GeM(),
         "gem-learned": GeM(learned=True),
         "flatten": nn.Flatten(),
+        "pre-logits": nn.Identity(),
         "token": nn.Identity(),
         "cls-avg": nn.Identity(),
     }

@@ -1,5 +1,6 @@
 """What pixels a backbone takes, and the steps from an image to them."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import floor, inf, prod
@@ -40,6 +41,18 @@ def _is_finite(value: Any) -> bool:
 def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
     # Filled on the device: a copy from the CPU would wait for the GPU and fit into no CUDA graph.
     return torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
+
+
+def _check_range(pixels: Tensor) -> None:
+    """Raise a ValueError for pixels in 0…1, of which the network would see next to nothing."""
+    if not pixels.numel():
+        return
+    low, high = (float(value) for value in pixels.detach().aminmax())
+    if low < high <= 1:  # images of one color may be black
+        raise ValueError(
+            f"pixels must be 0…255, got float values from {low:g} to {high:g}. Multiply them by "
+            "255, or pass uint8."
+        )
 
 
 @dataclass(frozen=True)
@@ -118,16 +131,31 @@ class Preprocessing:
         model: Any,
         crop: tuple[int, int] | None,
         resize: int | None,
-        squash: bool,
+        squash: bool | None,
     ) -> Self:
-        """Take the pretrained configuration of a model; `crop` and `resize` override its sizes."""
+        """Take the pretrained configuration of a model of timm.
+
+        `crop`, `resize` and `squash` override its sizes and its `crop_mode`.
+        """
         config = model.pretrained_cfg
+        mode = config["crop_mode"]
+        if squash is None:
+            squash = mode == "squash"
+            if mode == "border":
+                warnings.warn(
+                    f"{config['architecture']} takes images with a border (crop_mode), which is "
+                    "not supported: the center is cropped instead. squash=True shows all of it.",
+                    stacklevel=2,
+                )
         height, width = crop or config["input_size"][-2:]
-        short_side = min(height, width)
+        share = config["crop_pct"] if squash == (mode == "squash") else 1.0
+        scaled = floor(height / share), floor(width / share)
+        if squash:
+            size: Size = _in_proportion((height, width), resize) if resize else scaled
+        else:
+            size = resize or min(scaled)
         return cls(
-            resize=_in_proportion((height, width), resize or short_side)
-            if squash
-            else resize or floor(short_side / config["crop_pct"]),
+            resize=size,
             crop=(height, width),
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),
@@ -155,9 +183,14 @@ class Preprocessing:
         """Turn RGB values 0…255, uint8 or float, [B, 3, H, W], into what the backbone takes.
 
         Runs on the device of `pixels` and gives float32.
+
+        Raises:
+            ValueError: for another shape, and for float values in 0…1.
         """
         if pixels.ndim != 4 or pixels.shape[1] != 3:
             raise ValueError(f"pixels must be [batch, 3, height, width], got {list(pixels.shape)}")
+        if pixels.is_floating_point() and not torch.compiler.is_compiling():
+            _check_range(pixels)
         if self.channels == "BGR":
             pixels = pixels.flip(1)
         # Whole numbers minus the mean first: one rounding each for the shift and the factor.

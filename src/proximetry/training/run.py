@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -422,11 +423,18 @@ def make_embedder(
     given: dict[str, Any] = m.model_dump(exclude=of_training) | {"similarity": similarity}
     if m.backbone in VECTOR_BACKBONES:
         given |= {"input_dim": input_dim, "pooling": "auto"}
-    try:
-        embedder = Embedder.create(**given)
-    except NoFeatureMapError as error:
-        embedder = Embedder.create(**given | {"pooling": "auto"})
-        report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error.reason}")
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            embedder = Embedder.create(**given)
+        except NoFeatureMapError as error:
+            embedder = Embedder.create(**given | {"pooling": "auto"})
+            pooling = embedder.architecture.pooling
+            report(f"pooling {pooling} instead of {m.pooling}: {error.reason}")
+    for note in notes:
+        report(str(note.message))
+    if m.weights == "auto" and embedder.takes_images:
+        report(f"weights: {embedder.weights.source}, {embedder.weights.origin}")
     _prepare(embedder, m, report)
     return embedder
 

@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,19 @@ from proximetry.models.batchnorm import evaluating
 
 @dataclass(frozen=True)
 class Features:
-    """What a backbone gives for images of one size: a map [channels, H, W], or one vector."""
+    """What a backbone gives for images of one size.
+
+    Attributes:
+        channels: of the feature map or, where the backbone pools it itself, of the result.
+        size: height and width of the feature map; None if there is none.
+        channels_last: whether the map is [H, W, channels].
+        dropped: parameters that take no part, and were removed.
+    """
 
     channels: int
-    size: tuple[int, int] | None  # None: no map, the backbone pools its tokens itself
+    size: tuple[int, int] | None
     channels_last: bool = False
+    dropped: tuple[str, ...] = ()
 
 
 @cache
@@ -160,20 +168,23 @@ def has_class_token(model: nn.Module) -> bool:
     return all(getattr(model, name, None) is not None for name in wanted)
 
 
-def prepare(
-    model: nn.Module, name: str, crop: tuple[int, int], with_class: bool = False
-) -> Features:
-    """Find out what the backbone gives, and drop the layers that take no part in it.
+def default_pooling(model: nn.Module) -> str:
+    """Return the pooling that "auto" means for a backbone with a feature map."""
+    return str(getattr(model, "default_pooling", "pre-logits"))
+
+
+def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "avg") -> Features:
+    """Find out what the backbone gives for a pooling, and drop the layers that take no part in it.
 
     Those are layers that timm puts behind its own pooling (ConvNeXt's last norm, the last
-    convolution of MobileNetV3): without gradients they would stall distributed training.
-    ``with_class`` is about what `class_and_patches` gives.
+    convolution of MobileNetV3), if another one is used: without gradients they would stall
+    distributed training.
     """
     try:
         try:
-            features, unused = _probe(_without_memory(model), crop, with_class)
+            features = _probe(_without_memory(model), crop, pooling)
         except Exception:  # an operation that is not known without memory, or a size that is wrong
-            features, unused = _probe(model, crop, with_class)
+            features = _probe(model, crop, pooling)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
@@ -181,7 +192,7 @@ def prepare(
             "Choose another image_size."
         ) from error
     parameters = dict(model.named_parameters())
-    _drop_unused(model, {id(parameters[name]) for name in unused})
+    _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
 
 
@@ -195,18 +206,21 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, parts)
 
 
-def _probe(model: nn.Module, crop: tuple[int, int], with_class: bool) -> tuple[Features, list[str]]:
-    """Return what the backbone gives, and the names of the parameters that it does not need."""
+def _probe(model: nn.Module, crop: tuple[int, int], pooling: str) -> Features:
+    """Return what the backbone gives, with the names of the parameters that it does not need."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     device = next(model.parameters()).device
     with evaluating(model), torch.enable_grad():
-        features, output = _look(model, torch.zeros(1, 3, *crop, device=device), with_class)
+        features, output = _look(model, torch.zeros(1, 3, *crop, device=device), pooling)
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
-    return features, [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
+    unused = [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
+    return replace(features, dropped=tuple(unused))
 
 
-def _look(model: Any, pixels: Tensor, with_class: bool) -> tuple[Features, Tensor]:
-    if with_class:
+def _look(model: Any, pixels: Tensor, pooling: str) -> tuple[Features, Tensor]:
+    if pooling == "auto":
+        pooling = default_pooling(model)
+    if pooling == "cls-avg":
         output = class_and_patches(model, pixels)
         return Features(output.shape[1], None), output
     output = model.forward_features(pixels)
@@ -215,6 +229,9 @@ def _look(model: Any, pixels: Tensor, with_class: bool) -> tuple[Features, Tenso
         if output.ndim != 2:
             raise ValueError(f"its pooled output has shape {list(output.shape)}")
         return Features(output.shape[1], None), output
+    if pooling == "pre-logits":
+        pooled = model.forward_head(output, pre_logits=True)
+        return Features(pooled.shape[1], tuple(output.shape[2:])), pooled
     _, first, middle, last = output.shape
     named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
     channels_last = last == model.num_features and (named_last or first != last)

@@ -22,10 +22,16 @@ class Backbone(nn.Module):
         """Return the last feature map."""
         raise NotImplementedError
 
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return class scores of a feature map, or the pooled features with `pre_logits`."""
+        pooled = x.mean((2, 3))
+        if pre_logits:
+            return pooled
+        return self.get_submodule(self.default_cfg["classifier"])(pooled)  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores, or the pooled features when made for no classes."""
-        classifier = self.get_submodule(self.default_cfg["classifier"])
-        return classifier(self.forward_features(x).mean((2, 3)))  # type: ignore[no-any-return]
+        return self.forward_head(self.forward_features(x))
 
 
 Kind = TypeVar("Kind", bound=type[Backbone])
