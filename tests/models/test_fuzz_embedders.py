@@ -251,3 +251,14 @@ def test_names_that_are_no_text_come_back(saved, tmp_path):
     Embedder.load(saved).save(tmp_path / "f", class_names=names)
     assert Embedder.load(tmp_path / "f").class_names == names
     (tmp_path / "f" / "embedder.json").read_text(encoding="utf-8")
+
+
+def test_a_network_far_larger_than_its_weights_is_rejected(folder):
+    document = json.loads((folder / "embedder.json").read_text())
+    del document["checksum"]
+    document["architecture"].update(backbone="vit_giant_patch14_224", pooling="token")
+    document["preprocessing"].update(crop=[224, 224], resize=224)
+    (folder / "embedder.json").write_text(json.dumps(document))
+    embedder, sentence = load(folder)
+    assert embedder is None
+    assert "weights, the file" in sentence

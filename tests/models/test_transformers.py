@@ -104,7 +104,7 @@ def test_positions_in_a_file_are_resampled_as_timm_does(tmp_path):
         assert torch.equal(small.backbone.state_dict()[key], value), key
     other = {**big.state_dict(), "pos_embed": torch.zeros(1, 40, 64)}
     save_file(other, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"pos_embed is \[1, 40, 64\], needed \[1, 17, 64\]"):
+    with pytest.raises(ValueError, match="does not fit test_vit"):
         Embedder.create("test_vit", 8, weights=tmp_path / "other.safetensors", image_size=64)
 
 

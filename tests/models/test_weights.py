@@ -2,6 +2,7 @@ import hashlib
 import importlib.util
 import os
 import pickle
+import re
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -130,6 +131,22 @@ def test_bn_inception_takes_an_old_checkpoint(tmp_path):
     assert same(embedder, state)
     assert embedder.weights.skipped == ["last_linear.bias", "last_linear.weight"]
     assert embedder.weights.loaded == len(old) - 2
+
+
+def test_files_under_the_authors_names_are_renamed_by_timm(tmp_path):
+    state = timm.create_model("test_convnext").state_dict()
+    names = {"stem.": "downsample_layers.0.", "conv_dw": "dwconv", "mlp.fc": "pwconv"}
+    authors = {}
+    for key, value in state.items():
+        key = re.sub(r"stages\.(\d)\.downsample", r"downsample_layers.\1", key)
+        key = key.replace(".blocks.", ".").replace("head.fc.", "head.")
+        key = re.sub(r"^head\.norm", "norm", key)
+        for timms, theirs in names.items():
+            key = key.replace(timms, theirs)
+        authors[key] = value
+    torch.save({"model": authors}, tmp_path / "convnext.pth")
+    embedder = Embedder.create("test_convnext", 8, weights=tmp_path / "convnext.pth")
+    assert same(embedder, state)
 
 
 def test_mismatches_are_named(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from os import PathLike
@@ -69,6 +70,7 @@ from proximetry.models.storage import (
 from proximetry.models.weights import WeightsRecord, load_backbone
 
 _LARGEST_HEAD = 2**30  # weights: 4 GB
+_LARGE_NETWORK = 2**27  # weights: 0.5 GB
 
 Stage = Literal["pixels", "normalized", "features"]
 """How far a batch is on its way: pixels 0…255, what the network takes, or pooled features."""
@@ -619,6 +621,8 @@ class Embedder(nn.Module):
             extras = {name: _extra(description, name, kind) for name, kind in _EXTRAS.items()}
             # The random start of the layers is overwritten; the caller's generator stays as it is.
             with random_numbers_kept():
+                if module is None:
+                    _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
         except KeyError as error:
@@ -726,6 +730,18 @@ def _build(name: str, preprocessing: Input) -> nn.Module:
     if isinstance(preprocessing, Tensors):
         return build_for_vectors(name, preprocessing.shape[0])
     return build(name, preprocessing.crop)
+
+
+def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a network that is far larger than its saved weights, before it takes the memory."""
+    needed = 0
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # takes no memory
+        state = _build(name, preprocessing).state_dict()
+        needed = sum(value.numel() for value in state.values())
+    saved = sum(value.numel() for value in tensors.values())
+    # A pooling may drop layers with most of the weights, as those of VGG.
+    if needed > max(_LARGE_NETWORK, 16 * saved):
+        raise ValueError(f"{name} has {needed} weights, the file {saved}")
 
 
 def try_module(module: nn.Module, preprocessing: Input) -> int:

@@ -4,12 +4,12 @@ import hashlib
 import importlib.util
 import logging
 import pickle
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -240,8 +240,10 @@ def _from_file(
     model = build(name, crop)
     wanted = model.state_dict()
     renamed = {_without_prefixes(key, wanted): value for key, value in tensors.items()}
-    if "pos_embed" in wanted and "pos_embed" in renamed:
-        renamed["pos_embed"] = _positions(model, renamed["pos_embed"])
+    try:
+        renamed = _with_timms_names(model, renamed)
+    except Exception as error:  # whatever timm trips over in tensors of another network
+        raise WeightsError(f"{path} does not fit {name}: {shorten(str(error), 200)}") from error
     unused = sorted(renamed.keys() - wanted.keys())
     found, problems = {}, []
     for key, target in wanted.items():
@@ -261,21 +263,10 @@ def _from_file(
     return model, WeightsRecord("file", path.name, _sha256(path), len(found), unused)
 
 
-def _positions(model: Any, found: Tensor) -> Tensor:
-    """Return learned positions for the model's size of images, as timm does it for the hub's."""
-    from timm.layers.pos_embed import resample_abs_pos_embed
-
-    wanted = model.pos_embed
-    if found.ndim != 3 or wanted.ndim != 3 or found.shape[::2] != wanted.shape[::2]:
-        return found
-    with_prefix = not getattr(model, "no_embed_class", False)
-    prefix = getattr(model, "num_prefix_tokens", 1) if with_prefix else 0
-    patches = found.shape[1] - prefix
-    if found.shape == wanted.shape or patches < 1 or isqrt(patches) ** 2 != patches:
-        return found
-    size = list(model.patch_embed.grid_size)
-    resampled: Tensor = resample_abs_pos_embed(found, size, num_prefix_tokens=prefix)
-    return resampled
+def _with_timms_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of the authors' files, and resample positions, as timm does for the hub's."""
+    rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    return rename(tensors, model) if rename else tensors
 
 
 def _without_prefixes(key: str, wanted: Mapping[str, Tensor]) -> str:
