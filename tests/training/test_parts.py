@@ -365,10 +365,13 @@ def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
             rates.extend(part.drop_prob for part in parts if type(part).__name__ == "DropPath")
 
     changes = {"dim": 64, "pca_dim": 32, "whitening": 0.5, "drop_path": 0.9}
+    changes["freeze_batchnorm"] = True
     asked = recipe.override({"model": changes, "training.epochs": 1})
     seen = {"image_size": 24, "resize": 28, "squash": True, "tta_crops": (0.8,)}
     embedder = Embedder.create("test_resnet", 8, weights="none", **seen)
+    layers = [(type(part), len(part._forward_pre_hooks)) for part in embedder.modules()]
     train(asked, tmp_path / "run", embedder=embedder, callbacks=[Look()])
+    assert [(type(part), len(part._forward_pre_hooks)) for part in embedder.modules()] == layers
     assert max(rates) == pytest.approx(0.9)
     begun = RunFolder(tmp_path / "run").begun().model
     assert (begun.tta_crops, begun.pca_dim, begun.whitening) == ((0.8,), None, 0.0)

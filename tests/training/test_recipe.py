@@ -10,8 +10,10 @@ import pytest
 import torch
 import yaml
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
-from proximetry.models import Embedder
+from proximetry.models import Embedder, weights
+from proximetry.models.backbones import load_timm
 from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
 from proximetry.training.recipe import (
@@ -331,6 +333,18 @@ def test_a_transformer_needs_no_extra_key():
     assert make_embedder(recipe.model).architecture.pooling == "token"
     default = inspect.signature(Embedder.create).parameters["pooling"].default
     assert Recipe().model.pooling == default == "auto"
+
+
+def test_the_source_of_automatic_weights_and_dropped_layers_are_reported(tmp_path, monkeypatch):
+    state = load_timm().create_model("test_convnext").state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    monkeypatch.setattr(weights, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
+    model = {"backbone": "test_convnext", "dim": 8, "pooling": "gem", "weights": "auto"}
+    lines = []
+    make_embedder(Recipe.load({"model": model}).model, report=lines.append)
+    dropped, source = lines
+    assert "head.norm" in dropped
+    assert source == "weights: hub, timm/test_convnext.r160_in1k: model.safetensors"
 
 
 EXTREMES = [
