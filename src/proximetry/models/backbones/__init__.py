@@ -229,10 +229,10 @@ def _look(model: Any, pixels: Tensor, pooling: str) -> tuple[Features, Tensor]:
         if output.ndim != 2:
             raise ValueError(f"its pooled output has shape {list(output.shape)}")
         return Features(output.shape[1], None), output
+    _, first, middle, last = output.shape
     if pooling == "pre-logits":
         pooled = model.forward_head(output, pre_logits=True)
-        return Features(pooled.shape[1], tuple(output.shape[2:])), pooled
-    _, first, middle, last = output.shape
+        return Features(pooled.shape[1], (middle, last)), pooled
     named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
     channels_last = last == model.num_features and (named_last or first != last)
     if channels_last:
