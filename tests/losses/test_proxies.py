@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,10 +120,17 @@ def test_growing_keeps_the_old_classes_and_their_moments(optimizer_type):
     assert not torch.equal(loss.proxies.weight[:7], old)
 
 
+def test_growing_requires_an_optimizer_argument():
+    loss = make("mpa", k=2)
+    with pytest.raises(TypeError, match="optimizer"):
+        loss.proxies.grow(1)
+    assert loss.proxies.num_classes == 7
+
+
 def test_growing_from_examples():
     proxies = Proxies(4, 3, names=list("abcd"))
     examples = [torch.tensor([[2.0, 0.1, 0.0], [4.0, -0.2, 0.0]]), torch.tensor([[0.0, 0.0, -3.0]])]
-    assert proxies.grow(["e", "f"], init=examples) == range(4, 6)
+    assert proxies.grow(["e", "f"], optimizer=None, init=examples) == range(4, 6)
     assert proxies.names == list("abcdef")
     direction = torch.nn.functional.normalize(proxies.weight[4:, 0], dim=-1)
     torch.testing.assert_close(direction[0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
@@ -134,18 +142,19 @@ def test_growing_several_proxies_covers_the_groups_of_the_examples():
     axis = torch.eye(3)
     noise = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) * 0.05
     examples = torch.cat([axis[0] + noise[:10], axis[1] + noise[10:]])
-    proxies.grow(1, init=[examples])
+    proxies.grow(1, optimizer=None, init=[examples])
     cosine = torch.nn.functional.normalize(proxies.weight[4].detach(), dim=-1) @ axis[:2].T
     assert sorted(cosine.argmax(1).tolist()) == [0, 1]
     assert (cosine.amax(1) > 0.99).all()
-    proxies.grow(1, init=[axis[:1]])  # fewer examples than proxies: near, but not the same
+    # Fewer examples than proxies: near, but not the same.
+    proxies.grow(1, optimizer=None, init=[axis[:1]])
     assert not torch.equal(proxies.weight[5, 0], proxies.weight[5, 1])
 
 
 def test_growing_from_given_vectors():
     proxies = Proxies(2, 3, 2)
     given = torch.randn(3, 2, 3)
-    proxies.grow(np.int64(3), init=given)
+    proxies.grow(np.int64(3), optimizer=None, init=given)
     same = torch.nn.functional.cosine_similarity(proxies.weight[2:], given, dim=-1)
     torch.testing.assert_close(same.detach(), torch.ones(3, 2))
 
@@ -153,24 +162,30 @@ def test_growing_from_given_vectors():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.grow(0), "new_classes .* got 0"),
-        (lambda p: p.grow(["x"]), "have no names"),
-        (lambda p: p.grow("robin"), "new_classes .* got 'robin'"),
-        (lambda p: p.grow(2, init=torch.zeros(3, 3)), r"got \[3, 3\]"),
-        (lambda p: Proxies(2, 3, 2).grow(1, init=torch.ones(1, 3)), r"\[1, 2, 3\], got \[1, 3\]"),
-        (lambda p: p.grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
-        (lambda p: p.grow(1, init=[torch.zeros(1, 4)]), r"got \[1, 4\]"),
-        (lambda p: p.grow(2, init=torch.eye(3)[:2] / 0), "init of new class 0 is not finite"),
+        (lambda grow: grow(0), "new_classes .* got 0"),
+        (lambda grow: grow(["x"]), "have no names"),
+        (lambda grow: grow("robin"), "new_classes .* got 'robin'"),
+        (lambda grow: grow(2, init=torch.zeros(3, 3)), r"got \[3, 3\]"),
         (
-            lambda p: p.grow(2, init=[torch.ones(2, 3), torch.tensor([[0, 1, torch.nan]])]),
+            lambda _: Proxies(2, 3, 2).grow(1, optimizer=None, init=torch.ones(1, 3)),
+            r"\[1, 2, 3\], got \[1, 3\]",
+        ),
+        (lambda grow: grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
+        (lambda grow: grow(1, init=[torch.zeros(1, 4)]), r"got \[1, 4\]"),
+        (lambda grow: grow(2, init=torch.eye(3)[:2] / 0), "init of new class 0 is not finite"),
+        (
+            lambda grow: grow(2, init=[torch.ones(2, 3), torch.tensor([[0, 1, torch.nan]])]),
             "class 1",
         ),
-        (lambda p: p.grow(2, init=torch.eye(3)[:2] * torch.tensor([[1.0], [0]])), "class 1 has no"),
-        (lambda p: p.grow(1, init=[torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]), "examples cancel"),
-        (lambda p: p.grow(1.5), "new_classes .* got 1.5"),
-        (lambda p: p.grow(1, init="flat"), "init .* got 'flat'"),
         (
-            lambda p: p.grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+            lambda grow: grow(2, init=torch.eye(3)[:2] * torch.tensor([[1.0], [0]])),
+            "class 1 has no",
+        ),
+        (lambda grow: grow(1, init=[torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]), "examples cancel"),
+        (lambda grow: grow(1.5), "new_classes .* got 1.5"),
+        (lambda grow: grow(1, init="flat"), "init .* got 'flat'"),
+        (
+            lambda grow: grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
             "does not hold",
         ),
     ],
@@ -178,16 +193,16 @@ def test_growing_from_given_vectors():
 def test_bad_growth(call, message):
     proxies = Proxies(2, 3)
     with pytest.raises(ValueError, match=message):
-        call(proxies)
+        call(partial(proxies.grow, optimizer=None))
     assert proxies.num_classes == 2
 
 
 def test_growing_named_classes_needs_new_names():
     proxies = Proxies(2, 3, names=["a", "b"])
     with pytest.raises(ValueError, match="need names"):
-        proxies.grow(1)
+        proxies.grow(1, optimizer=None)
     with pytest.raises(ValueError, match="'a' stands twice"):
-        proxies.grow(["a"])
+        proxies.grow(["a"], optimizer=None)
     assert proxies.names == ["a", "b"]
     assert proxies.weight.shape[0] == 2
 

@@ -109,8 +109,8 @@ class Proxies(FullPrecision):
         self,
         new_classes: int | Sequence[str],
         *,
+        optimizer: Optimizer | None,
         init: Init | Tensor | Sequence[Tensor] | None = None,
-        optimizer: Optimizer | None = None,
         generator: torch.Generator | None = None,
     ) -> range:
         """Add classes after training and return their labels.
@@ -121,8 +121,10 @@ class Proxies(FullPrecision):
         embeddings, in whose directions the proxies then start. New proxies take the mean length
         of the old ones.
 
-        The weight becomes a new parameter. Pass the ``optimizer`` that holds the old one and it is
-        exchanged there, its moments kept for the old classes and zero for the new.
+        The weight becomes a new parameter. ``optimizer`` is the one that holds the old parameter:
+        it gets the new one instead, with the moments of the old classes kept and zeros for the new.
+        Pass None only if there is no optimizer yet; an optimizer that still holds the old
+        parameter would train none of the proxies.
         """
         names, known = None, self.names
         if isinstance(new_classes, int | Real | str):  # a string alone is no list of names
