@@ -156,6 +156,20 @@ def test_a_misspelt_setting_is_refused_on_assignment(name, value, meant):
     assert not hasattr(loss, name)
 
 
+@pytest.mark.parametrize("setting_name", ["gamma", "tau", "label_smoothing"])
+@pytest.mark.parametrize("name", NAMES)
+def test_undeclared_setting_cannot_be_assigned(name, setting_name):
+    loss = make(name)
+    if setting_name in losses.loss_settings(name):
+        setattr(loss, setting_name, 0.3)
+        assert getattr(loss, setting_name) == 0.3
+        return
+    before = getattr(loss, setting_name)
+    with pytest.raises(AttributeError, match=f"has no setting '{setting_name}'"):
+        setattr(loss, setting_name, 0.3)
+    assert getattr(loss, setting_name) == before
+
+
 def test_a_loss_may_carry_attributes_of_other_names():
     loss = make("mpa")
     loss.note, loss.sigma, loss._alpha, loss.check_labels = "first", 2.0, 1.0, False

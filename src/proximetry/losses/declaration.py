@@ -77,6 +77,8 @@ class Declared(FullPrecision):
 
     __signature__: ClassVar[Signature] = Signature()
     _arguments: ClassVar[dict[str, Setting]] = {}
+    optional_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that some subclasses declare; assigning one to another subclass raises."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,7 +137,9 @@ class Declared(FullPrecision):
             if declared.fixed:
                 raise AttributeError(f"{name} cannot be changed after the loss is made")
             value = declared.check(name, value)
-        elif isinstance(value, int | float | str) and self._is_misspelt(name):
+        elif name in self.optional_settings or (
+            isinstance(value, int | float | str) and self._is_misspelt(name)
+        ):
             raise AttributeError(_unknown(type(self).__name__, name, self._arguments))
         super().__setattr__(name, value)
 

@@ -53,10 +53,11 @@ class ProxyLoss(Declared):
     """When to use it, in one sentence."""
     form: ClassVar[LossForm]
     default_init: ClassVar[Init] = "kaiming_normal"
-    # What a loss without these settings uses; not annotated, so that they are no arguments.
+    # Values of the settings that a loss does not declare; not annotated, so they are no arguments.
     gamma = 1.0
     tau = 0.0
     label_smoothing = 0.0
+    optional_settings = ("gamma", "tau", "label_smoothing")
     check_labels = True
     """Whether the range of labels and weights is checked. On CUDA the check waits for the device
     once a step; a loop whose labels are known to be good may turn it off."""
