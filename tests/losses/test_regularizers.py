@@ -45,6 +45,7 @@ def test_intra_class_gradcheck_in_blocks_and_backward_twice(monkeypatch):
     monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", 1)
     w = draw(4, 3, 3).requires_grad_()
     assert torch.autograd.gradcheck(intra_class_distance, (w,))
+    assert torch.autograd.gradgradcheck(intra_class_distance, (w,))
     value = intra_class_distance(w) * 3.0
     (first,) = torch.autograd.grad(value, w, retain_graph=True)
     (second,) = torch.autograd.grad(value, w)

@@ -72,9 +72,10 @@ class _PairDistances(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return torch.autograd.grad(_pair_distances(weight), weight, grad, create_graph=True)[0]
         gradient = torch.empty_like(weight)
         with torch.autocast(weight.device.type, enabled=False), torch.enable_grad():
             for rows in _blocks(weight):

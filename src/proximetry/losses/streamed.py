@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from proximetry._common import by_device, chunks, inverse_length
-from proximetry.losses.formulation import Parts, Problem, log1p_sum_exp
+from proximetry.losses.formulation import Parts, Problem, dense, log1p_sum_exp
 from proximetry.losses.similarity import (
     add_rows_,
     cosines,
@@ -60,6 +59,7 @@ class _Tiled:
     """A problem cut into tiles, with the steps that both kinds of grouping share."""
 
     def __init__(self, problem: Problem, size: int) -> None:
+        self.problem = problem
         self.x, self.labels = problem.x, problem.labels
         self.proxies = problem.proxies.contiguous()
         self.reduction = problem.form.similarity, problem.gamma
@@ -167,6 +167,19 @@ def _save(ctx: Any, tiled: _Tiled, *tensors: Any) -> None:
     ctx.save_for_backward(*(one for one in tensors if isinstance(one, Tensor)))
 
 
+def _dense_gradients(ctx: Any, *grads: Tensor | None) -> Any:
+    """Return the gradients by the dense engine, which can be differentiated again."""
+    _ = ctx.saved_tensors  # raises if an input has changed
+    problem, needs = ctx.tiled.problem, ctx.needs_input_grad[1:]
+    inputs = (problem.x, problem.proxies, problem.scale)
+    needed = [one for one, need in zip(inputs, needs, strict=True) if need]
+    with torch.autocast(problem.x.device.type, enabled=False):
+        parts = zip(dense(problem), grads, strict=True)
+        outputs, seeds = zip(*(pair for pair in parts if pair[0] is not None), strict=True)
+        gradients = iter(torch.autograd.grad(outputs, needed, seeds, create_graph=True))
+    return None, *(next(gradients) if need else None for need in needs)
+
+
 class _ByClass(torch.autograd.Function):
     """Negative term of a class-wise loss: one pass gives the value and the gradients."""
 
@@ -181,8 +194,9 @@ class _ByClass(torch.autograd.Function):
         return Parts(tiled.positive(), value, None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor, _none: None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _dense_gradients(ctx, grad_positive, grad_value, None)
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
             # The gradients of forward are handed over, not copied; a second backward through the
@@ -257,10 +271,11 @@ class _BySample(torch.autograd.Function):
         return Parts(tiled.positive(), lse, sum_similarity)
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_positive: Tensor, grad_lse: Tensor, grad_total: Tensor | None
     ) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _dense_gradients(ctx, grad_positive, grad_lse, grad_total)
         with torch.autocast(grad_lse.device.type, enabled=False):
             *_, lse = ctx.saved_tensors
             lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
