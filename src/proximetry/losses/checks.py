@@ -24,6 +24,9 @@ IGNORED = -1
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+#: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
+LARGEST = 1e30
+
 T = TypeVar("T")
 
 
@@ -47,17 +50,20 @@ def check(kind: str) -> Callable[[Callable[[str, Any], T]], Check[T]]:
 
 @check("float")
 def finite(name: str, value: Any) -> float:
-    """Return ``value`` as a float; refuse anything that is not a finite number."""
+    """Return ``value`` as a float; reject anything that is not a number of at most `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    number = float(value)
+    if abs(number) > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST:g}, got {value!r}")
+    return number
 
 
 @check("float > 0")
 def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float; refuse zero and below."""
+    """Return ``value`` as a float; reject zero, negative numbers and those below 1e-30."""
     number = finite(name, value)
-    if number <= 0:
+    if number < 1 / LARGEST:
         raise ValueError(f"{name} must be positive, got {value!r}")
     return number
 
