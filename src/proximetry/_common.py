@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -144,6 +145,10 @@ PART_SUFFIX = ".part"
 _PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
 
 
+# Errors of writing to an open file, which name no file.
+_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
+
+
 class WriteError(OSError):
     """A file that could not be written, and why."""
 
@@ -158,6 +163,8 @@ def writing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         named = error.filename
+        if named is None and error.errno not in _DISK_ERRORS:
+            raise  # of a network, for example
         if named is not None and named != str(file) and not written_for(Path(named)):
             raise  # it is about another file, which was read meanwhile
         raise WriteError(error.errno, error.strerror or str(error), str(file)) from error
@@ -348,8 +355,27 @@ def cores() -> int:
         return count
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+# Files with the limit and the usage, and the entry of memory.stat for page cache that can be freed.
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),  # v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),  # v1
+)
+
+
 def available_memory() -> int:
-    """Return the bytes of memory that a program can have without others being swapped out."""
+    """Return the bytes of memory a program can use without swapping, within a container's limit."""
+    available = _host_memory()
+    for limit, usage, cache in _CGROUP_MEMORY:
+        with suppress(OSError, ValueError):  # no container, or no limit: "max"
+            most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
+            lines = (_CGROUP / limit).with_name("memory.stat").read_text().splitlines()
+            freeable = int(dict(line.split() for line in lines).get(cache, 0))
+            available = min(available, max(0, most - used + freeable))
+    return available
+
+
+def _host_memory() -> int:
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))

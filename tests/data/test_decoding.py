@@ -259,3 +259,24 @@ def test_cores_are_those_this_process_may_use(tmp_path, monkeypatch):
         assert _common.cores() == count
     quota.write_text("900000 100000")
     assert _common.cores() == 6
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "cache"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_available_memory_honors_cgroup_limit(tmp_path, monkeypatch, limit, usage, cache):
+    monkeypatch.setattr(_common, "_CGROUP", tmp_path)
+    host = _common.available_memory()
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 5\n{cache} 2000\nslab 7\n")
+    (tmp_path / usage).write_text("6000\n")
+    for text, free in [("10000\n", 6000), ("3000\n", 0)]:
+        (tmp_path / limit).write_text(text)
+        assert _common.available_memory() == free
+    for unlimited in ("max\n", f"{2**63 - 4096}\n"):
+        (tmp_path / limit).write_text(unlimited)
+        assert _common.available_memory() > host // 2 > 6000

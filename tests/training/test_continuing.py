@@ -453,6 +453,15 @@ def test_errors_about_other_files_keep_their_name(tmp_path):
         part.write_text((tmp_path / "nowhere").read_text())
 
 
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no answer"), ConnectionResetError(104, "reset by peer")]
+)
+def test_atomic_path_keeps_network_errors(tmp_path, error):
+    with pytest.raises(ConnectionError) as caught, atomic_path(tmp_path / "a"):
+        raise error
+    assert caught.value is error
+
+
 @given(content=st.binary(max_size=60), place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_one_flipped_bit_breaks_a_seal(content, place, bit):
     whole = sealed(content + SEAL.encode() + content)
