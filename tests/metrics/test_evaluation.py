@@ -16,6 +16,7 @@ from sklearn.metrics import ndcg_score
 from proximetry.metrics import (
     Metrics,
     evaluate,
+    evaluate_codes,
     evaluate_queries,
     retrieve,
     score_result,
@@ -341,12 +342,40 @@ def test_complete_lists_answer_any_k() -> None:
         ({"recall_at": (0,)}, "recall_at must hold whole numbers from 1 up, got 0"),
         ({"ndcg_at": (1.5,)}, "ndcg_at must hold whole numbers from 1 up, got 1.5"),
         ({"map_at": (True,)}, "map_at must hold whole numbers"),
+        ({"recall_at": "5"}, "recall_at .* got '5'"),
+        ({"recall_at": ("5",)}, "recall_at .* got '5'"),
+        ({"recall_at": None}, "recall_at .* got None"),
+        ({"recall_at": 1.5}, "recall_at .* got 1.5"),
+        ({"recall_at": 10**9}, "recall_at .* got 1000000000"),
         ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "no score is asked for"),
     ],
 )
 def test_bad_choices_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Metrics(**change)
+
+
+def test_cutoffs_accept_numpy_integers() -> None:
+    assert Metrics(recall_at=np.int64(5), ndcg_at=np.array([2, 1])).names()[0] == "recall@5"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [evaluate, evaluate_queries, evaluate_codes])
+def test_list_of_metric_names_is_rejected(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"precision_at_1.*Metrics\("):
+        call(np.eye(4), [0, 0, 1, 1], metrics=["precision_at_1"])
+
+
+def test_evaluate_reports_its_own_name_for_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match=r"^evaluate\(\).*recall_at"):
+        evaluate(np.eye(4), [0, 0, 1, 1], recall_at=(1,))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["embeddings", "labels"])
+def test_meta_tensors_are_rejected(name: str) -> None:
+    given: dict[str, Any] = {"embeddings": torch.eye(4), "labels": torch.tensor([0, 0, 1, 1])}
+    given[name] = given[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name}.*meta"):
+        evaluate(**given)
 
 
 @pytest.mark.parametrize(

@@ -310,8 +310,9 @@ def test_bad_input():
     probes, labels = torch.eye(4), [0, 0, 1, 1]
     with pytest.raises(ValueError, match="'manhattan'"):
         identify(probes, labels, similarity="manhattan")
-    with pytest.raises(ValueError, match="ranks"):
-        identify(probes, labels, ranks=(0,))
+    for rank in (0, 1.5, None, "1"):
+        with pytest.raises(ValueError, match=f"ranks .* got {rank!r}"):
+            identify(probes, labels, ranks=(rank,))
     with pytest.raises(ValueError, match="ranks"):
         identify(probes, labels, ranks=())
     with pytest.raises(ValueError, match="far must be above 0"):

@@ -139,6 +139,9 @@ def test_unknown_backbone_suggests_near_names():
     for name in ("hf-hub:someone/something", "", None):
         with pytest.raises(ValueError, match="unknown backbone"):
             Embedder.create(name)
+    for weights in ("none", "auto"):
+        with pytest.raises(ValueError, match=r"unknown backbone 'resnet18.nonsense'.*'resnet18'"):
+            Embedder.create("resnet18.nonsense", weights=weights)
     with pytest.raises(ValueError, match=r"got the module Identity; .* Embedder\.wrap"):
         Embedder.create(nn.Identity())
 

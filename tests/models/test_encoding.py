@@ -357,5 +357,6 @@ def test_one_image_is_not_a_list(embedder, tmp_path):
 
 
 def test_a_bad_batch_size_is_named(embedder):
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        embedder.encode([image_of(1)], batch_size=0)
+    for batch_size in (0, None, 1.5):
+        with pytest.raises(ValueError, match=f"batch_size .* got {batch_size}"):
+            embedder.encode([image_of(1)], batch_size=batch_size)

@@ -18,6 +18,7 @@ from proximetry.metrics.inputs import (
     FloatArray,
     IntArray,
     Labels,
+    as_count,
     as_embeddings,
     as_labels,
     encode,
@@ -212,12 +213,11 @@ def kmeans(
     so other devices differ by rounding alone.
     """
     vectors = as_embeddings(embeddings)
-    if not 1 <= clusters <= len(vectors):
+    clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")
+    if clusters > len(vectors):
         raise ValueError(
-            f"clusters must be between 1 and the number of rows ({len(vectors)}), got {clusters}"
+            f"clusters must be at most the number of rows: {clusters} > {len(vectors)}"
         )
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
     shift, scale = middle(vectors), power_of_two(float(vectors.abs().max()))
     rows = move(vectors, shift, scale)
     with full_precision(rows.device):

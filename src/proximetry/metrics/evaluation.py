@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import Progress, binary_codes, by_device, chunks, gather_rows
+from proximetry._common import Progress, binary_codes, by_device, chunks, gather_rows, shown
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_arrays, gather_task
 from proximetry.metrics.inputs import (
@@ -37,9 +35,6 @@ from proximetry.metrics.task import Items, Task, build, check
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
 NEVER = torch.iinfo(torch.int64).max
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Interval(NamedTuple):
@@ -156,6 +151,7 @@ def evaluate_queries(
     progress: Progress | None = None,
 ) -> Evaluation:
     """Like `evaluate`, keeping the score of every query."""
+    _check_metrics(metrics)
     if metrics.one_set() and queries is not None:
         raise ValueError(f"{metrics.one_set()} takes one set, not queries and a gallery")
     if metrics.one_set() and similarity == "hamming":
@@ -192,6 +188,14 @@ def evaluate_queries(
                 task.gallery, task.gallery_codes, similarity=similarity
             ).accuracy
     return Evaluation(arrays, codes, task.classes, positives, whole)
+
+
+def _check_metrics(metrics: Metrics) -> None:
+    if not isinstance(metrics, Metrics):
+        raise ValueError(
+            f"metrics must be a Metrics object, got {shown(metrics)}. "
+            "Pass for example metrics=Metrics(recall_at=(1, 10))."
+        )
 
 
 def _check_second_stage(
@@ -236,6 +240,7 @@ def evaluate_codes(
             f'similarity must be "cosine" or "euclidean", that of the vectors, got {similarity!r}; '
             'packed codes go to evaluate(…, similarity="hamming")'
         )
+    _check_metrics(metrics)
     if metrics.one_set():
         raise ValueError(f"{metrics.one_set()} takes embeddings, not codes")
     given = (embeddings, labels, ignore_groups)
@@ -263,19 +268,21 @@ def evaluate_codes(
     return Evaluation(arrays, codes, task.classes, positives)
 
 
-def _parameters_of(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Declare that a function takes the parameters of another, to which it hands them."""
-
-    def declare(function: Callable[..., T]) -> Callable[P, T]:
-        parameters = list(signature(model).parameters.values())
-        function.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return declare
-
-
-@_parameters_of(evaluate_queries)
-def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+def evaluate(
+    embeddings: Embeddings,
+    labels: Labels,
+    *,
+    queries: Embeddings | None = None,
+    query_labels: Labels | None = None,
+    metrics: Metrics = DEFAULT,
+    similarity: Similarity = "cosine",
+    ignore_groups: Labels | None = None,
+    query_ignore_groups: Labels | None = None,
+    expand: int = 0,
+    rerank: bool = False,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> dict[str, float]:
     """Measure retrieval. All values are fractions between 0 and 1.
 
     Args:
@@ -297,11 +304,25 @@ def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
     Raises:
         ValueError: if the input does not fit, or no query has a positive.
     """
-    return evaluate_queries(*args, **kwargs).mean()
+    return evaluate_queries(
+        embeddings,
+        labels,
+        queries=queries,
+        query_labels=query_labels,
+        metrics=metrics,
+        similarity=similarity,
+        ignore_groups=ignore_groups,
+        query_ignore_groups=query_ignore_groups,
+        expand=expand,
+        rerank=rerank,
+        group=group,
+        progress=progress,
+    ).mean()
 
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score lists that are already there; a score that needs longer lists is refused."""
+    _check_metrics(metrics)
     if metrics.one_set():
         raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:

@@ -21,6 +21,7 @@ from proximetry.metrics.inputs import (
     Embeddings,
     FloatSimilarity,
     Labels,
+    as_count,
     as_labels,
     as_vectors,
     check_similarity,
@@ -195,8 +196,10 @@ def identify(
 
 
 def _check_asked(ranks: Sequence[int], far: Sequence[float]) -> None:
-    if not ranks or any(isinstance(k, bool) or k < 1 for k in ranks):
-        raise ValueError(f"ranks must be whole numbers from 1, got {tuple(ranks)}")
+    if not ranks:
+        raise ValueError("ranks is empty; give at least one, such as (1,)")
+    for rank in ranks:
+        as_count(rank, "ranks")
     for rate in far:
         allowed_accepts(rate, 1)  # refuses what is no rate
 

@@ -134,6 +134,8 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
         raise ValueError(
             f"{name} must be a torch tensor or a NumPy array, got {type(values).__name__}"
         )
+    if matrix.is_meta:
+        raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
     if matrix.ndim != 2:
         raise ValueError(
             f"{name} must be a matrix (items × dimensions), got shape {tuple(matrix.shape)}"
@@ -200,6 +202,8 @@ def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
     """A NumPy array of anything that becomes one: a tensor, a list, a column of a table."""
     if isinstance(values, Tensor):
+        if values.is_meta:
+            raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
         # NumPy knows no bfloat16.
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]

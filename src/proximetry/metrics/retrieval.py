@@ -161,7 +161,7 @@ class RetrievalResult:
 
     def top(self, k: int) -> RetrievalResult:
         """The same with shorter lists."""
-        if not 1 <= k <= self.k:
+        if as_count(k, "k") > self.k:
             raise ValueError(f"k must lie between 1 and {self.k}, got {k}")
         return replace(self, ids=self.ids[:, :k], similarities=self.similarities[:, :k])
 

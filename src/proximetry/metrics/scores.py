@@ -6,12 +6,12 @@ Importing this module loads neither torch nor numpy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from proximetry._common import UsageError
+from proximetry._common import UsageError, is_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,12 +90,13 @@ def _declare(default: Any, text: str, *scores: Score) -> Any:
 
 
 def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
-    numbers = (values,) if isinstance(values, int) else tuple(values)
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    numbers = tuple(values) if several else (values,)
     for number in numbers:
+        if not is_whole(number):
+            raise UsageError(f"{name} must hold whole numbers from 1 up, got {number!r}")
         if number > _LARGEST_CUTOFF:
             raise UsageError(f"{name} must hold numbers up to {_LARGEST_CUTOFF}, got {number!r}")
-        if isinstance(number, bool) or int(number) != number or number < 1:
-            raise UsageError(f"{name} must hold whole numbers from 1 up, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
 
 

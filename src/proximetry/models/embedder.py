@@ -480,8 +480,8 @@ class Embedder(nn.Module):
             _refuse_one_image(images)
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
+        if not is_whole(batch_size):
+            raise ValueError(f"batch_size must be a whole number from 1 up, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
         made = binary_codes if binary else lambda vectors: vectors

@@ -62,7 +62,9 @@ def check_name(name: str) -> str:
     """Return `name`; refuse what is no backbone and suggest near names."""
     timm = load_timm()
     if isinstance(name, str) and timm.is_model(name):
-        return name
+        with suppress(RuntimeError):  # of an unknown tag
+            timm.get_pretrained_cfg(name)
+            return name
     if isinstance(name, nn.Module):
         raise UsageError(
             f"backbone is a name of timm, got the module {type(name).__name__}; a network of your "
