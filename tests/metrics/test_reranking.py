@@ -70,6 +70,16 @@ def test_k_reciprocal_distances_equal_loops(seed, asked, held, k1, k2, weight):
     np.testing.assert_allclose(found, wanted, atol=1e-9)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_k_reciprocal_distances_of_copies_are_equal(offset):
+    draw = np.random.default_rng(0)
+    gallery = draw.standard_normal((60, 37)) + offset
+    gallery[40:] = gallery[:20]
+    found = k_reciprocal_distances(gallery[:3], gallery)
+    assert np.array_equal(found[:, 40:], found[:, :20])
+    assert found.argmin(1).tolist() == [0, 1, 2]
+
+
 @given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.0, 1.0, 3.0]), n=st.integers(1, 5))
 def test_expanded_queries_equal_loops(seed, alpha, n):
     draw = np.random.default_rng(seed)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, chunks
+from proximetry._common import Progress, by_device, chunks
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatArray,
@@ -28,6 +28,8 @@ RERANKED = 100
 """So many of the nearest items are ordered anew by k-reciprocal re-ranking."""
 # Values of vectors that are gathered at once: 32 MB of float64.
 _GATHERED = 1 << 22
+# Distances of candidates among each other that are re-ranked together.
+_RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
 # Without it torch would take distances from products, and lose half of their digits.
 _BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
@@ -100,38 +102,50 @@ def k_reciprocal_distances(
             "they must come from one model"
         )
     with full_precision(held.device):
-        everything = torch.cat([asked.double(), held.double()])
-        distances = torch.cdist(everything, everything, compute_mode=_BY_DIFFERENCES).square()
-        distances = distances / distances.amax(1, keepdim=True).clamp_min(1e-300)
-        found = _distances(distances, len(asked), k1, k2, weight)
+        items = torch.cat([asked.double(), held.double()])
+        found = _k_reciprocal(items.unsqueeze(0), len(asked), k1, k2, weight)[0]
     return found.cpu().numpy()
 
 
-def _distances(distances: Tensor, asked: int, k1: int, k2: int, weight: float) -> Tensor:
-    count = len(distances)
-    ranks = nearest(-distances, min(count, max(k1 + 1, k2)))[1]
-    wide, narrow = _reciprocal(ranks, k1), _reciprocal(ranks, round(k1 / 2))
-    # Of item j, how many of its narrow set are in the wide set of i: [i, j].
-    shared = wide.double() @ narrow.double().T
-    agree = wide & (3 * shared > 2 * narrow.sum(1))
-    expanded = wide | (agree.double() @ narrow.double() > 0)
+def _k_reciprocal(items: Tensor, asked: int, k1: int, k2: int, weight: float) -> Tensor:
+    """Distances [B, asked, n − asked] of the first items of each set [B, n, D] to its others."""
+    distances = _relative_distances(items)
+    count = distances.shape[1]
+    depth = min(count, max(k1 + 1, k2))
+    ranks = nearest(-distances.flatten(0, 1), depth)[1].view(*distances.shape[:2], depth)
+    wide, narrow = (_reciprocal(ranks, count, k).float() for k in (k1, round(k1 / 2)))
+    # Of item j, how many of its narrow set are in the wide set of i: [B, i, j].
+    shared = wide @ narrow.mT
+    agree = wide * (3 * shared > 2 * narrow.sum(2).unsqueeze(1))
+    expanded = wide + agree @ narrow > 0
     values = torch.where(expanded, torch.exp(-distances), 0)
-    values = values / values.sum(1, keepdim=True)
+    values = values / values.sum(2, keepdim=True)
     if k2 > 1:
-        values = values[ranks[:, :k2]].mean(1)
+        sets = torch.arange(len(ranks), device=ranks.device)[:, None, None]
+        values = values[sets, ranks[..., :k2]].mean(2)
     rows = []
-    for query in values[:asked]:
-        common = torch.minimum(query, values[asked:]).sum(1)
+    for query in range(asked):
+        common = torch.minimum(values[:, query, None], values[:, asked:]).sum(2)
         # Both sum to 1, so the sum of maxima is 2 minus that of minima.
         rows.append(1 - common / (2 - common))
-    return (1 - weight) * torch.stack(rows) + weight * distances[:asked, asked:]
+    return (1 - weight) * torch.stack(rows, 1) + weight * distances[:, :asked, asked:]
 
 
-def _reciprocal(ranks: Tensor, k: int) -> Tensor:
-    """Which items are among the k + 1 nearest of each other, [items, items]."""
-    near = torch.zeros((len(ranks), len(ranks)), dtype=torch.bool, device=ranks.device)
-    near.scatter_(1, ranks[:, : k + 1], True)
-    return near & near.T
+def _relative_distances(items: Tensor) -> Tensor:
+    """Squared distances [B, n, n] of items [B, n, D], divided by the largest of each row."""
+    items = items - items[:, :1]  # so that no digits are lost far from the origin
+    squares = items.square().sum(2)
+    distances = squares.unsqueeze(2) + squares.unsqueeze(1) - 2 * items @ items.mT
+    distances = distances / distances.amax(2, keepdim=True).clamp_min(1e-300)
+    # Products of equal vectors may differ in their last digits; rounded, they tie.
+    return distances.clamp_min(0).round(decimals=11)
+
+
+def _reciprocal(ranks: Tensor, count: int, k: int) -> Tensor:
+    """Which of the items are among the k + 1 nearest of each other, [B, items, items]."""
+    near = torch.zeros((*ranks.shape[:2], count), dtype=torch.bool, device=ranks.device)
+    near.scatter_(2, ranks[..., : k + 1], True)
+    return near & near.mT
 
 
 def expanded(task: Task, count: int, progress: Progress | None) -> Task:
@@ -189,16 +203,21 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         nonlocal done
-        scores = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
-        for place, (row, near) in enumerate(zip(rows, ids, strict=True)):
-            there = near[near >= 0]  # what is missing stands at the end
-            if len(there):
-                found = k_reciprocal_distances(queries[row, None], gallery[there])
-                scores[place, : len(there)] = -torch.from_numpy(found[0]).float()
-            done += 1
-            if progress is not None:
-                progress(done, len(queries))
-        return _in_order(ids, scores.to(ids.device))
+        scores = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        counts = (ids >= 0).sum(1)
+        for count in set(counts.tolist()):  # a list may end early
+            places = (counts == count).nonzero()[:, 0]
+            size = by_device(ids.device, **_RERANKED_ENTRIES) // (count + 1) ** 2
+            for part in places.split(max(1, size)):
+                if count:
+                    near = gallery[ids[part, :count]]
+                    items = torch.cat([queries[rows[part], None], near], dim=1).double()
+                    found = _k_reciprocal(items, 1, K1, K2, WEIGHT)
+                    scores[part, :count] = -found[:, 0].float()
+                done += len(part)
+                if progress is not None:
+                    progress(done, len(queries))
+        return _in_order(ids, scores)
 
     return reorder
 
