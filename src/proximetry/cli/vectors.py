@@ -45,14 +45,20 @@ def open_images(
 
 def check_alone(file: Path) -> None:
     """Refuse anything but a file of vectors where no embedder is named."""
-    from proximetry.data.vectors import SUFFIXES, holds_vectors
+    from proximetry.data.vectors import COLUMN, SUFFIXES, holds_vectors, parquet_columns
 
-    if not (file.is_file() and holds_vectors(file)):
+    if file.is_file() and holds_vectors(file):
+        return
+    columns = parquet_columns(file) if file.suffix.lower() == ".parquet" else ()
+    if columns:
         raise UsageError(
-            f"{file} is no file of vectors ({', '.join(SUFFIXES)}), and without images there is "
-            "nothing to evaluate: proximetry evaluate EMBEDDER IMAGES, or proximetry evaluate "
-            "VECTORS"
+            f"{file} has no column {COLUMN!r} that holds lists of numbers; it has {some(columns)}"
         )
+    raise UsageError(
+        f"{file} is no file of vectors ({', '.join(SUFFIXES)}), and without images there is "
+        "nothing to evaluate: proximetry evaluate EMBEDDER IMAGES, or proximetry evaluate "
+        "VECTORS"
+    )
 
 
 def embed_vectors(

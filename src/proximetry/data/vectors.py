@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets lo
 
 SUFFIXES = (".npz", ".npy", ".parquet")
 COLUMN = "vector"
+# Field → names of its array or column, ours first.
+_NAMES = {field: (field, column) for column, field in FIELDS.items()} | {
+    "vectors": ("vectors", COLUMN, "embeddings", "embedding"),
+    "labels": ("labels", "label", "class", "targets", "target", "y"),
+}
 _LARGEST_JSON = 2_000_000_000
 
 
@@ -75,10 +80,12 @@ class VectorCatalog(Catalog):
     def read(cls, file: str | os.PathLike[str]) -> VectorCatalog:
         """Read a file of vectors: what `proximetry embed` writes, or arrays of your own.
 
-        - .npz: arrays `vectors`, `labels`, if wanted `splits`, `queries`, `galleries`, `paths`;
+        - .npz: arrays `vectors`, `labels`, optionally `splits`, `queries`, `galleries`, `paths`;
         - .npy: the vectors; `v.npy.json` beside `v.npy` holds lists of those names;
-        - .parquet: columns `vector` (lists of one length), `label`, if wanted `split`, `query`,
+        - .parquet: columns `vector` (lists of one length), `label`, optionally `split`, `query`,
           `gallery`, `path`.
+
+        Arrays and columns may also be called `embedding(s)` and `class`, `target(s)` or `y`.
         """
         place = Path(file)
         try:
@@ -96,16 +103,34 @@ def rows_file(file: Path) -> Path:
 
 
 def holds_vectors(file: Path) -> bool:
-    """Whether a file is one of vectors, going by its name and, of Parquet, by its columns."""
+    """Whether a file is one of vectors, going by its name and, of Parquet, by its columns.
+
+    A Parquet file with paths is a table of images, unless it has a column `vector`.
+    """
     if file.suffix.lower() != ".parquet":
         return file.suffix.lower() in SUFFIXES
+    types = parquet_columns(file)
+    name = _names_of(types).get("vectors")
+    return name is not None and types[name] and (name == COLUMN or "path" not in types)
+
+
+def parquet_columns(file: Path) -> dict[str, bool]:
+    """Return the columns of a Parquet file and whether each holds lists; {} if it has none."""
     arrow = need("pyarrow", "parquet", "Reading Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
     try:
         schema = parquet.read_schema(file)
-    except (arrow.ArrowException, OSError, ValueError):  # whoever reads it will say why
-        return False
-    return COLUMN in schema.names and arrow.types.is_nested(schema.field(COLUMN).type)
+    except (arrow.ArrowException, OSError, ValueError):  # whoever reads it reports why
+        return {}
+    return {entry.name: arrow.types.is_nested(entry.type) for entry in schema}
+
+
+def _names_of(present: Collection[str]) -> dict[str, str]:
+    """Return the name of each field that a file has."""
+    names = (
+        (field, next((n for n in known if n in present), "")) for field, known in _NAMES.items()
+    )
+    return {field: name for field, name in names if name}
 
 
 def _make(
@@ -166,8 +191,8 @@ def _flag(value: Any) -> Any:
     return bool(plain) if plain in (0, 1) else plain
 
 
-def load_arrays(file: Path, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Read the array `vectors` of a .npz file and those of `names` that it has, or a .npy file."""
+def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
+    """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
     import numpy as np
 
     zipped, trouble = file.suffix.lower() == ".npz", f"{file} is no NumPy file of plain arrays"
@@ -178,10 +203,12 @@ def load_arrays(file: Path, names: Iterable[str] = ()) -> dict[str, Any]:
         if not zipped:
             return {"vectors": found}
         with found:
-            if "vectors" not in found.files:
-                raise UsageError(f"{file} has no array 'vectors'; it has {some(found.files)}")
+            names = _names_of(found.files)
+            for field in ("vectors", *({"labels"} & {*fields})):
+                if field not in names:
+                    raise UsageError(f"{file} has no array {field!r}; it has {some(found.files)}")
             trouble = f"{file}: an array cannot be read"
-            return {name: found[name] for name in ("vectors", *names) if name in found.files}
+            return {field: found[names[field]] for field in ("vectors", *fields) if field in names}
     except FileNotFoundError:
         raise UsageError(f"there is no file {file}") from None
     except (UsageError, MemoryError):
@@ -192,7 +219,7 @@ def load_arrays(file: Path, names: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
-    fields = load_arrays(file, FIELDS.values())
+    fields = load_arrays(file, *FIELDS.values())
     return fields.pop("vectors"), fields
 
 
@@ -218,19 +245,20 @@ def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
     arrow = need("pyarrow", "parquet", "Reading Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
     try:
-        names = parquet.read_schema(file).names
-        if COLUMN not in names:
-            raise UsageError(f"{file} has no column {COLUMN!r}; it has {some(names)}")
-        table = parquet.read_table(file, columns=[COLUMN, *(n for n in FIELDS if n in names)])
-        column = table[COLUMN].combine_chunks()
+        present = parquet.read_schema(file).names
+        names = _names_of(present)
+        for field, expected in (("vectors", COLUMN), ("labels", "label")):
+            if field not in names:
+                raise UsageError(f"{file} has no column {expected!r}; it has {some(present)}")
+        table = parquet.read_table(file, columns=[*names.values()])
+        column = table[names.pop("vectors")].combine_chunks()
         sizes = {len(row) if row is not None else 0 for row in column}
         if len(sizes) != 1:
             raise UsageError(f"{file}: the vectors have {len(sizes)} different lengths")
         flat = column.flatten().to_numpy(zero_copy_only=False)
         fields = {
-            FIELDS[name]: [_text(value) for value in table[name].to_pylist()]
-            for name in table.column_names
-            if name != COLUMN
+            field: [_text(value) for value in table[name].to_pylist()]
+            for field, name in names.items()
         }
     except (arrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, UsageError | FileNotFoundError):
