@@ -396,6 +396,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"labels": np.zeros((4, 1), dtype=int)}, "one entry per item"),
     ({"labels": [1.0, 2.0, 1.0, 2.0]}, "integers or strings, got float64"),
     ({"labels": ["a", 1, "b", 2]}, "mixes strings"),
+    ({"labels": ["a", "a\0", "b", "b"]}, "null characters"),
     ({"labels": "abcd"}, "sequence of integers or strings"),
     ({"labels": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "above 2"),
     ({"labels": [0, 1, 2, 2**70]}, f"beyond 64 bits: {2**70}"),
