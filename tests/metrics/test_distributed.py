@@ -123,7 +123,9 @@ def work(rank: int, file: str, out: str) -> None:
             )
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
-    found["clustering"] = evaluate(vectors, labels, metrics=Metrics(clustering=True), group=group)
+    found["clustering"] = evaluate(
+        vectors, labels, metrics=Metrics(clustering=True, verification=True), group=group
+    )
     for kept in (0, 7):
         coded = evaluate_codes(vectors, labels, candidates=kept, group=group)
         found[f"codes {kept}"] = coded.scores["map@r"].tolist()
@@ -202,7 +204,9 @@ def test_processes_agree_on_the_precision(reports: list[dict[str, Any]]) -> None
 
 def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str, Any]]) -> None:
     vectors, labels, _ = cases(slice(None))["cosine"]
-    assert reports[0]["clustering"] == evaluate(vectors, labels, metrics=Metrics(clustering=True))
+    assert reports[0]["clustering"] == evaluate(
+        vectors, labels, metrics=Metrics(clustering=True, verification=True)
+    )
     expected = evaluate_queries(vectors, labels).scores["map@r"]
     np.testing.assert_array_equal(reports[0]["per query"], expected)
 

@@ -377,19 +377,21 @@ def test_bad_input_to_set_similarities():
     st.integers(2, 12),
     st.integers(0, 1000),
 )
-def test_drawn_pairs_are_balanced_and_folds_share_no_class(sizes, folds, seed):
+def test_drawn_pairs_are_balanced_and_folds_share_no_class_pair(sizes, folds, seed):
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     drawn = draw_pairs(labels, pairs=120, folds=folds, seed=seed)
     first, second = labels[drawn.pairs].T
     np.testing.assert_array_equal(first == second, drawn.same)
     assert (drawn.pairs[:, 0] != drawn.pairs[:, 1]).all()
     count = drawn.folds.max() + 1
-    assert count == min(folds, sum(n > 1 for n in sizes), len(sizes) // 2)
+    assert count == min(folds, sum(n > 1 for n in sizes))
+    classes = np.sort(labels[drawn.pairs], axis=1)
     for fold in range(count):
         inside = drawn.folds == fold
         assert drawn.same[inside].mean() == 0.5
-        outside = {*labels[drawn.pairs[~inside]].ravel()}
-        assert not {*labels[drawn.pairs[inside]].ravel()} & outside
+        assert not {*map(tuple, classes[inside])} & {*map(tuple, classes[~inside])}
+        if len(sizes) >= 10 * folds:
+            assert not {*classes[inside].ravel()} & {*classes[~inside].ravel()}
     again = draw_pairs(labels.astype(str), pairs=120, folds=folds, seed=seed)
     assert len(again.pairs) == len(drawn.pairs)
     repeated = draw_pairs(labels, pairs=120, folds=folds, seed=seed)
@@ -404,11 +406,41 @@ def test_classes_are_verified_by_drawn_pairs():
     nothing = verify_classes(np.random.default_rng(0).normal(size=(200, 8)), labels)
     assert nothing.accuracy == pytest.approx(0.5, abs=0.03)
     for few in ([0, 0, 1, 1, 2], [0, 0, 1, 2, 3]):
-        with pytest.raises(ValueError, match="take four classes, two of them with two images"):
+        with pytest.raises(ValueError, match="takes four classes, two of them with two images"):
             draw_pairs(few)
     for wrong in ({"folds": 1}, {"pairs": -5}):
         with pytest.raises(ValueError, match="must be a whole number from"):
             draw_pairs(labels, **wrong)
+
+
+def ten_classes(seed):
+    """Vectors of 10 classes x 20 with two pairs of classes that are hard to separate."""
+    draw = np.random.default_rng(seed)
+    centers = draw.standard_normal((10, 16))
+    centers[1] = centers[0] + 0.3 * draw.standard_normal(16)
+    centers[3] = centers[2] + 0.5 * draw.standard_normal(16)
+    labels = np.repeat(np.arange(10), 20)
+    return centers[labels] + 0.8 * draw.standard_normal((200, 16)), labels
+
+
+@pytest.mark.parametrize("data_seed", range(3))
+def test_verification_of_few_classes_depends_little_on_the_seed(data_seed):
+    vectors, labels = ten_classes(data_seed)
+    results = [verify_classes(vectors, labels, seed=seed) for seed in range(6)]
+    accuracies = np.array([result.accuracy for result in results])
+    assert np.ptp(accuracies) < 0.015
+    every = np.stack(np.triu_indices(len(labels), 1), axis=1)
+    curve = roc(pair_similarities(vectors, every), labels[every[:, 0]] == labels[every[:, 1]])
+    balanced = (curve.tar + 1 - curve.far) / 2
+    assert accuracies.mean() == pytest.approx(balanced.max(), abs=0.01)
+    assert results[0].threshold == pytest.approx(curve.thresholds[balanced.argmax()], abs=0.1)
+
+
+def test_few_classes_compare_all_class_pairs():
+    labels = np.repeat(np.arange(10), 20)
+    drawn = draw_pairs(labels)
+    classes = np.sort(labels[drawn.pairs[~drawn.same]], axis=1)
+    assert len({*map(tuple, classes)}) == 45
 
 
 def test_shuffled_labels_give_one_half():

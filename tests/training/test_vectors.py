@@ -9,6 +9,7 @@ import torch
 from proximetry.cli import main
 from proximetry.data import Catalog, VectorCatalog, resolve_source
 from proximetry.metrics import evaluate as evaluate_metrics
+from proximetry.metrics import verify_classes
 from proximetry.models import Embedder
 from proximetry.reports import findings
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
@@ -132,6 +133,66 @@ def test_vectors_alone_are_judged_as_the_metrics_judge_them(files, capsys):
     assert "query expansion" in said
 
 
+def write_parquet(file, **columns):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), file)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("vectors_name", "labels_name"),
+    [("embedding", "label"), ("embeddings", "y"), ("vector", "class"), ("vectors", "targets")],
+)
+def test_evaluate_accepts_common_names_of_columns(vectors_name, labels_name, tmp_path, capsys):
+    vectors, labels = made_up()
+    plain = evaluate_metrics(torch.tensor(vectors), labels)
+    np.savez(tmp_path / "v.npz", **{vectors_name: vectors, labels_name: labels})
+    columns = {vectors_name: list(vectors), labels_name: labels, "text": labels}
+    write_parquet(tmp_path / "v.parquet", **columns)
+    for name in ("v.npz", "v.parquet"):
+        assert main(["evaluate", str(tmp_path / name), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["metrics"] == pytest.approx(plain)
+
+
+def test_evaluate_names_the_columns_of_other_parquet_files(tmp_path, capsys):
+    vectors, labels = made_up()
+    files = [
+        write_parquet(tmp_path / "a.parquet", features=list(vectors), label=labels),
+        # Paths make it a table of images.
+        write_parquet(tmp_path / "b.parquet", embedding=list(vectors), path=labels, label=labels),
+        write_parquet(tmp_path / "c.parquet", embedding=labels, label=labels),
+    ]
+    for file, found in zip(files, ("features", "embedding", "embedding"), strict=True):
+        assert main(["evaluate", file]) == 2
+        assert f"has no column 'vector' that holds lists of numbers; it has {found}, " in (
+            capsys.readouterr().err
+        )
+    assert main(["evaluate", write_parquet(tmp_path / "d.parquet", vector=list(vectors))]) == 2
+    assert "has no column 'label'; it has vector" in capsys.readouterr().err
+
+
+def test_evaluate_prints_verification_error_and_threshold(tmp_path, capsys):
+    vectors, labels = made_up()
+    np.savez(tmp_path / "v.npz", vectors=vectors, labels=labels)
+    for similarity, words in (
+        ("cosine", "cosine similarity of "),
+        ("euclidean", "distance up to "),
+    ):
+        options = ["--verification", "--similarity", similarity]
+        assert main(["evaluate", str(tmp_path / "v.npz"), *options, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        expected = verify_classes(torch.tensor(vectors), labels, similarity=similarity)
+        assert found["verification"]["accuracy"] == found["metrics"]["verification"]
+        assert found["verification"]["standard_error"] == pytest.approx(expected.standard_error)
+        assert found["verification"]["threshold"] == pytest.approx(expected.threshold)
+        assert main(["evaluate", str(tmp_path / "v.npz"), *options]) == 0
+        text = capsys.readouterr().out
+        assert f"± {100 * expected.standard_error:.1f} %" in text
+        assert f"{words}{abs(expected.threshold):.4g}" in text
+
+
 def test_queries_and_gallery_of_vectors(tmp_path, capsys):
     vectors, labels = made_up()
     queries = np.arange(len(labels)) % EACH < 2
@@ -161,7 +222,7 @@ def test_broken_files_are_one_sentence(tmp_path, capsys):
     np.save(tmp_path / "bare.npy", vectors)
     objects = np.array([{}] * len(labels))
     cases = {
-        broken(tmp_path, "a.npz", vectors=vectors): "has no labels",
+        broken(tmp_path, "a.npz", vectors=vectors): "has no array 'labels'; it has vectors",
         broken(tmp_path, "b.npz", labels=labels): "has no array 'vectors'; it has labels",
         broken(tmp_path, "c.npz", vectors=vectors, labels=labels[:9]): "9 labels for 72 vectors",
         broken(

@@ -1,11 +1,12 @@
 """What `proximetry evaluate` computes and how it is shown."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from proximetry._common import first_few
 from proximetry.cli import search_methods
-from proximetry.metrics import Evaluation, retrieve
+from proximetry.metrics import Evaluation, Verification, retrieve
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
 
@@ -26,6 +27,8 @@ def describe(
         "metrics": means(queries),
         "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
     }
+    if whole.verification is not None:
+        found["verification"] = _verification(whole.verification)
     if per_class:
         found["per_class"] = _classes(whole)
     if confusions:
@@ -35,6 +38,32 @@ def describe(
             for query, other, count in often
         ]
     return found
+
+
+def _verification(result: Verification) -> dict[str, Any]:
+    return {
+        "accuracy": result.accuracy,
+        "standard_error": result.standard_error,
+        # JSON has no infinity: such a threshold accepts all pairs or none.
+        "threshold": result.threshold if isfinite(result.threshold) else None,
+        "folds": len(result.fold_accuracies),
+        "pairs": result.same_pairs + result.different_pairs,
+        "auc": result.auc,
+        "eer": result.eer,
+    }
+
+
+def _verification_line(values: Mapping[str, Any], similarity: str) -> str:
+    line = (
+        f"verification: {100 * values['accuracy']:.1f} ± {100 * values['standard_error']:.1f} % "
+        f"of {values['pairs']} pairs (mean and standard error over {values['folds']} folds)"
+    )
+    threshold = values["threshold"]
+    if threshold is None:
+        return line
+    if similarity == "euclidean":
+        return f"{line}; same class at a distance up to {-threshold:.4g}"
+    return f"{line}; same class from a {similarity} similarity of {threshold:.4g}"
 
 
 def _classes(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -54,6 +83,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         metrics_table({f"{name} ({split})": scores}),
         f"95 % intervals over the queries: {_intervals(document['intervals'])}",
     ]
+    if "verification" in document:
+        parts.append(_verification_line(document["verification"], document["similarity"]))
     if "rows" in document:
         parts += search_methods.as_text(document["rows"])
     if "per_class" in document:

@@ -22,6 +22,7 @@ from proximetry.metrics.inputs import (
     Labels,
     Similarity,
     as_count,
+    as_vectors,
     full_precision,
     normalize,
 )
@@ -31,6 +32,7 @@ from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
 from proximetry.metrics.task import Items, Task, build, check
+from proximetry.metrics.verification import Verification
 
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
@@ -55,6 +57,7 @@ class Evaluation:
         classes: the label of each class number.
         positives: how many items of its class each query could find.
         whole: scores of the set as a whole: clustering and verification, if asked for.
+        verification: the result behind the score, with its standard error and threshold.
     """
 
     scores: dict[str, FloatArray]
@@ -62,6 +65,7 @@ class Evaluation:
     classes: npt.NDArray[Any]
     positives: IntArray
     whole: dict[str, float] = field(default_factory=dict)
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         if not (self.positives > 0).any():
@@ -179,15 +183,18 @@ def evaluate_queries(
         if group is not None:
             arrays = gather_arrays(arrays, group)
         codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
-        whole = {}
+        whole, verification = {}, None
         if metrics.clustering:
             vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
             whole = cluster(vectors, task.gallery_codes)
         if metrics.verification and similarity != "hamming":
-            whole["verification"] = verify_classes(
-                task.gallery, task.gallery_codes, similarity=similarity
-            ).accuracy
-    return Evaluation(arrays, codes, task.classes, positives, whole)
+            # Not of the task, whose vectors are in other units.
+            vectors = as_vectors(embeddings, similarity, "embeddings", allow_empty=True)
+            if group is not None:
+                vectors = gather_rows(vectors, group)[0]
+            verification = verify_classes(vectors, task.gallery_codes, similarity=similarity)
+            whole["verification"] = verification.accuracy
+    return Evaluation(arrays, codes, task.classes, positives, whole, verification)
 
 
 def _check_metrics(metrics: Metrics) -> None:

@@ -1,7 +1,9 @@
 """Pairs for verification: lists of them, their similarities, and templates of several frames."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -123,40 +125,70 @@ class DrawnPairs(NamedTuple):
     folds: IntArray
 
 
+# Classes per fold, at least, for folds that share no class: with fewer, such folds compare too few
+# pairs of classes.
+_CLASSES_PER_FOLD = 10
+
+
 def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0) -> DrawnPairs:
-    """Draw pairs of rows as LFW's list has them: half of one class, in folds that share no class.
+    """Draw pairs of rows as LFW's list has them: half of one class, in folds.
 
     For a pair of one class, the class is drawn and then two of its rows; for the other pairs, two
-    classes and a row of each. A pair may be drawn twice. With few classes there are fewer folds,
-    each of two classes at least; the pairs are divided among them evenly, at least one of either
-    kind for each.
+    classes and a row of each. A pair may be drawn twice. The pairs are divided among the folds
+    evenly, at least one of either kind for each.
+
+    With ten classes per fold or more, folds share no class. With fewer classes they would compare
+    few pairs of classes only; then all pairs of classes take part, each in one fold, and so does
+    each class for the pairs of one class.
     """
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
+    several = sum(len(rows) > 1 for rows in members)
+    if len(members) < 4 or several < 2:
+        raise ValueError(
+            "drawing pairs takes four classes, two of them with two images or more; here are "
+            f"{len(members)} classes, {several} of them with two images"
+        )
     draw = np.random.default_rng(seed)
     order = draw.permutation(len(members))
     # Classes of several rows first, so that every fold gets one.
     order = order[np.argsort([len(members[c]) < 2 for c in order], kind="stable")]
-    several = sum(len(rows) > 1 for rows in members)
-    folds = min(folds, several, len(members) // 2)
-    if folds < 2:
-        raise ValueError(
-            "pairs in folds that share no class take four classes, two of them with two images or "
-            f"more; here are {len(members)} classes, {several} of them with two images"
-        )
+    few = len(members) < _CLASSES_PER_FOLD * folds
+    folds = min(folds, several)
     each = max(1, pairs // (2 * folds))
-    found = []
+    across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
+    found: list[IntArray] = []
     for fold in range(folds):
-        inside = [members[c] for c in order[fold::folds]]
-        able = [rows for rows in inside if len(rows) > 1]
+        inside = order[fold::folds]
+        able = [c for c in inside if len(members[c]) > 1]
+        if few:
+            found += _rows_of_classes(draw, members, [(c, c) for c in able], each)
+            found += _rows_of_classes(draw, members, across[fold::folds], each)
+            continue
         for _ in range(each):
-            found.append(draw.choice(able[draw.integers(len(able))], 2, replace=False))
+            found.append(draw.choice(members[able[draw.integers(len(able))]], 2, replace=False))
         for _ in range(each):
-            first, second = draw.choice(len(inside), 2, replace=False)
-            found.append(np.array([draw.choice(inside[first]), draw.choice(inside[second])]))
+            first, second = inside[draw.choice(len(inside), 2, replace=False)]
+            found.append(np.array([draw.choice(members[first]), draw.choice(members[second])]))
     number = np.arange(len(found))
     return DrawnPairs(np.stack(found), number % (2 * each) < each, number // (2 * each))
+
+
+def _rows_of_classes(
+    draw: np.random.Generator, members: Sequence[IntArray], classes: Any, count: int
+) -> list[IntArray]:
+    """Draw pairs of rows evenly from pairs of classes; without replacement if there are enough."""
+    found: list[IntArray] = []
+    for number, (a, b) in enumerate(classes):
+        share = len(range(number, count, len(classes)))
+        width = len(members[b]) - (a == b)
+        total = len(members[a]) * width
+        chosen = np.resize(draw.choice(total, min(share, total), replace=False), share)
+        first, second = np.divmod(chosen, width)
+        second += (a == b) & (second >= first)  # no row with itself
+        found += [*np.stack([members[a][first], members[b][second]], axis=1)]
+    return found
 
 
 def verify_classes(

@@ -145,7 +145,7 @@ class Metrics:
     verification: bool = _declare(
         False,
         "verification: accuracy of LFW's protocol on 6000 random pairs, half of one class, in ten "
-        "folds of classes",
+        "folds",
     )
 
     def __post_init__(self) -> None:

@@ -38,14 +38,16 @@ class Verification:
     """The result of ``verify``.
 
     ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
-    deviation over folds (LFW's μ̂ ± S_E). ``tar_at_far`` holds the rates that could be measured;
-    ``unmeasurable_far`` those asked for that are below one in the number of different pairs.
+    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` are those of the folds, ``threshold`` the
+    one for use, chosen in the same way on all pairs. ``tar_at_far`` holds the rates that could be
+    measured; ``unmeasurable_far`` those below one in the number of different pairs.
     """
 
     accuracy: float
     standard_error: float
     fold_accuracies: FloatArray
     thresholds: FloatArray
+    threshold: float
     auc: float
     eer: float
     tar_at_far: dict[float, float]
@@ -231,6 +233,7 @@ def verify(
         standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(names))),
         fold_accuracies=accuracies,
         thresholds=thresholds,
+        threshold=tally.best_threshold(),
         auc=tally.auc(),
         eer=tally.eer(),
         tar_at_far={rate: tar for rate, tar in rates.items() if tar is not None},
