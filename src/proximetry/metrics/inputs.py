@@ -233,7 +233,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
         # A list that mixes numbers and text is turned into text by NumPy without a word.
         if isinstance(values, Sequence) and not all(isinstance(entry, str) for entry in values):
             raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
-        if isinstance(values, Sequence) and any(entry.endswith("\0") for entry in values):
+        if isinstance(values, Sequence) and any(str(entry).endswith("\0") for entry in values):
             raise ValueError(f"{name} end in null characters, which NumPy drops; remove them")
         return array
     if array.dtype.kind not in "iub":
