@@ -186,15 +186,24 @@ def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
                 with part.open("rb+") as stream:
                     os.fsync(stream.fileno())
             os.replace(part, file)
-            if durable and os.name == "posix":  # the new name has to reach the disk too
-                handle = os.open(file.parent, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+        if durable:
+            sync_folder(file.parent)
     finally:
         with suppress(OSError):  # it has its name by now, or could not even be made
             part.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, where the file system supports it.
+
+    Some network file systems do not. The files are already in place, so that is no failure.
+    """
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _part_of(file: Path) -> Path:

@@ -1,8 +1,10 @@
 """A gallery from the outside: build, search, change; and what it refuses."""
 
+import errno
 import json
 import os
 import shutil
+import stat
 import tarfile
 import threading
 
@@ -459,6 +461,20 @@ def test_searching_in_threads_while_another_one_writes(gallery):
         reader.join()
     assert not problems
     assert len(gallery) == 60
+
+
+def test_directory_fsync_failure_does_not_fail_the_change(gallery, monkeypatch):
+    fsync = os.fsync
+
+    def no_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    gallery.remove([1, 2, 3])
+    gallery.add(make_table(60, 1), vectors=make_vectors(1))
+    assert len(gallery) == len(Gallery.open(gallery.path)) == 58
 
 
 def test_a_second_writer_is_told_who_writes(gallery, monkeypatch):

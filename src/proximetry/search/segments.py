@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import Steps, chunks, writing
+from proximetry._common import Steps, chunks, sync_folder, writing
 from proximetry.metrics.inputs import IntArray, normalize
 from proximetry.search import exact, indexes, rows
 from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
@@ -193,13 +192,8 @@ def write_segment(
             with place.open("rb+") as file:
                 os.fsync(file.fileno())
         files["index"] = read_digest(place)
-    for changed in (home, home.parent):  # the names have to reach the disk too
-        with suppress(OSError):
-            handle = os.open(changed, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+    for changed in (home, home.parent):
+        sync_folder(changed)
     longest = float(np.sqrt(squares.max(initial=0.0)))
     return SegmentInfo(name, count, index, longest, files)
 
