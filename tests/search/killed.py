@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, gallery, staging
+from proximetry.search import Gallery, gallery, manifest, staging
 from tests.search.conftest import make_embedder, make_table, make_vectors
 
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -202,6 +202,7 @@ def main(home):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
     gallery.MERGED = 1000
+    manifest.GRACE = 0  # so that the next change removes replaced segments
     staging.CHUNK = 4
     told = {
         "build": interrupt(build, [], home / "build"),

@@ -28,18 +28,15 @@ from proximetry.search import exact, indexes, rows
 from proximetry.search.exact import Duplicates, FloatArray, Found, Mask
 from proximetry.search.manifest import (
     EMBEDDER,
-    FILES,
-    SEGMENTS,
     STAGING,
-    FileInfo,
     Manifest,
     Report,
     SegmentInfo,
     check_place,
     is_milvus,
     locked,
-    read_digest,
     read_manifest,
+    retire,
     sweep,
     write_manifest,
 )
@@ -48,6 +45,7 @@ from proximetry.search.segments import (
     Segment,
     Snapshot,
     Version,
+    check_digests,
     prepared,
     quiet,
     write_deleted,
@@ -349,6 +347,7 @@ class Gallery:
         with locked(self.path, new.report):
             now = Snapshot.open(self.path)
             self._check_same(now)
+            now.check_digests()
             now.check_fits(embedded.table)
             if not renew:
                 self._refuse_known(now, embedded.table)
@@ -374,6 +373,7 @@ class Gallery:
         with locked(self.path, report):
             now = Snapshot.open(self.path)
             self._check_same(now)
+            now.check_digests()
             self._places(now, wanted)
             self._commit(now.without(wanted))
 
@@ -397,6 +397,7 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Make a change take place, under the lock."""
+        manifest = retire(read_manifest(self.path), manifest)
         write_manifest(self.path, manifest)
         self._now = Snapshot(self.path, manifest)
         sweep(self.path, manifest)
@@ -416,7 +417,7 @@ class Gallery:
     def _merge(self, manifest: Manifest, first: int, index: str, steps: Steps) -> Manifest:
         """Write the segments from this one on as one, without what is removed."""
         for info in manifest.segments[first:]:  # damage must not get a new checksum
-            _check_digests(self.path, info, quiet)
+            check_digests(self.path, info)
         now = Snapshot(self.path, manifest)
         taken = list(zip(now.segments, now.alive, strict=True))[first:]
         kept = [
@@ -451,15 +452,13 @@ class Gallery:
         Raises ValueError for damage.
         """
         while True:
-            manifest = read_manifest(self.path)
+            now = Snapshot.open(self.path)
             try:
-                for info in manifest.segments:
-                    _check_digests(self.path, info, steps or quiet)
-                if manifest.deleted:
-                    _check_digest(self.path / manifest.deleted.name, manifest.deleted.file)
+                for info in now.manifest.segments:
+                    check_digests(self.path, info, steps=steps or quiet)
                 return
-            except ValueError:
-                if read_manifest(self.path) == manifest:  # else a writer has replaced the files
+            except (FileNotFoundError, ValueError):
+                if read_manifest(self.path) == now.manifest:  # else the files were replaced
                     raise
 
     def search(
@@ -738,24 +737,3 @@ def _rows_of(
     for (segment, _), chosen in zip(taken, kept, strict=True):
         for part in chunks(len(chosen), _BLOCK):
             yield segment.vectors[chosen[part]]
-
-
-def _check_digests(folder: Path, info: SegmentInfo, steps: Steps) -> None:
-    for kind, about in info.files.items():
-        _check_digest(folder / SEGMENTS / info.name / FILES[kind], about, steps)
-
-
-def _check_digest(file: Path, about: FileInfo, steps: Steps = quiet) -> None:
-    done = 0
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        steps(f"checking {file.name}", done, about.bytes)
-
-    try:
-        found = read_digest(file, count)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    if found != about:
-        raise ValueError(f"{file} is damaged: its checksum is not the one it was written with")

@@ -10,9 +10,10 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -38,6 +39,8 @@ MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
 LOCK_SECONDS = 60.0
 """How long a writer waits for another one."""
+GRACE = 86_400.0
+"""Seconds that replaced segments and staged vectors are kept: readers on other hosts use them."""
 EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
 FILES = {
     "vectors": "vectors.npy",
@@ -52,6 +55,16 @@ _DELETED = re.compile(r"deleted-[0-9a-f]{32}\.npy")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 Report = Callable[[str], None]
+
+
+class DamagedGalleryError(ValueError):
+    """A file of a gallery is not what was written."""
+
+    def __init__(self, file: Path, reason: object) -> None:
+        super().__init__(
+            f"{file} is damaged: {reason}. Restore the gallery from a backup, or delete it and "
+            "index the images again."
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class Manifest:
         next_id: the id of the next image.
         segments: in rising order of ids.
         deleted: ids that are removed but still in a segment.
+        retired: replaced segments that are still on disk, and when they were replaced.
     """
 
     embedder: str
@@ -111,6 +125,7 @@ class Manifest:
     next_id: int = 0
     segments: tuple[SegmentInfo, ...] = ()
     deleted: Deleted | None = None
+    retired: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
@@ -145,7 +160,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"it holds an embedder; proximetry index IMAGES --model {folder} makes one with it"
             )
         raise UsageError(f"{folder} is no gallery: {why}")
-    content = read_json(path, _LARGEST)
+    try:
+        content = read_json(path, _LARGEST)
+    except ValueError as error:
+        raise DamagedGalleryError(path, error) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} does not describe a gallery")
     if content.get("version") != VERSION:
@@ -154,11 +172,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"({__version__}) reads version {VERSION}: install the one that wrote it"
         )
     if CHECKSUM not in content:
-        raise ValueError(f"{path} is damaged: it has no checksum")
+        raise DamagedGalleryError(path, "it has no checksum")
     try:
         return _parsed(content["gallery"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedGalleryError(path, error) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -189,8 +207,17 @@ def _parsed(values: dict[str, Any]) -> Manifest:
     )
     # Names become paths: nothing else may stand there.
     for segment in manifest.segments:
-        if not _NAME.fullmatch(segment.name) or not set(segment.files) <= set(FILES):
+        files = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
+        files |= {"squares"} if manifest.similarity == "euclidean" else set()
+        if not _NAME.fullmatch(segment.name) or set(segment.files) != files:
             raise ValueError(f"{shown(segment.name)} is no segment")
+        if type(segment.rows) is not int or segment.rows < 0:
+            raise ValueError(f"segment {segment.name} has {shown(segment.rows)} rows")
+    names = [segment.name for segment in manifest.segments]
+    if len({*names, *manifest.retired}) < len(names) + len(manifest.retired):
+        raise ValueError("a segment is listed twice")
+    if not all(_NAME.fullmatch(name) for name in manifest.retired):
+        raise ValueError(f"{shown(manifest.retired)} are no segments")
     if manifest.deleted and not _DELETED.fullmatch(manifest.deleted.name):
         raise ValueError(f"{shown(manifest.deleted.name)} is no file of deleted ids")
     if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= LARGEST_DIM:
@@ -292,9 +319,21 @@ def check_place(folder: Path) -> None:
         )
 
 
+def retire(before: Manifest, after: Manifest) -> Manifest:
+    """Keep the segments that a change replaces for `GRACE` seconds."""
+    now = time.time()
+    kept = {name: since for name, since in before.retired.items() if now - since < GRACE}
+    names = {segment.name for segment in after.segments}
+    replaced = [segment.name for segment in before.segments if segment.name not in names]
+    return replace(after, retired=kept | dict.fromkeys(replaced, now))
+
+
 def sweep(folder: Path, manifest: Manifest) -> None:
-    """Remove what is no longer named, or never was; under the lock. Other files stay."""
-    named = {segment.name for segment in manifest.segments}
+    """Remove files that the manifest does not name, and old staged vectors; under the lock.
+
+    Files of others stay.
+    """
+    named = {*(segment.name for segment in manifest.segments), *manifest.retired}
     for path in (folder / SEGMENTS).glob("*"):
         if _NAME.fullmatch(path.name) and path.name not in named:
             shutil.rmtree(path, ignore_errors=True)
@@ -303,3 +342,15 @@ def sweep(folder: Path, manifest: Manifest) -> None:
         if (_DELETED.fullmatch(path.name) and path.name != kept) or written_for(path) == MANIFEST:
             with suppress(OSError):
                 path.unlink()
+    sweep_staging(folder / STAGING)
+
+
+def sweep_staging(staging: Path) -> None:
+    """Remove the vectors of interrupted additions that were not repeated for `GRACE` seconds."""
+    for path in staging.glob("*/*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime >= GRACE:
+                path.unlink()
+    for folder in (*staging.glob("*"), staging):
+        with suppress(OSError):  # it is not there, or not empty
+            folder.rmdir()

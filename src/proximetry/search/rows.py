@@ -18,6 +18,7 @@ from proximetry._common import UsageError, closest, need, shown, some
 from proximetry.data import Catalog
 from proximetry.data.csv_parquet import FIELDS
 from proximetry.data.tar_shards import SEPARATOR, split_shard_path
+from proximetry.search.manifest import DamagedGalleryError
 
 # What a result is told by, beside the columns.
 _RESULTS = {"id": "id", "similarity": "similarity", "score": "score"}
@@ -124,12 +125,16 @@ def write(rows: Any, stream: Any) -> None:
 
 
 def read(file: Path) -> Any:
-    """Open a table, of which nothing is read before it is asked for."""
+    """Open a memory-mapped table, after checking that no value lies outside of it."""
     pa, ipc = arrow(), arrow("pyarrow.ipc")
     try:
-        return ipc.open_file(pa.memory_map(os.fsencode(file))).read_all()
-    except (pa.ArrowException, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        table = ipc.open_file(pa.memory_map(os.fsencode(file))).read_all()
+        table.validate(full=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # Arrow raises anything for damaged files
+        raise DamagedGalleryError(file, error) from error
+    return table
 
 
 def values(column: Any) -> list[Any]:
@@ -185,7 +190,7 @@ def conditions(words: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _kind(rows: Any, name: str) -> Any:
+def column_type(rows: Any, name: str) -> Any:
     """The type of a column; None where there is none, or one without a single value."""
     kind = rows[name].type if name in rows.column_names else None
     return None if kind is None or arrow().types.is_null(kind) else kind
@@ -193,7 +198,9 @@ def _kind(rows: Any, name: str) -> Any:
 
 def _check_kinds(tables: Sequence[Any], name: str, wanted: list[Any]) -> None:
     """Refuse values that the column can hold in none of the tables."""
-    kinds = [*dict.fromkeys(kind for rows in tables if (kind := _kind(rows, name)) is not None)]
+    kinds = [
+        *dict.fromkeys(kind for rows in tables if (kind := column_type(rows, name)) is not None)
+    ]
     strange = [one for one in wanted if kinds and not any(len(_cast([one], k)) for k in kinds)]
     if strange:
         raise UsageError(
@@ -214,7 +221,7 @@ def _cast(values: list[Any], kind: Any) -> Any:
 
 
 def _meets(rows: Any, name: str, wanted: list[Any]) -> Mask:
-    kind = _kind(rows, name)
+    kind = column_type(rows, name)
     if kind is None:
         return np.full(len(rows), None in wanted)
     return contains(rows[name], _cast(wanted, kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
 from proximetry.search.manifest import (
     FILES,
     SEGMENTS,
+    DamagedGalleryError,
     Deleted,
     Digest,
     FileInfo,
@@ -186,7 +187,7 @@ def write_segment(
     files["rows"] = stream.info
     if index:
         place = home / FILES["index"]
-        vectors = _mapped(home / FILES["vectors"], 2, np.float32)
+        vectors = _mapped(home / FILES["vectors"], (count, manifest.dim), np.float32)
         with writing(place):
             indexes.build(index, vectors, manifest.similarity, place, steps)
             with place.open("rb+") as file:
@@ -214,15 +215,42 @@ def _header(stream: Digest, dtype: Any, shape: tuple[int, ...]) -> None:
     np.lib.format.write_array_header_1_0(stream, about)
 
 
-def _mapped(file: Path, ndim: int, dtype: Any) -> npt.NDArray[Any]:
+def _mapped(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     try:
         # Copy-on-write, as torch does not take what cannot be written to.
-        array = np.load(file, mmap_mode="c" if file.stat().st_size else None)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if array.ndim != ndim or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{file} is damaged: it holds {array.dtype} of shape {array.shape}")
+        array = np.lib.format.open_memmap(file, mode="c")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, which raises anything
+        raise DamagedGalleryError(file, error) from error
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise DamagedGalleryError(
+            file, f"it holds {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
+        )
     return np.asarray(array)
+
+
+def check_digest(file: Path, info: FileInfo, steps: Steps = quiet) -> None:
+    """Compare a file with the checksum it was written with."""
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        steps(f"checking {file.name}", done, info.bytes)
+
+    _check_size(file, info)
+    if read_digest(file, count) != info:
+        raise DamagedGalleryError(file, "its checksum is not the one it was written with")
+
+
+def check_digests(
+    folder: Path, info: SegmentInfo, kinds: Container[str] = FILES, steps: Steps = quiet
+) -> None:
+    """Compare files of a segment with their checksums."""
+    for kind, about in info.files.items():
+        if kind in kinds:
+            check_digest(folder / SEGMENTS / info.name / FILES[kind], about, steps)
 
 
 @dataclass(frozen=True)
@@ -242,25 +270,30 @@ class Segment:
         home = folder / SEGMENTS / info.name
         for kind, about in info.files.items():
             _check_size(home / FILES[kind], about)
+        check_digests(folder, info, ("ids",))  # few bytes, on which everything else depends
         squared = manifest.similarity == "euclidean"
         found = cls(
             info,
-            _mapped(home / FILES["vectors"], 2, np.float32),
-            _mapped(home / FILES["ids"], 1, np.int64),
+            _mapped(home / FILES["vectors"], (info.rows, manifest.dim), np.float32),
+            _mapped(home / FILES["ids"], (info.rows,), np.int64),
             rows.read(home / FILES["rows"]),
-            _mapped(home / FILES["squares"], 1, np.float32) if squared else None,
+            _mapped(home / FILES["squares"], (info.rows,), np.float32) if squared else None,
             indexes.Index(home / FILES["index"], info.index) if info.index else None,
         )
-        shapes = {len(found.ids), len(found.rows), info.rows, len(found.vectors)}
-        if len(shapes) > 1 or found.vectors.shape[1] != manifest.dim:
-            raise ValueError(f"{home} is damaged: its files have different numbers of rows")
+        table = home / FILES["rows"]
+        if len(found.rows) != info.rows:
+            raise DamagedGalleryError(table, f"it has {len(found.rows)} rows, not {info.rows}")
+        for name in ("path", "label"):
+            kind = rows.column_type(found.rows, name)
+            if kind is None or not rows.arrow().types.is_large_binary(kind):
+                raise DamagedGalleryError(table, f"its column {name} is {kind}")
         return found
 
 
 def _check_size(file: Path, info: FileInfo) -> None:
     size = file.stat().st_size
     if size != info.bytes:
-        raise ValueError(f"{file} is damaged: it has {size} bytes, written were {info.bytes}")
+        raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
 
 
 class Snapshot:
@@ -272,8 +305,9 @@ class Snapshot:
         self.deleted: IntArray = np.empty(0, np.int64)
         if manifest.deleted:
             file = folder / manifest.deleted.name
-            _check_size(file, manifest.deleted.file)
-            self.deleted = _mapped(file, 1, np.int64).copy()
+            check_digest(file, manifest.deleted.file)  # else removed images could come back
+            self.deleted = _mapped(file, (manifest.deleted.count,), np.int64).copy()
+        self._check_ids()
         self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
         self.store = Store(
             [segment.vectors for segment in self.segments],
@@ -293,9 +327,23 @@ class Snapshot:
                 # A writer may have replaced the manifest and removed the old files meanwhile.
                 before, manifest = manifest, read_manifest(folder)
                 if manifest == before:
-                    raise ValueError(
-                        f"{error.filename} is missing; the gallery is damaged"
-                    ) from None
+                    raise DamagedGalleryError(folder, f"{error.filename} is missing") from None
+
+    def _check_ids(self) -> None:
+        """Check that ids rise through all segments, as their order is relied upon."""
+        last = -1
+        for segment in self.segments:
+            ids = segment.ids
+            if len(ids) and (ids[0] <= last or (np.diff(ids) <= 0).any()):
+                raise DamagedGalleryError(self.folder, f"ids of segment {segment.info.name}")
+            last = int(ids[-1]) if len(ids) else last
+        if last >= self.manifest.next_id:
+            raise DamagedGalleryError(self.folder, f"id {last} is above the next id")
+
+    def check_digests(self) -> None:
+        """Compare the files that changes depend on with their checksums, before a change."""
+        for segment in self.segments:
+            check_digests(self.folder, segment.info, ("rows",))
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - len(self.deleted)
