@@ -21,6 +21,7 @@ import torch
 from proximetry.metrics import retrieve
 from proximetry.search import Gallery, gallery, manifest, staging
 from tests.search.conftest import make_embedder, make_table, make_vectors
+from tests.training.tiny import make_images
 
 EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -135,6 +136,48 @@ def interrupt(change, before, home):
             return moments
 
 
+def update_images(home):
+    """Kill an update of images at every moment; every vector is of the old or the new image.
+
+    One more image changes before the update is repeated, so that batches differ: a vector then
+    depends on its batch in its last bits.
+    """
+    paths = [
+        sorted(make_images(home / str(seed), 3, 2, seed=seed).rglob("*.png")) for seed in (0, 1)
+    ]
+    files, others = paths
+    start, embedder = home / "start", make_embedder()
+    Gallery.build(embedder, files, start, batch_size=2)
+    old = embedder.encode(files).numpy()
+    for file, other in zip(files, others, strict=True):
+        shutil.copy(other, file)
+    new = embedder.encode(files).numpy()
+
+    def vectors(folder):
+        opened = Gallery.open(folder)
+        opened.verify()
+        ids = opened.ids()
+        known = dict(zip(opened.rows(ids)["path"], opened.vectors(ids), strict=True))
+        return np.stack([known[str(file)] for file in files])
+
+    moments = 0
+    while True:
+        moments += 1
+        folder = home / f"moment-{moments}"
+        shutil.copytree(start, folder)
+        change = lambda: Gallery.open(folder).update(files, batch_size=2)  # noqa: B023, E731
+        ended = in_a_process(lambda: (kill_at(moments, folder), change()))  # noqa: B023
+        found = vectors(folder)
+        assert any(np.allclose(found, wanted, atol=1e-6) for wanted in (old, new)), moments
+        files[1].touch()
+        change()
+        np.testing.assert_allclose(vectors(folder), new, atol=1e-6)
+        assert not (folder / "staging").exists()
+        shutil.rmtree(folder)
+        if ended:
+            return moments
+
+
 def at_random(home, times):
     """Kill a process that changes a gallery again and again; no change is ever half there."""
     home.mkdir()
@@ -203,12 +246,13 @@ def main(home):
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
     gallery.MERGED = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
-    staging.CHUNK = 4
+    staging.CHUNK = 2
     told = {
         "build": interrupt(build, [], home / "build"),
         "add": interrupt(add, [remove], home / "add"),
         "remove": interrupt(remove, [add], home / "remove"),
         "update": interrupt(update, [remove], home / "update"),
+        "update_images": update_images(home / "update_images"),
         "compact": interrupt(compact, [add, remove], home / "compact"),
         "random": at_random(home / "random", 10),
         "together": together(home / "together", 2, 8),

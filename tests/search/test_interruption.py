@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from proximetry.search import Gallery, staging
-from tests.search.conftest import make_embedder
+from tests.search.conftest import DIM, make_embedder
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +28,7 @@ def test_a_killed_change_has_happened_or_has_not(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    for change in ("build", "add", "remove", "update", "compact"):
+    for change in ("build", "add", "remove", "update", "update_images", "compact"):
         assert told[change] > 5, "too few moments to show anything"
     assert told["random"] > 0
     assert told["together"] == 60 + 2 * 8 * 5
@@ -85,14 +88,81 @@ def test_a_build_goes_on_where_it_was_cut_off(images, tmp_path, monkeypatch):
     assert not (tmp_path / "g" / "staging").exists()
 
 
-def test_damaged_leftovers_are_embedded_again(images, tmp_path, monkeypatch):
+@pytest.fixture
+def interrupted(images, tmp_path, monkeypatch):
+    """A build of twelve images in three chunks that stopped at a thirteenth one."""
     monkeypatch.setattr(staging, "CHUNK", 4)
-    files = [str(path) for path in sorted(images.rglob("*.png"))[:12]]
+    folder = shutil.copytree(images, tmp_path / "images")
+    files = [str(path) for path in sorted(folder.rglob("*.png"))[:12]]
     (tmp_path / "bad.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"bad\.png"):
         Gallery.build(make_embedder(), [*files, tmp_path / "bad.png"], tmp_path / "g")
-    left = sorted((tmp_path / "g" / "staging").rglob("*.npy"))
+    left = sorted((tmp_path / "g" / "staging").rglob("*.arrow"))
     assert len(left) == 3
-    left[0].write_bytes(b"")
+    return tmp_path / "g", files, left
+
+
+def flip(file, dim):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def put_nan(file, dim):
+    stamps, vectors = staging._load(file, dim)
+    file.unlink()
+    staging._write(file.parent, vectors * np.nan, stamps)
+
+
+def cut_dimensions(file, dim):
+    stamps, vectors = staging._load(file, dim)
+    file.unlink()
+    staging._write(file.parent, vectors[:, :4], stamps)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, put_nan, cut_dimensions, lambda f, dim: f.write_bytes(b"")]
+)
+def test_damaged_staged_vectors_are_embedded_again(interrupted, damage):
+    folder, files, left = interrupted
+    damage(left[0], DIM)
+    found = Gallery.build(make_embedder(), files, folder)
+    wanted = make_embedder().encode(files).numpy()
+    np.testing.assert_allclose(found.vectors(found.ids()), wanted, atol=1e-6)
+    assert not (folder / "staging").exists()
+
+
+def test_image_replaced_with_equal_size_and_mtime_is_embedded_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "CHUNK", 2)
+    draw = np.random.default_rng(0)
+
+    def save(file):
+        Image.fromarray(draw.integers(0, 256, (24, 24, 3), np.uint8)).save(file)
+
+    files = [tmp_path / f"{number}.bmp" for number in range(4)]
+    for file in files:
+        save(file)
+    with pytest.raises(ValueError, match="no such file"):
+        Gallery.build(make_embedder(), [*files, tmp_path / "none.bmp"], tmp_path / "g")
+    before = files[0].stat()
+    save(files[0])
+    os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert files[0].stat().st_size == before.st_size
     found = Gallery.build(make_embedder(), files, tmp_path / "g")
-    assert found.search(files, 1).paths.ravel().tolist() == files
+    wanted = make_embedder().encode(files).numpy()
+    np.testing.assert_allclose(found.vectors(found.ids()), wanted, atol=1e-6)
+
+
+def test_staged_vectors_are_swept_after_the_grace_period(gallery, images, monkeypatch):
+    monkeypatch.setattr(staging, "CHUNK", 4)
+    files = [str(path) for path in sorted(images.rglob("*.png"))[:8]]
+    with pytest.raises(ValueError, match="no such file"):
+        gallery.add([*files, "/nowhere.png"])
+    left = [*(gallery.path / "staging").rglob("*.arrow")]
+    assert len(left) == 2
+    gallery.remove([0])
+    assert all(file.exists() for file in left)
+    for file in left:
+        os.utime(file, (0, 0))
+    gallery.remove([1])
+    assert not (gallery.path / "staging").exists()

@@ -7,6 +7,8 @@ there before.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,21 +20,31 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from proximetry._common import atomic_path, chunks
+from proximetry._common import atomic_write, chunks
 from proximetry.data.tar_shards import split_shard_path
 from proximetry.metrics.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.search import rows
 from proximetry.search.exact import FloatArray
-from proximetry.search.manifest import STAGING, new_name
+from proximetry.search.manifest import STAGING, read_digest
 
 BadImages = Literal["error", "skip"]
 # Images that are embedded before they are written down.
 CHUNK = 1024
 _BLOCK = 65_536
 
-Stamp = tuple[bytes, int, int]
-"""Path, size and time of a file."""
+
+class Stamp(NamedTuple):
+    """What a file is recognized by.
+
+    The last two also change where size and time of modification are set to what they were.
+    """
+
+    path: bytes
+    size: int
+    modified: int
+    changed: int
+    inode: int
 
 
 @dataclass
@@ -65,8 +77,7 @@ class Staged:
         used = set(self._sources[:, 0].tolist())
         files = [file for number, file in self._files.items() if number in used]
         for file in files:
-            for path in (file, file.with_suffix(".npy")):
-                path.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         for folder in {file.parent for file in files}:
             with suppress(OSError):  # another process may keep something there too
                 folder.rmdir()
@@ -86,13 +97,13 @@ def embed(
     """Embed images for a gallery, and take what was embedded before from its folder."""
     folder = gallery / STAGING / fingerprint[:32]
     stamps = [_stamp(path) for path in paths]
-    arrays, files, sources = _find(folder, stamps)
+    arrays, files, sources = _find(folder, stamps, embedder.dim)
     waiting = np.flatnonzero(sources[:, 0] < 0)
     helpers = _helpers.get()
     if helpers is not None and len(waiting) > CHUNK:
         wanted = [[paths[image] for image in part.tolist()] for part in _parts(waiting)]
         helpers.share(embedder, _Job(wanted, folder, fingerprint, batch_size), progress)
-        arrays, files, sources = _find(folder, stamps)
+        arrays, files, sources = _find(folder, stamps, embedder.dim)
         waiting = np.flatnonzero(sources[:, 0] < 0)  # what could not be read, which is now told
     left_out: dict[int, str] = {}
     done = len(paths) - len(waiting)
@@ -113,11 +124,10 @@ def embed(
             raise error.__cause__ from None
         read = np.array([image for i, image in enumerate(images) if i not in bad], np.int64)
         sources[read, 0], sources[read, 1] = len(arrays), np.arange(len(read))
-        if len(waiting) > CHUNK:  # else there is nothing to go on with
-            known = [(row, stamps[image]) for row, image in enumerate(read)]
-            file = _write(folder, vectors, [(r, s) for r, s in known if s is not None])
+        if len(waiting) > CHUNK and len(read):  # else there is nothing to resume
+            file = _write(folder, vectors, [stamps[image] for image in read])
             files[len(arrays)] = file
-            vectors = np.load(file.with_suffix(".npy"), mmap_mode="r")
+            _, vectors = _load(file, embedder.dim)
         arrays.append(vectors)
         left_out |= {int(images[i]): reason for i, reason in bad.items()}
         done += len(images)
@@ -148,9 +158,9 @@ class _Job(NamedTuple):
                     self.batch_size,
                     on_error=lambda i, error: bad.add(i),  # noqa: B023
                 ).numpy()
-                read = [stamp for i, stamp in enumerate(stamps) if i not in bad]
-                known = [(row, stamp) for row, stamp in enumerate(read) if stamp is not None]
-                _write(self.folder, vectors, known)
+                if len(vectors):
+                    read = [stamp for i, stamp in enumerate(stamps) if i not in bad]
+                    _write(self.folder, vectors, read)
             done += len(paths)
             progress(min(size * done, total), total)
 
@@ -229,60 +239,66 @@ def _stamp(path: str) -> Stamp | None:
         status = os.stat(split_shard_path(path)[0])
     except OSError:  # whoever opens the image will say why it cannot be opened
         return None
-    return os.fsencode(path), status.st_size, status.st_mtime_ns
+    return Stamp(
+        os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    )
 
 
-def _write(folder: Path, vectors: FloatArray, stamps: Sequence[tuple[int, Stamp]]) -> Path:
-    """Write a chunk; it counts from the moment its table is there."""
-    file = folder / f"{new_name()}.arrow"
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(file.with_suffix(".npy")) as part, part.open("wb") as stream:
-        np.save(stream, vectors)
+def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) -> Path:
+    """Write a chunk; its name is the checksum of its content."""
     pa = rows.arrow()
+    columns = zip(*(stamp or [None] * len(Stamp._fields) for stamp in stamps), strict=True)
+    path, *numbers = (list(column) for column in columns)
+    data = pa.py_buffer(np.ascontiguousarray(vectors, np.float32))
     table = pa.table(
         {
-            "row": [row for row, _ in stamps],
-            "path": pa.array([stamp[0] for _, stamp in stamps], pa.large_binary()),
-            "bytes": [stamp[1] for _, stamp in stamps],
-            "time": [stamp[2] for _, stamp in stamps],
+            "vector": pa.Array.from_buffers(
+                pa.binary(4 * vectors.shape[1]), len(vectors), [None, data]
+            ),
+            "path": pa.array(path, pa.large_binary()),
+            **{
+                name: pa.array(column, pa.uint64() if name == "inode" else pa.int64())
+                for name, column in zip(Stamp._fields[1:], numbers, strict=True)
+            },
         }
     )
-    with atomic_path(file) as part, part.open("wb") as stream:
-        rows.write(table, stream)
+    stream = io.BytesIO()
+    rows.write(table, stream)
+    content = stream.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{hashlib.sha256(content).hexdigest()}.arrow"
+    atomic_write(file, content)
     return file
 
 
+def _load(file: Path, dim: int) -> tuple[list[Stamp], FloatArray]:
+    """The images of a chunk and their vectors; raises ValueError for a damaged one."""
+    if read_digest(file).sha256 != file.stem:
+        raise ValueError(f"{file} is damaged")
+    table = rows.read(file)
+    (column,) = table["vector"].chunks
+    data = np.frombuffer(column.buffers()[1], np.float32, len(table) * dim)
+    if column.type.byte_width != 4 * dim or not np.isfinite(data).all():
+        raise ValueError(f"{file} holds other vectors than this embedder makes")
+    columns = (table[name].to_pylist() for name in Stamp._fields)
+    return [Stamp(*values) for values in zip(*columns, strict=True)], data.reshape(-1, dim)
+
+
 def _find(
-    folder: Path, stamps: Sequence[Stamp | None]
+    folder: Path, stamps: Sequence[Stamp | None], dim: int
 ) -> tuple[list[FloatArray], dict[int, Path], IntArray]:
     """What was embedded before, and of each image its chunk and its row there, or −1."""
-    arrays, places, files = _read(folder)
+    arrays: list[FloatArray] = []
+    files: dict[int, Path] = {}
+    places: dict[Stamp, tuple[int, int]] = {}
+    for file in sorted(folder.glob("[!.]*.arrow")):
+        with suppress(KeyError, OSError, ValueError):  # its images are embedded again
+            there, vectors = _load(file, dim)
+            places |= {stamp: (len(arrays), row) for row, stamp in enumerate(there)}
+            files[len(arrays)] = file
+            arrays.append(vectors)
     sources = np.full((len(stamps), 2), -1, np.int64)
     for image, stamp in enumerate(stamps):
         if stamp is not None:
             sources[image] = places.get(stamp, (-1, -1))
     return arrays, files, sources
-
-
-def _read(
-    folder: Path,
-) -> tuple[list[FloatArray], dict[Stamp, tuple[int, int]], dict[int, Path]]:
-    """What was embedded before: vectors by chunk, and where each image is."""
-    arrays: list[FloatArray] = []
-    places: dict[Stamp, tuple[int, int]] = {}
-    files: dict[int, Path] = {}
-    for file in sorted(folder.glob("[!.]*.arrow")):
-        try:
-            table, vectors = rows.read(file), np.load(file.with_suffix(".npy"), mmap_mode="r")
-        except (
-            EOFError,
-            OSError,
-            ValueError,
-        ):  # which costs no more than embedding these images again
-            continue
-        columns = (table[name].to_pylist() for name in ("path", "bytes", "time", "row"))
-        for path, size, time, row in zip(*columns, strict=True):
-            places[path, size, time] = len(arrays), row
-        files[len(arrays)] = file
-        arrays.append(vectors)
-    return arrays, places, files
