@@ -70,6 +70,43 @@ def test_images_without_classes_are_a_list_of_files(embedder, images, tmp_path):
     assert found.known([files[0], "elsewhere.png"]) == [True, False]
 
 
+def test_labels_of_a_list_of_files(embedder, images, tmp_path):
+    files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
+    found = Gallery.build(embedder, files[:3], tmp_path / "g", labels=["a", "b", None])
+    found.add(files[3:4], labels=["c"])
+    assert found.rows(found.ids())["label"] == ["a", "b", None, "c"]
+    with pytest.warns(UserWarning, match="1 of the images have no class"):
+        found.add(files[4:5])
+    (unchanged,) = found.update(files[:1])  # keeps its class
+    (relabeled,) = found.update(files[1:2], labels=["d"])
+    assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
+    for wrong in (["x", "y"], "x"):
+        with pytest.raises(UsageError, match="labels must be a list of 1"):
+            found.add(files[5:], labels=wrong)
+    with pytest.raises(UsageError, match="has its own"):
+        found.add(Catalog.from_folder(images), labels=["x"])
+
+
+def test_update_keeps_columns_of_files(embedder, images, tmp_path):
+    files = [str(path) for path in sorted(images.rglob("*.png"))[:2]]
+    table = rows.table({"path": files, "label": ["a", None], "year": [1990, None]})
+    found = Gallery.build(embedder, table, tmp_path / "g")
+    ids = found.update(files)
+    assert found.rows(ids) == {"path": files, "label": ["a", None], "year": [1990, None]}
+
+
+def test_galleries_without_file_sizes_open(gallery, monkeypatch, images):
+    monkeypatch.setattr(rows, "with_stamps", lambda table, stamps: table)
+    file = str(next(images.rglob("*.png")))
+    gallery.add([file, "/nowhere/x.png"], labels=["a", "b"], vectors=make_vectors(2))
+    monkeypatch.undo()
+    opened = Gallery.open(gallery.path)
+    assert opened.outdated(images) == ([], [])
+    assert opened.outdated("/nowhere") == (["/nowhere/x.png"], [])
+    opened.compact()
+    assert opened.columns == ["path", "label"]
+
+
 def test_a_member_of_a_shard_is_no_file_outside(images, tmp_path):
     picture = next(images.rglob("*.png"))
     members = ["ant/../../private/photo.png", "ant//0.png", "ant/./1.png"]
@@ -371,7 +408,7 @@ def test_every_damaged_file_is_found(gallery):
         flipped = bytearray(content)
         flipped[len(flipped) // 2] ^= 1
         file.write_bytes(flipped)
-        with pytest.raises(ValueError, match=rf"{file.name} is damaged: its checksum"):
+        with pytest.raises(ValueError, match=rf"{file.name} is damaged"):
             gallery.verify()
         if file.parent == home:  # damage does not get a new checksum
             with pytest.raises(ValueError, match="damaged"):

@@ -63,6 +63,29 @@ def test_indexing_again_adds_what_is_new(home, call):
     assert (told["images"], told["added"], told["dim"], told["index"]) == (49, 0, 8, "auto")
 
 
+def test_index_reports_missing_and_changed_files(home, call):
+    call("index", "pictures", "--model", "model")
+    assert "missing" not in call("index", "pictures")
+    (home / "pictures/class00/0.png").unlink()
+    shutil.copy("pictures/class02/0.png", "pictures/class03/1.png")
+    told = call("index", "pictures", "pictures/class00")
+    assert "1 file is missing, 1 has changed since indexing: pictures/class00/0.png" in told
+    assert "gallery.update(changed)" in told
+    document = json.loads(call("index", "pictures", "--json"))
+    assert (document["missing"], document["changed"]) == (1, 1)
+    document = json.loads(call("index", "pictures/class01", "--json"))
+    assert (document["missing"], document["changed"]) == (0, 0)
+    gallery = Gallery.open("gallery")
+    missing, changed = gallery.outdated("pictures")
+    gallery.update(changed)
+    gallery.remove(gallery.ids({"path": missing}))
+    gallery.compact()
+    assert gallery.outdated(home) == ([], [])
+    (updated,) = gallery.ids({"path": changed})
+    assert gallery.rows([updated])["label"] == ["class03"]
+    assert "missing" not in call("index", "pictures")
+
+
 def test_tables_bring_their_columns(home, call):
     files = sorted((home / "pictures").rglob("*.png"))
     lines = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError, check_writable, first_few, shorten, spaced
+from proximetry._common import UsageError, check_writable, first_few, shorten, some, spaced
 from proximetry.cli.output import (
     AsJson,
     BadImages,
@@ -70,7 +70,19 @@ def index(
         if world.leads:
             with with_helpers() if world.size > 1 else nullcontext():
                 table, notes = _find_rows(images, columns, bad_images == "skip")
-                _index(table, notes, model, gallery, index, batch_size, bad_images, own, as_json)
+                folders = [word for word in images if os.path.isdir(os.path.expanduser(word))]
+                _index(
+                    table,
+                    notes,
+                    folders,
+                    model,
+                    gallery,
+                    index,
+                    batch_size,
+                    bad_images,
+                    own,
+                    as_json,
+                )
         else:
             help_out(lambda: _load(model or Path(gallery) / EMBEDDER, own))
 
@@ -78,6 +90,7 @@ def index(
 def _index(
     table: Any,
     notes: list[str],
+    folders: Sequence[str],
     model: Path | None,
     gallery: str,
     index: str | None,
@@ -109,12 +122,15 @@ def _index(
                 embedder = _load(model, device)
                 opened = Gallery.build(embedder, table, gallery, index or "auto", **options)
                 added = len(opened)
+    missing, changed = _outdated(opened, folders if there else [], told)
     left_out = [line for line in told if line.startswith(LEFT_OUT)]
     told = [line for line in told if not line.startswith(LEFT_OUT)]
     document = {
         "gallery": gallery,
         "images": len(opened),
         "added": added,
+        "missing": missing,
+        "changed": changed,
         "dim": opened.dim,
         "index": opened.index,
         "left_out": [line.removeprefix(LEFT_OUT) for line in left_out],
@@ -126,6 +142,29 @@ def _index(
     hint += f" --model {shlex.quote(str(model or 'RUN'))}" if is_milvus(gallery) else ""
     told += first_few(left_out, "the document of --json")
     tell(as_json, document, "\n".join([*notes, *told, text, "", hint]))
+
+
+def _outdated(opened: "Gallery", folders: Sequence[str], told: list[str]) -> tuple[int, int]:
+    """Count the files below folders that are missing or have changed, and warn of them."""
+    from proximetry.search.manifest import is_milvus
+
+    missing: dict[str, None] = {}
+    changed: dict[str, None] = {}
+    for folder in () if is_milvus(opened.name) else folders:
+        gone, new = opened.outdated(os.path.expanduser(folder))
+        missing |= dict.fromkeys(gone)
+        changed |= dict.fromkeys(new)
+    if missing or changed:
+        calls = ["missing, changed = gallery.outdated(FOLDER)"]
+        calls += ["gallery.update(changed)"] if changed else []
+        calls += ['gallery.remove(gallery.ids({"path": missing}))'] if missing else []
+        told.append(
+            f"{spaced(len(missing))} file{' is' if len(missing) == 1 else 's are'} missing, "
+            f"{spaced(len(changed))} {'has' if len(changed) == 1 else 'have'} changed since "
+            f"indexing: {some(map(_short, [*missing, *changed]))}. "
+            f"To update the gallery, in Python: {'; '.join(calls)}"
+        )
+    return len(missing), len(changed)
 
 
 def _exists(gallery: str) -> bool:

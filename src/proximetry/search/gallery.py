@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,11 +52,12 @@ from proximetry.search.segments import (
     write_deleted,
     write_segment,
 )
-from proximetry.search.staging import BadImages, embed
+from proximetry.search.staging import BadImages, embed, stamp_of
 
 Where = rows.Where
 Images = Catalog | Sequence[str | os.PathLike[str]] | Any
 """A catalogue, image files, or the rows that `rows.table` makes."""
+Labels = Sequence[str | None] | None
 Queries = Sequence[ImageSource] | Tensor | npt.NDArray[Any]
 
 _FLOATING = {*map(np.dtype, ("f2", "f4", "f8")), torch.float32, torch.float64}
@@ -101,6 +103,7 @@ class Gallery:
         path: str | os.PathLike[str],
         index: str = "auto",
         *,
+        labels: Labels = None,
         vectors: Tensor | npt.NDArray[Any] | None = None,
         bad_images: BadImages = "error",
         batch_size: int = 64,
@@ -114,6 +117,7 @@ class Gallery:
         Args:
             embedder: makes the vectors, and is kept in the folder.
             images: a catalogue, or image files.
+            labels: the class of each image file, or None; without them files have no class.
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
@@ -125,7 +129,9 @@ class Gallery:
             steps: called with (what, done, total) now and then.
             report: called with what there is to say: the index, images that were left out.
         """
-        new = NewImages(images, vectors, embedder.dim, bad_images, batch_size, steps, report)
+        new = NewImages(
+            images, labels, vectors, embedder.dim, bad_images, batch_size, steps, report
+        )
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
@@ -278,10 +284,31 @@ class Gallery:
         there = self._now.paths_there(table)
         return [path in there for path in table["path"].to_pylist()]
 
+    def outdated(self, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
+        """Compare the images below a folder with their files.
+
+        Returns the paths of files that are missing, and of those whose size or time of
+        modification has changed since they were embedded. Galleries on Milvus do not keep these.
+        """
+        now = self._now
+        if not isinstance(now, Snapshot):
+            raise UsageError(f"the gallery {self.name} does not keep sizes of files")
+        missing: list[str] = []
+        changed: list[str] = []
+        below = os.path.dirname(rows.absolute(os.path.join(folder, "image")))
+        for path, size, modified in now.stamps_below(below):
+            stamp = stamp_of(path)
+            if stamp is None:
+                missing.append(path)
+            elif size is not None and (size, modified) != (stamp.size, stamp.modified):
+                changed.append(path)
+        return missing, changed
+
     def add(
         self,
         images: Images,
         *,
+        labels: Labels = None,
         vectors: Tensor | npt.NDArray[Any] | None = None,
         bad_images: BadImages = "error",
         batch_size: int = 64,
@@ -293,13 +320,14 @@ class Gallery:
         Images that are there already are refused; `update` embeds them again. What is there is
         not written anew. Where all have to be left out, there is no id.
         """
-        new = NewImages(images, vectors, self.dim, bad_images, batch_size, steps, report)
+        new = NewImages(images, labels, vectors, self.dim, bad_images, batch_size, steps, report)
         return self._extend(new, renew=False)
 
     def update(
         self,
         images: Images,
         *,
+        labels: Labels = None,
         vectors: Tensor | npt.NDArray[Any] | None = None,
         bad_images: BadImages = "error",
         batch_size: int = 64,
@@ -309,13 +337,16 @@ class Gallery:
         """Embed images again that are in the gallery, add others, and return their ids.
 
         An id names one state of an image for ever, so those that are embedded again get new ones.
+        Files without `labels` keep the class and the other columns that they have in the gallery.
         """
-        new = NewImages(images, vectors, self.dim, bad_images, batch_size, steps, report)
+        new = NewImages(images, labels, vectors, self.dim, bad_images, batch_size, steps, report)
         return self._extend(new, renew=True)
 
     def _extend(self, new: NewImages, *, renew: bool) -> IntArray:
         newest = self._newest()
         self._check_same(newest)
+        if renew and new.only_files:
+            new.table = _with_known(newest, new.table)
         newest.check_fits(new.table)
         if not renew:
             self._refuse_known(newest, new.table)
@@ -324,6 +355,12 @@ class Gallery:
             embedded = new.embed(embedder, newest.manifest.embedder, self.path)
         except NothingToAddError:
             return np.arange(0)
+        unlabeled = 0 if renew else embedded.table["label"].null_count
+        if unlabeled and isinstance(newest, Snapshot) and newest.has_labels:
+            new.warn(
+                f"{spaced(unlabeled)} of the images have no class, others in the gallery "
+                f"{self.name} do. Pass labels=, a class folder or a table."
+            )
         return self._write(new, embedded, renew=renew)
 
     def _check_same(self, now: Version) -> None:
@@ -567,6 +604,19 @@ class Gallery:
         )
 
 
+def _with_known(now: Version, table: Any) -> Any:
+    """The rows of files, with what the gallery knows of those that are in it."""
+    there = now.paths_there(table)
+    places = [there.get(path, -1) for path in table["path"].to_pylist()]
+    chosen = [row for row, place in enumerate(places) if place >= 0]
+    known = now.take(np.array([places[row] for row in chosen], np.int64), now.columns)
+    columns: dict[str, list[Any]] = {name: [None] * len(places) for name in known}
+    for name, values in known.items():
+        for row, value in zip(chosen, values, strict=True):
+            columns[name][row] = value
+    return rows.table({**columns, "path": rows.values(table["path"])})
+
+
 def _result(now: Version, found: Found) -> SearchResult:
     return SearchResult(
         now.ids(found.places),
@@ -611,11 +661,13 @@ class NewImages:
     Attributes:
         table: what is known of them.
         vectors: theirs, where an embedder need not make them.
+        only_files: whether they are files of which nothing else is known.
     """
 
     def __init__(
         self,
         images: Images,
+        labels: Labels,
         vectors: Tensor | npt.NDArray[Any] | None,
         dim: int,
         bad_images: BadImages,
@@ -623,10 +675,13 @@ class NewImages:
         steps: Steps | None,
         report: Report | None,
     ) -> None:
-        self.table = checked_rows(images)
+        self.table = checked_rows(images, labels)
+        self.only_files = labels is None and self.table.column_names == ["path", "label"]
+        self.only_files &= self.table["label"].null_count == len(self.table)
         self.vectors = None if vectors is None else as_vectors(vectors, len(self.table), dim)
         self.bad_images, self.batch_size = bad_images, batch_size
         self.steps, self.report = steps or quiet, report or (lambda line: None)
+        self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
 
     def embed(self, embedder: Embedder | None, fingerprint: str, folder: Path) -> EmbeddedImages:
         """Return them with their vectors, less those that cannot be read."""
@@ -652,7 +707,7 @@ class NewImages:
                 f"none of the {len(table)} images can be read: {staged.left_out[0]}"
             )
         kept = table.take(rows.arrow().array(staged.kept))
-        return EmbeddedImages(kept, staged.blocks, staged.discard)
+        return EmbeddedImages(kept, staged.blocks, staged.stamps, staged.discard)
 
 
 class NothingToAddError(ValueError):
@@ -665,11 +720,13 @@ class EmbeddedImages(NamedTuple):
     Attributes:
         table: what is known of them.
         vectors: gives their vectors, some after others.
+        stamps: size and time of modification of their files, where known.
         discard: removes what was kept of them until they are in the gallery.
     """
 
     table: Any
     vectors: Callable[[], Iterable[FloatArray]]
+    stamps: Sequence[tuple[int, int] | None] = ()
     discard: Callable[[], None] = lambda: None
 
     def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
@@ -682,7 +739,7 @@ class EmbeddedImages(NamedTuple):
         return write_segment(
             folder,
             manifest,
-            self.table,
+            rows.with_stamps(self.table, self.stamps),
             np.arange(first, first + count),
             self.blocks(manifest),
             indexes.resolve(index, count, manifest.dim),
@@ -696,9 +753,9 @@ def describe_index(index: str, count: int, *, exact: bool) -> str:
     return f"index: {index} for {spaced(count)} image{'s' if count != 1 else ''}: {told}"
 
 
-def checked_rows(images: Images) -> Any:
+def checked_rows(images: Images, labels: Labels = None) -> Any:
     """The table of the images, of which each stands there once."""
-    table: Any = images if hasattr(images, "column_names") else rows.make_rows(images)
+    table: Any = images if hasattr(images, "column_names") else rows.make_rows(images, labels)
     paths = table["path"].to_pylist()
     if not paths:
         raise UsageError("there are no images")

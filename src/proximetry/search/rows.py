@@ -20,8 +20,10 @@ from proximetry.data.csv_parquet import FIELDS
 from proximetry.data.tar_shards import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
 
-# What a result is told by, beside the columns.
-_RESULTS = {"id": "id", "similarity": "similarity", "score": "score"}
+STAMP = ("_size", "_modified")
+"""Hidden columns: size and time of modification of each file when it was embedded."""
+# Names that results and galleries use themselves.
+_RESERVED = ("id", "similarity", "score", *STAMP)
 
 Mask = npt.NDArray[np.bool_]
 Where = Mapping[str, Any]
@@ -33,9 +35,13 @@ def arrow(module: str = "pyarrow") -> Any:
     return need(module, "search", "A gallery")
 
 
-def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
-    """Return the table of the images of a catalogue, or of image files without classes."""
+def make_rows(
+    images: Catalog | Iterable[str | os.PathLike[str]], labels: Sequence[str | None] | None = None
+) -> Any:
+    """Return the table of the images of a catalogue, or of image files and their classes."""
     if isinstance(images, Catalog):
+        if labels is not None:
+            raise UsageError("labels are for lists of files; a catalogue has its own")
         given = {column: getattr(images, field) for column, field in FIELDS.items()}
         columns = {name: values for name, values in given.items() if values is not None}
         columns |= images.columns
@@ -44,6 +50,11 @@ def make_rows(images: Catalog | Iterable[str | os.PathLike[str]]) -> Any:
         raise UsageError(f"images must be a catalogue or a list of files, got {images}")
     else:
         columns = {"path": [os.fspath(image) for image in images]}
+        if labels is not None:
+            columns["label"] = [*labels]
+            count = len(columns["path"])
+            if isinstance(labels, str) or len(columns["label"]) != count:
+                raise UsageError(f"labels must be a list of {count} classes, one for each file")
     return table({**columns, "path": [absolute(path) for path in columns["path"]]})
 
 
@@ -61,10 +72,9 @@ def table(columns: Mapping[str, Sequence[Any]]) -> Any:
     """Return columns as rows of a gallery; path and label are always among them."""
     pa = arrow()
     for name in columns:
-        if name in _RESULTS:
+        if name in _RESERVED:
             raise UsageError(
-                f"the images have a column {name!r}, which is what results call their own "
-                f"{_RESULTS[name]}; give the column another name"
+                f"the images have a column {name!r}, which galleries use themselves; rename it"
             )
     arrays = {name: _array(values, name in FIELDS) for name, values in columns.items()}
     if "label" not in arrays:
@@ -83,6 +93,21 @@ def _array(values: Sequence[Any], ours: bool) -> Any:
     if any(isinstance(value, float) for value in values):
         return pa.array(values, pa.float64())
     return pa.array(values)
+
+
+def with_stamps(table: Any, stamps: Sequence[tuple[int, int] | None]) -> Any:
+    """Add size and time of modification of each file, null where they are not known."""
+    pa = arrow()
+    for number, name in enumerate(STAMP):
+        column = [stamp and stamp[number] for stamp in stamps] or [None] * len(table)
+        table = table.append_column(name, pa.array(column, pa.int64()))
+    return table
+
+
+def below(table: Any, folder: str) -> Mask:
+    """Say which paths lie below a folder."""
+    compute = arrow("pyarrow.compute")
+    return np.asarray(compute.starts_with(table["path"], _encode(os.path.join(folder, ""))))
 
 
 def _encode(text: str) -> bytes:

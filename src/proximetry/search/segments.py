@@ -432,7 +432,23 @@ class Snapshot:
     def columns(self) -> list[str]:
         """The names of all columns."""
         names = (name for segment in self.segments for name in segment.rows.column_names)
-        return list(dict.fromkeys(("path", "label", *names)))
+        return [name for name in dict.fromkeys(("path", "label", *names)) if name not in rows.STAMP]
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any image has a class."""
+        return any(segment.rows["label"].null_count < len(segment.ids) for segment in self.segments)
+
+    def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
+        """Path, size and time of modification of the images below a folder, as embedded."""
+        for segment, mask in zip(self.segments, self.alive, strict=True):
+            met = rows.below(segment.rows, folder)
+            part = rows.arrow().array(np.flatnonzero(met if mask is None else met & mask))
+            there = [name for name in rows.STAMP if name in segment.rows.column_names]
+            known = [rows.values(segment.rows[name].take(part)) for name in there]
+            empty = [[None] * len(part)] * (len(rows.STAMP) - len(there))
+            paths = rows.values(segment.rows["path"].take(part))
+            yield from zip(paths, *known, *empty, strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: list[Mask | None]) -> Found:
         """The k nearest of the allowed rows, as good as the indexes are, by place."""

@@ -54,10 +54,12 @@ class Staged:
     Attributes:
         kept: which of the images could be read.
         left_out: why others could not.
+        stamps: of the kept images, size and time of modification; None if not known.
     """
 
     kept: IntArray
     left_out: list[str]
+    stamps: list[tuple[int, int] | None]
     _chunks: list[FloatArray]
     _sources: IntArray  # of each kept image, its chunk and its row there
     _files: dict[int, Path]  # of each chunk that is on disk
@@ -96,7 +98,7 @@ def embed(
 ) -> Staged:
     """Embed images for a gallery, and take what was embedded before from its folder."""
     folder = gallery / STAGING / fingerprint[:32]
-    stamps = [_stamp(path) for path in paths]
+    stamps = [stamp_of(path) for path in paths]
     arrays, files, sources = _find(folder, stamps, embedder.dim)
     waiting = np.flatnonzero(sources[:, 0] < 0)
     helpers = _helpers.get()
@@ -134,7 +136,8 @@ def embed(
         progress(done, len(paths))
     kept = np.flatnonzero(sources[:, 0] >= 0)
     reasons = [left_out[image] for image in sorted(left_out)]
-    return Staged(kept, reasons, arrays, sources[kept], files)
+    seen = [stamp and (stamp.size, stamp.modified) for stamp in (stamps[i] for i in kept)]
+    return Staged(kept, reasons, seen, arrays, sources[kept], files)
 
 
 class _Job(NamedTuple):
@@ -150,7 +153,7 @@ class _Job(NamedTuple):
         rank, size = dist.get_rank(), dist.get_world_size()
         done, total = 0, sum(map(len, self.parts))
         for paths in self.parts[rank::size]:
-            stamps = [_stamp(path) for path in paths]
+            stamps = [stamp_of(path) for path in paths]
             bad: set[int] = set()
             with suppress(ValueError):  # rank 0 will come upon it again, and tell
                 vectors = embedder.encode(
@@ -234,7 +237,8 @@ def _parts(images: IntArray) -> list[IntArray]:
     return np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
 
 
-def _stamp(path: str) -> Stamp | None:
+def stamp_of(path: str) -> Stamp | None:
+    """Return what a file is recognized by; None for one that is not there."""
     try:
         status = os.stat(split_shard_path(path)[0])
     except OSError:  # whoever opens the image will say why it cannot be opened
