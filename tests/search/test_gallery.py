@@ -768,7 +768,7 @@ def test_euclidean_duplicates_need_a_threshold(tmp_path):
     found = Gallery.build(
         make_embedder(normalize=False), make_table(0, 20), tmp_path / "g", vectors=vectors
     )
-    with pytest.raises(ValueError, match="give a threshold"):
+    with pytest.raises(ValueError, match="Give a threshold"):
         found.duplicates()
     assert found.duplicates(0.1).pairs.tolist() == [[2, 7]]
     np.testing.assert_allclose(found.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)

@@ -2,11 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
-from proximetry.search import Gallery
+from proximetry.cli.search import _table
+from proximetry.models import Embedder
+from proximetry.search import Gallery, SearchResult, contact_sheet
 from tests.search.conftest import make_embedder
 
 
@@ -215,3 +220,77 @@ def test_further_columns_of_a_table_are_kept_and_searched(home, call):
     told = call("index", other, code=2)
     assert "the images have a column 'similarity'" in told
     assert len(Gallery.open("gallery")) == 13
+
+
+def test_results_removed_meanwhile_are_named(tmp_path):
+    result = SearchResult(
+        np.array([[5]]),
+        np.array([[0.5]], np.float32),
+        "cosine",
+        ("path", "label"),
+        _places=np.array([[5]]),
+        _take=lambda places, columns: {name: [None] for name in columns},
+    )
+    assert "removed meanwhile" in _table("query.png", result, 0)
+    contact_sheet(tmp_path / "sheet.html", ["query.png"], result)
+    assert "removed meanwhile" in (tmp_path / "sheet.html").read_text()
+
+
+@pytest.fixture
+def near_copies(tmp_path, monkeypatch):
+    """Sixty drawn images and six altered copies of the first, in a gallery."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "drawn"
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+
+    def color():
+        return tuple(draw.integers(0, 256, 3).tolist())
+
+    for number in range(60):
+        image = Image.new("RGB", (64, 64), color())
+        for _ in range(draw.integers(2, 7)):
+            box = np.sort(draw.integers(0, 64, (2, 2)), 0).ravel().tolist()
+            pen = ImageDraw.Draw(image)
+            (pen.ellipse if draw.random() < 0.5 else pen.rectangle)(box, fill=color())
+        image.save(folder / f"{number:02d}.png")
+    with Image.open(folder / "00.png") as first:
+        first.save(folder / "00 copy.png")
+        first.save(folder / "00 jpeg.jpg", quality=30)
+        first.resize((32, 32)).save(folder / "00 half.png")
+        ImageOps.mirror(first).save(folder / "00 mirrored.png")
+        first.crop((3, 3, 61, 61)).save(folder / "00 cropped.png")
+        ImageEnhance.Brightness(first).enhance(1.2).save(folder / "00 brighter.png")
+    torch.manual_seed(0)
+    embedder = Embedder.create("small_convnet", 64, weights="none", image_size=64)
+    return Gallery.build(embedder, sorted(map(str, folder.iterdir())), "gallery")
+
+
+def test_duplicates_measures_its_threshold(near_copies, call):
+    told = json.loads(call("duplicates", "--sheet", "groups.html", "--json"))
+    copies = {path for group in told["groups"] for path in group if "00" in path}
+    different = sum(len(group) for group in told["groups"]) - len(copies)
+    assert len(copies) >= 6  # of seven
+    assert different <= 4
+    assert 0.9 < told["threshold"] < 1
+    assert "measured on 50 images" in told["threshold_chosen"]
+    page = Path("groups.html").read_text()
+    assert page.count("<section>") == len(told["groups"])
+    assert "00 mirrored.png" in page
+    text = call("duplicates", "--threshold", "0.99999")
+    assert "1 group with 2 of 66 images" in text
+    assert "measured" not in text
+
+
+def test_duplicates_without_images_keeps_the_default_threshold(near_copies, call):
+    shutil.rmtree("drawn")
+    assert "cosine 0.99, not measured: no image can be read" in call("duplicates")
+
+
+def test_euclidean_duplicates_measure_a_distance(images, tmp_path):
+    files = [str(path) for path in sorted(images.rglob("*.png"))]
+    shutil.copy(files[0], tmp_path / "copy.png")
+    files.append(str(tmp_path / "copy.png"))
+    found = Gallery.build(make_embedder(normalize=False), files, tmp_path / "g").duplicates()
+    assert found.chosen.startswith("distance")
+    assert [0, 48] in found.pairs.tolist()

@@ -376,28 +376,43 @@ def _table(name: str, result: "SearchResult", row: int) -> str:
     return "\n".join(lines if len(lines) > 2 else [*lines[:1], "  nothing found"])
 
 
-def _short(path: str) -> str:
+def _short(path: str | None) -> str:
     """A path from here, if it lies below."""
+    from proximetry.search.result import REMOVED
+
+    if path is None:
+        return REMOVED
     here = f"{os.getcwd()}{os.sep}"
     return path.removeprefix(here)
 
 
 def duplicates(
-    gallery: str = GALLERY, *, threshold: float | None = None, as_json: AsJson = False
+    gallery: str = GALLERY,
+    *,
+    threshold: float | None = None,
+    sheet: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find images of a gallery that are copies of each other, or nearly.
 
     Args:
         gallery: folder of the gallery, or its address on Milvus.
-        threshold: the cosine from which on images are alike, by default 0.99; or the Euclidean
-            distance up to which they are, where the embedder is compared by that.
+        threshold: the smallest cosine, or the largest Euclidean distance, of a pair; by default
+            measured with altered copies of some of the images.
+        sheet: also write the groups as a .html page that needs no other file.
     """
+    if sheet is not None:
+        if sheet.suffix != ".html":
+            raise UsageError(f"--sheet {sheet} must end in .html")
+        check_writable(sheet)
     opened = _open(gallery, None)
     with progress_steps() as steps:
         found = opened.duplicates(threshold, steps=steps)
-    document = {
+    document: dict[str, Any] = {
         "gallery": gallery,
         "images": len(opened),
+        "threshold": round(found.threshold, 6),
+        "threshold_chosen": found.chosen or "given",
         "groups": [[found.paths[int(one)] for one in group] for group in found.groups],
         "pairs": [
             {
@@ -414,16 +429,22 @@ def duplicates(
         group_of[int(pair[0])]: near
         for pair, near in zip(found.pairs, found.similarities, strict=True)
     }
-    lines = []
+    lines = [f"threshold: {found.chosen}"] if found.chosen else []
     for number, group in enumerate(found.groups):
         lines.append(f"{len(group)} images, {_named(opened.similarity, least[number])}")
         lines += [f"  {_short(found.paths[int(one)])}" for one in group]
-    count = len(group_of)
+    count = len(found.groups)
     lines.append(
-        f"{spaced(count)} of {spaced(len(opened))} images are in groups: {len(found.groups)}"
-        if found.groups
+        f"{spaced(count)} group{'s' if count != 1 else ''} with {spaced(len(group_of))} of "
+        f"{spaced(len(opened))} images"
+        if count
         else f"no two of {spaced(len(opened))} images are alike"
     )
+    if sheet is not None:
+        from proximetry.search.sheet import group_sheet
+
+        shown = group_sheet(sheet, document["groups"])
+        lines.append(f"contact sheet of {spaced(shown)} groups: {sheet}")
     tell(as_json, document, "\n".join(lines))
 
 

@@ -258,12 +258,16 @@ class Duplicates:
         similarities: of each pair: the cosine, or the negative Euclidean distance.
         groups: ids of images that pairs lead to from one to the other, the largest group first.
         paths: the file of each image in a group, by its id.
+        threshold: the cosine or Euclidean distance from which on images are alike.
+        chosen: how the threshold was chosen, "" for one that was given.
     """
 
     pairs: IntArray
     similarities: FloatArray
     groups: list[IntArray]
     paths: dict[int, str]
+    threshold: float
+    chosen: str = ""
 
 
 def similar_pairs(

@@ -41,6 +41,7 @@ from proximetry.search.manifest import (
     sweep,
     write_manifest,
 )
+from proximetry.search.near_copies import measure
 from proximetry.search.result import SearchResult
 from proximetry.search.segments import (
     Segment,
@@ -70,6 +71,7 @@ MERGED = 65_536
 _BLOCK = 65_536
 # The cosine of a float32 unit vector with its own copy falls short of 1 by less than this.
 ROUNDING = 2.0**-22
+_DEFAULT_THRESHOLD = 0.99
 # Lists up to this length may be ordered anew: twice as many images are then compared.
 _MOST_RERANKED = 1000
 
@@ -573,18 +575,16 @@ class Gallery:
         with those that the index proposes.
 
         Args:
-            threshold: pairs are alike whose cosine is at least so large (default 0.99), or whose
-                Euclidean distance is at most so large.
+            threshold: the smallest cosine, or the largest Euclidean distance, of a pair. By
+                default it is measured on up to 50 of the images: 90 % of their altered copies
+                (half size, recompressed, mirrored, brightened, cropped) meet it, and few different
+                images do. Where no image can be read, it is a cosine of 0.99.
             steps: called with (what, done, total) now and then.
         """
         now, steps = self._now, steps or quiet
+        chosen = ""
         if threshold is None:
-            if self.similarity != "cosine":
-                raise UsageError(
-                    "this gallery compares Euclidean distances, which have no common scale: give a "
-                    "threshold, a distance up to which images are alike"
-                )
-            threshold = 0.99
+            threshold, chosen = self._copy_threshold(now, steps)
         cosine = self.similarity == "cosine"
         if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
@@ -601,6 +601,28 @@ class Gallery:
             _shown(scores[order], self.similarity),
             groups,
             dict(zip(members.tolist(), named, strict=True)),
+            float(threshold),
+            chosen,
+        )
+
+    def _copy_threshold(self, now: Version, steps: Steps) -> tuple[float, str]:
+        """The default threshold of `duplicates`, and how it was chosen."""
+        cosine = self.similarity == "cosine"
+        if self._embedder is None and not isinstance(now, Snapshot):
+            found, reason = None, "the gallery keeps no embedder"
+        else:
+            found, reason = measure(now, lambda: self.embedder, steps), "no image can be read"
+        if found is None and cosine:
+            return _DEFAULT_THRESHOLD, f"cosine {_DEFAULT_THRESHOLD}, not measured: {reason}"
+        if found is None:
+            raise UsageError(f"the threshold cannot be measured: {reason}. Give a threshold.")
+        scores = np.array([max(found[:2]), *found[:2]])
+        values = np.minimum(scores, 1.0) if cosine else np.sqrt(-scores)
+        threshold, copies, others = values.tolist()
+        return threshold, (
+            f"{'cosine' if cosine else 'distance'} {threshold:.4f}, measured on {found.images} "
+            f"images: 90 % of altered copies reach {copies:.4f}, few different images reach "
+            f"{others:.4f}"
         )
 
 

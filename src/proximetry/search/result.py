@@ -13,6 +13,8 @@ import numpy.typing as npt
 from proximetry.metrics.inputs import IntArray
 from proximetry.models.names import Similarity
 
+REMOVED = "(removed meanwhile)"
+"""The name of an image on Milvus that was removed between searching and asking for its path."""
 Take = Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
 
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from proximetry._common import UsageError, atomic_path, atomic_write, chunks, shorten
 from proximetry.data import ImageError, open_image
-from proximetry.search.result import SearchResult
+from proximetry.search.result import REMOVED, SearchResult
 
 THUMBNAIL = 160
 _MARGIN, _LINE = 10, 15
@@ -64,10 +65,26 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         )
     rows = [_cells(query, result, number) for number, query in enumerate(queries)]
     if file.suffix == ".html":
-        atomic_write(file, _page(rows).encode("utf-8", "replace"))
+        atomic_write(file, _page(rows, "Search results", query=True))
         return
     with atomic_path(file) as part:
         _picture(rows).save(part, "PNG")
+
+
+def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
+    """Write groups of images as an HTML page, one row each; return the number of groups shown."""
+    there = [[path for path in group if path] for group in groups]  # None: removed meanwhile
+    paths = [path for group in there for path in group]
+    home = os.path.commonpath(paths) if paths else ""
+    sizes = np.cumsum([len(group) for group in there])
+    count = max(1, int((sizes <= _MOST_CELLS).sum()))
+    rows = [
+        [_Cell(path, (os.path.relpath(path, home),)) for path in group[:_MOST_CELLS]]
+        for group in there[:count]
+    ]
+    title = f"Duplicates: {len(rows)} of {len(groups)} groups"
+    atomic_write(file, _page(rows, title, query=False))
+    return len(rows)
 
 
 def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
@@ -75,7 +92,7 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
     for rank in range(result.k):
         if result.ids[number, rank] < 0:
             break
-        path, label = result.paths[number, rank], result.labels[number, rank]
+        path, label = result.paths[number, rank] or REMOVED, result.labels[number, rank]
         near = float(result.similarities[number, rank])
         score = f"{near:.4f}" if result.similarity == "cosine" else f"{-near:.4f}"
         name = os.path.basename(path)
@@ -93,18 +110,19 @@ def _thumbnail(path: str) -> Image.Image | None:
     return image
 
 
-def _page(rows: Sequence[Sequence[_Cell]]) -> str:
+def _page(rows: Sequence[Sequence[_Cell]], title: str, *, query: bool) -> bytes:
     sections = []
     for cells in rows:
-        figures = "\n".join(_figure(cell, first=i == 0) for i, cell in enumerate(cells))
+        figures = "\n".join(_figure(cell, first=query and i == 0) for i, cell in enumerate(cells))
         sections.append(f'<section><div class="row">\n{figures}\n</div></section>')
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>Search results</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
+    return page.encode("utf-8", "replace")
 
 
 def _figure(cell: _Cell, *, first: bool) -> str:
