@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from proximetry.cli.search import _table
+from proximetry.data import open_image
 from proximetry.models import Embedder
 from proximetry.search import Gallery, SearchResult, contact_sheet
 from tests.search.conftest import make_embedder
@@ -280,6 +281,26 @@ def test_duplicates_measures_its_threshold(near_copies, call):
     text = call("duplicates", "--threshold", "0.99999")
     assert "1 group with 2 of 66 images" in text
     assert "measured" not in text
+
+
+def thumbnails(images, *_, **__):
+    """Embed images as their pixels at 8 × 8, which tells different images apart well."""
+    small = [np.asarray(open_image(one).convert("L").resize((8, 8)), float) for one in images]
+    centered = np.stack(small).reshape(-1, 64)
+    return torch.from_numpy(centered - centered.mean(1, keepdims=True)).float()
+
+
+def test_duplicates_lowers_its_threshold_for_distinct_images(near_copies, tmp_path):
+    files = sorted(map(str, (tmp_path / "drawn").iterdir()))
+    embedder = near_copies.embedder
+    gallery = Gallery.build(embedder, files, tmp_path / "g", vectors=thumbnails(files))
+    embedder.encode = thumbnails
+    assert len(gallery.duplicates(0.99).groups[0]) <= 5
+    found = gallery.duplicates()
+    (group,) = (one for one in found.groups if Path(found.paths[one[-1]]).name == "00.png")
+    assert found.threshold < 0.97
+    assert len(group) == 6  # all but the mirrored one
+    assert sum(map(len, found.groups)) <= 12
 
 
 def test_duplicates_without_images_keeps_the_default_threshold(near_copies, call):

@@ -444,7 +444,8 @@ def duplicates(
         from proximetry.search.sheet import group_sheet
 
         shown = group_sheet(sheet, document["groups"])
-        lines.append(f"contact sheet of {spaced(shown)} groups: {sheet}")
+        part = "" if shown == count else f" of the first {spaced(shown)} groups"
+        lines.append(f"contact sheet{part}: {sheet}")
     tell(as_json, document, "\n".join(lines))
 
 
