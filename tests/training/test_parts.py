@@ -103,6 +103,20 @@ def assert_same_run_of_other_names(one, two):
     assert len(histories[0]) == 3
 
 
+def test_evaluation_within_an_epoch_keeps_its_batches(images, tiny, tmp_path):
+    recipe = tiny.override({"data.batch_size": 4, "training.epochs": 1})
+
+    class EvaluateAfterThirdStep(Callback):
+        def on_step_end(self, run, loss):
+            if run.state.step == 3:
+                run.evaluator.evaluate(["held_out"])
+
+    for name, callbacks in (("plain", []), ("evaluated", [EvaluateAfterThirdStep()])):
+        train(recipe, tmp_path / name, data=Pictures(images), callbacks=callbacks)
+    assert RunFolder(tmp_path / "plain").history()[-1]["step"] == 9
+    assert_same_run(tmp_path / "plain", tmp_path / "evaluated")
+
+
 def own_run(images, tiny, out, **others):
     torch.manual_seed(5)
     return train(

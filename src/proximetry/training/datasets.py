@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,13 +315,13 @@ class DatasetData(TrainingData):
         self.stage = "normalized" if tensors else "pixels"
         self.kept = "tensors as they are" if tensors else "images from the dataset"
         self._reader = _Reader(datasets, recipe, embedder.preprocessing, tensors)
-        self._orders: list[_Order] | Iterator[_Order] = []
-        self._loader = DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=_Orders(self),
-            num_workers=_workers(world.size),
-            persistent_workers=True,
+        self._orders: Iterator[_Order] = iter(())
+        self._loader = self._make_loader(_Orders(self), persistent_workers=True)
+
+    def _make_loader(self, orders: Iterable[_Order], **settings: Any) -> DataLoader[Any]:
+        workers = _workers(self.world.size)
+        return DataLoader(
+            self._reader, batch_size=None, sampler=orders, num_workers=workers, **settings
         )
 
     def close(self) -> None:
@@ -363,8 +363,10 @@ class DatasetData(TrainingData):
         """Items as evaluation sees them; on a GPU the last batch is filled up."""
         rows = self._filled(rows, batch_size)
         parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-        self._orders = [_Order(part, [int(row) for row in part]) for part in parts]
-        for (pixels, labels), part in zip(map(_taken, self._loader), parts, strict=True):
+        orders = [_Order(part, [int(row) for row in part]) for part in parts]
+        # A separate loader: a callback may evaluate in the middle of an epoch.
+        loader = self._make_loader(orders)
+        for (pixels, labels), part in zip(map(_taken, loader), parts, strict=True):
             self._check_labels(part, labels)
             yield pixels.to(self.world.device)
 
@@ -380,7 +382,7 @@ class DatasetData(TrainingData):
 
 
 class _Orders:
-    """What is to be made next; a loader with workers that stay asks for it again each time."""
+    """The training batches of an epoch; a persistent loader iterates over them once per epoch."""
 
     def __init__(self, data: DatasetData) -> None:
         self._data = data
