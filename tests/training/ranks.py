@@ -1,7 +1,6 @@
 """Ranks as real processes, and what may happen to them."""
 
 import socket
-from pathlib import Path
 
 from tests.processes import Process
 
@@ -28,11 +27,10 @@ except Exception as error:
     print(type(error).__name__, error, "gloo" in str(names))
 """
 
-# What happens to one rank: in the midst of a step, when the weights have changed, or in evaluation.
+# What happens to one rank: in the setup, within a step, between two steps, or in an evaluation.
 HAPPENS = """
-import os, signal, time
-from proximetry.training import evaluator, heartbeat, state, update
-{setting}
+import os, signal
+from proximetry.training import evaluator, run, state, update
 
 def happens(owner, name, number):
     before, seen = getattr(owner, name), []
@@ -45,37 +43,37 @@ def happens(owner, name, number):
 
 happens({owner}, {number})
 """
+SETUP = 'run, "open_catalog"'
 MIDST = 'update, "average_gradients"'
-STEP = 'state.Checkpoints, "on_step_end"'
 EPOCH = 'state.Checkpoints, "on_epoch_end"'
 EVALUATION = 'evaluator, "score_queries"'
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def happens(what, rank, owner, number, setting=""):
-    """Code that trains, with something that happens to a rank when it does a thing."""
-    told = {"what": what, "rank": rank, "owner": owner, "number": number, "setting": setting}
-    return HAPPENS.format(**told) + TRAIN
+def happens(what, rank, owner, number):
+    """Return code that trains, with something that happens to a rank when it does a thing."""
+    return HAPPENS.format(what=what, rank=rank, owner=owner, number=number) + TRAIN
 
 
 class Ranks:
     """The processes of one run. What a rank says is in `said`."""
 
-    def __init__(self, server, home, code, *arguments, size=2, missing=0):
+    def __init__(self, server, home, code, *arguments, size=2, missing=(), timeout=60):
         home.mkdir(exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._address = probe.getsockname()
-        host, port = self._address
+            host, port = probe.getsockname()
         shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        self._every = [
-            Process(
+        shared["PROXIMETRY_RANK_TIMEOUT"] = str(timeout)
+        self._every = {
+            rank: Process(
                 *(server, home / f"rank{rank}.log", code, *arguments),
                 **shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
-            for rank in range(size - missing)
-        ]
+            for rank in range(size)
+            if rank not in missing
+        }
 
     def send(self, rank, number):
         self._every[rank].send(number)
@@ -83,22 +81,14 @@ class Ranks:
     def said(self, rank):
         return self._every[rank].said()
 
-    def meets(self):
-        """Whether rank 0 waits for the others."""
-        with socket.socket() as caller:
-            return caller.connect_ex(self._address) == 0
-
-    def is_frozen(self, rank):
-        return "\nState:\tT" in Path(f"/proc/{self._every[rank].pid}/status").read_text()
-
     def until(self, condition):
         """Wait for something to be true."""
-        self._every[0].until(condition)
+        next(iter(self._every.values())).until(condition)
 
     def ended(self, *ranks):
         """Wait for some or all ranks; return their exit codes."""
-        return [self._every[rank].ended() for rank in ranks or range(len(self._every))]
+        return [self._every[rank].ended() for rank in ranks or self._every]
 
     def kill(self):
-        for process in self._every:
+        for process in self._every.values():
             process.kill()

@@ -13,10 +13,9 @@ def processes(device: str | None) -> "Iterator[World]":
     """Join the processes that torchrun started, for as long as it takes, or stand alone."""
     import torch
 
-    from proximetry.training.distributed import join_processes, watching
-    from proximetry.training.recipe import TrainingConfig
+    from proximetry.training.distributed import join_processes, process_group
 
     world = join_processes(device)
     current = world.device if world.device.type == "cuda" else -1  # where NCCL works; -1: no change
-    with torch.cuda.device(current), watching(world, TrainingConfig().rank_timeout):
+    with torch.cuda.device(current), process_group(world):
         yield world

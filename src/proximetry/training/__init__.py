@@ -15,8 +15,8 @@ from proximetry.training.recipe import Recipe, RecipeError, shipped_recipes  # n
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback
+    from proximetry.training.distributed import RankError
     from proximetry.training.evaluator import evaluate_embedder
-    from proximetry.training.heartbeat import RankError
     from proximetry.training.run import train
     from proximetry.training.run_folder import RunError, RunFolder
     from proximetry.training.stopping import Stopped
@@ -41,7 +41,7 @@ __getattr__ = lazy_exports(
     {
         "callbacks": ("Callback",),
         "evaluator": ("evaluate_embedder",),
-        "heartbeat": ("RankError",),
+        "distributed": ("RankError",),
         "run": ("train",),
         "run_folder": ("RunError", "RunFolder"),
         "stopping": ("Stopped",),

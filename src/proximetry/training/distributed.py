@@ -17,27 +17,30 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from proximetry._common import resolve_device
+from proximetry._common import UsageError, resolve_device, shown
 from proximetry.losses.gathering import gather_with_gradient
-from proximetry.training.heartbeat import Heartbeat, RankError
 
 T = TypeVar("T")
+
+RANK_TIMEOUT = "PROXIMETRY_RANK_TIMEOUT"
+"""Environment variable: seconds that a rank waits for another one, at the start and later."""
+DEFAULT_TIMEOUT = 1800
+MAX_TIMEOUT = 10**6
+
+
+class RankError(ConnectionError):
+    """Another rank that is gone or does not answer, and how to resume."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them; ``owns_group`` if `join_processes` made their group.
-
-    The ``heart`` of a group of ours tells when a process is lost.
-    """
+    """This process among all of them; ``owns_group`` if `join_processes` made their group."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     owns_group: bool = False
-    heart: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
     def leads(self) -> bool:
@@ -76,55 +79,80 @@ def join_processes(device: str | None = None) -> World:
         return World(device=place)
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), place)
-    heart = Heartbeat(int(os.environ["RANK"]))
-    heart.start()
     try:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=_timeout())
     except RuntimeError as error:
-        heart.close()
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RankError(f"the ranks cannot meet at {address}: {error}") from error
-    except BaseException:
-        heart.close()
-        raise
-    return World(dist.get_rank(), dist.get_world_size(), place, owns_group=True, heart=heart)
+        raise RankError(
+            f"the ranks cannot connect at {address}: {_reason(error)}. Start all "
+            f"{os.environ['WORLD_SIZE']} ranks, for example with torchrun."
+        ) from error
+    return World(dist.get_rank(), dist.get_world_size(), place, owns_group=True)
+
+
+def _timeout() -> timedelta:
+    text = os.environ.get(RANK_TIMEOUT, "")
+    try:
+        seconds = float(text or DEFAULT_TIMEOUT)
+        if not 1 <= seconds <= MAX_TIMEOUT:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"{RANK_TIMEOUT} must be seconds between 1 and {MAX_TIMEOUT}, got {shown(text)}"
+        ) from None
+    return timedelta(seconds=seconds)
 
 
 @contextmanager
-def watching(world: World, timeout: float) -> Iterator[None]:
-    """Give up ranks that are gone, or that are silent for ``timeout`` seconds; leave at the end."""
+def process_group(world: World) -> Iterator[None]:
+    """Raise a `RankError` when another rank is lost; leave the process group at the end."""
     error: BaseException | None = None
     try:
-        with world.heart.rescuing(str):
-            if world.heart.connect(timeout):
-                # Who is alive is waited for: rank 0 may decode images for hours.
-                _set_pg_timeout(timedelta(days=1))
-            yield
+        yield
     except BaseException as raised:
         error = raised
+        if world.size > 1 and _is_collective_error(raised):
+            reason = _reason(raised)
+            longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
+            error = RankError(
+                f"lost another rank: {reason}. Check its output and run the same command again to "
+                f"resume{longer}."
+            )
+            raise error from raised
         raise
     finally:
         leave_processes(world, error)
         del error
 
 
+def _is_collective_error(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of a torch error without its source line and its advice."""
+    return str(error).split("] ", 1)[-1].split("\n")[0].split(". ")[0].rstrip(".")
+
+
 def leave_processes(world: World, error: BaseException | None = None) -> None:
     """Leave the process group, unless it is the caller's, on account of an error or at the end."""
     if not world.owns_group:
         return
-    world.heart.leave(error)
     # A thread of gloo may still need the interpreter to free the tensors of a collective, and a
     # group waits for its threads: it must not be freed while the interpreter is held. Python's own
     # reference to it sees to that, unless DistributedDataParallel, be it in the frames of an
     # exception, has the last one.
     group = dist.group.WORLD
-    while error is not None:
+    cleared: list[BaseException] = []
+    while error is not None and error not in cleared:  # chained exceptions may form a cycle
         traceback.clear_frames(error.__traceback__)
+        cleared.append(error)
         error = error.__cause__ or error.__context__
     gc.collect()
     dist.destroy_process_group()
     del group
-    world.heart.close()
 
 
 def gather(tensor: Tensor, world: World) -> Tensor:

@@ -71,7 +71,7 @@ def dry_run(
     """
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
-    with guest_of_torch(world, out, recipe.training.rank_timeout, shown.message), shown:
+    with guest_of_torch(world, out, shown.message), shown:
         return _estimate_run(recipe, Path(out), world, resume, shown)
 
 

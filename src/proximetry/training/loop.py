@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import selection_title
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.state import LastStep, TrainState, find_best
+from proximetry.training.state import TrainState, find_best
 from proximetry.training.stopping import Stopped, StopRequests
 from proximetry.training.update import Updater
 
@@ -120,27 +119,17 @@ def _all_finite(modules: dict[str, nn.Module]) -> bool:
 
 def fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
     """Train from where the state stands to the end, save the embedder, return the results."""
-    last = LastStep(run)
-    with run.world.heart.rescuing(partial(_rescue, run, last)):
-        try:
-            return _fit(run, stop_requested, last)
-        except ImageError as error:  # in an evaluation: what was trained before it is saved
-            skip = "" if run.state.step else " (--data.bad-images skip leaves it out)"
-            raise RunError(
-                f"{error}; put a readable file in its place{skip}; the same command continues the "
-                f"run in {run.folder.path}"
-            ) from error
+    try:
+        return _fit(run, stop_requested)
+    except ImageError as error:  # the last checkpoint stays
+        skip = "" if run.state.step else " (--data.bad-images skip leaves it out)"
+        raise RunError(
+            f"{error}; put a readable file in its place{skip}; the same command continues the "
+            f"run in {run.folder.path}"
+        ) from error
 
 
-def _rescue(run: Run, last: LastStep) -> str:
-    """Save what there is of a run that cannot go on, and say so."""
-    step = last.save()
-    if step is None:
-        return f"the same command continues the run in {run.folder.path}"
-    return _stopped_after(run, step)
-
-
-def _fit(run: Run, stop_requested: StopRequests, last: LastStep) -> dict[str, Any]:
+def _fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
     evaluated: Evaluated | None = None
     run.notify("on_start")
     if run.recipe.evaluation.untrained and run.state.step == 0 and _final_splits(run):
@@ -149,7 +138,7 @@ def _fit(run: Run, stop_requested: StopRequests, last: LastStep) -> dict[str, An
         run.notify("on_untrained", line)
     while not run.is_over():
         evaluated = None
-        seen, seconds = _train_epoch(run, stop_requested, last)
+        seen, seconds = _train_epoch(run, stop_requested)
         line = _describe_epoch(run, seen, seconds)
         if _is_evaluated(run):
             run.clock.enter("evaluation")
@@ -158,8 +147,6 @@ def _fit(run: Run, stop_requested: StopRequests, last: LastStep) -> dict[str, An
             _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
-        with last.changing():
-            pass  # what was selected, and the learning rates
     early = _early_stop(run)
     if early:
         run.report(early)
@@ -193,7 +180,7 @@ def _evaluate_untrained(run: Run) -> dict[str, Any]:
     }
 
 
-def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tuple[int, float]:
+def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
     """Train the rest of an epoch; return the images whose steps were timed, and their seconds."""
     state = run.state
     run.rates.apply(run.updater.optimizer, state.epoch)
@@ -204,13 +191,11 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
     if run.clock.phase != "startup":
         run.clock.enter("startup" if changed else "training")
     seen = 0
-    for pixels, labels in _readable(run, last):
-        loss = run.updater.backward(pixels, labels, state.step)
-        with last.changing():
-            run.updater.update(state.step)
-            state.advance(loss)
-            if run.world.device.type == "cpu":  # a GPU would be waited for
-                run.check_finite()
+    for pixels, labels in _readable(run):
+        loss = run.updater(pixels, labels, state.step)
+        state.advance(loss)
+        if run.world.device.type == "cpu":  # a GPU would be waited for
+            run.check_finite()
         if run.clock.phase == "startup":  # kernels are compiled, graphs recorded
             run.check_finite()
             run.clock.enter("training")
@@ -218,7 +203,6 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
             seen += len(labels) * run.world.size
         run.notify("on_step_end", loss)
         if any_rank(run.stopping or stop_requested(), run.world):
-            run.world.heart.leave_to_main()
             run.clock.enter("other")
             run.notify("on_stop")
             raise Stopped(_stopped_after(run, state.step))
@@ -226,16 +210,15 @@ def _train_epoch(run: Run, stop_requested: StopRequests, last: LastStep) -> tupl
     return seen, run.clock.enter("other")
 
 
-def _readable(run: Run, last: LastStep) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give the batches; at an image that cannot be read, save the run and say so."""
+def _readable(run: Run) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of an epoch; if an image cannot be read, save the run first."""
     try:
         yield from run.data.batches(run.state.epoch, run.state.batch)
     except ImageError as error:
-        if run.world.size == 1:
-            run.notify("on_stop")
-            saved = _stopped_after(run, run.state.step)
-        else:
-            saved = _rescue(run, last)
+        if run.world.size > 1:  # the other ranks are in the next step
+            raise
+        run.notify("on_stop")
+        saved = _stopped_after(run, run.state.step)
         raise RunError(f"{error}; put a readable file in its place; {saved}") from error
 
 

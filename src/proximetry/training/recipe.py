@@ -544,13 +544,6 @@ class TrainingConfig(Section):
     keep_checkpoint_every: Whole = _key(
         0, "keep the checkpoint of every n-th epoch; 0 for last and best alone", role="pace", ge=0
     )
-    rank_timeout: Number = _key(
-        120.0,
-        "seconds without a sign of life after which another process of the run is given up; one "
-        "that is at work is waited for",
-        role="pace",
-        ge=1,
-    )
     two_stages: Flag = _key(
         False,
         "find the number of epochs and the learning-rate drops on half of the classes, then train "

@@ -29,7 +29,7 @@ from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData, open_catalog
 from proximetry.training.datasets import DatasetData, OwnDatasets
-from proximetry.training.distributed import World, join_processes, watching
+from proximetry.training.distributed import World, join_processes, process_group
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.fingerprint import fingerprint, refuse_others
 from proximetry.training.images import ImageData
@@ -75,9 +75,8 @@ def train(
 
     A run that was cut off continues where its last checkpoint stands; one that is complete
     returns its results at once. Under torchrun all processes call this alike; when one of them is
-    lost, the others raise a `RankError` or, where they wait for it inside torch, end. Everything
-    is checked before the folder is touched, and torch's global state is afterwards as it was
-    before. Threads take turns.
+    lost, the others raise a `RankError`. Everything is checked before the folder is touched, and
+    torch's global state is afterwards as it was before. Threads take turns.
 
     Args:
         recipe: what to do.
@@ -104,8 +103,7 @@ def train(
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
     stage = partial(_train_stage, world, resume, shown, callbacks, parts)
-    world.heart.tidy = shown.__exit__
-    with guest_of_torch(world, out, recipe.training.rank_timeout, shown.message), shown:
+    with guest_of_torch(world, out, shown.message), shown:
         if recipe.training.two_stages:
             return _two_stages(recipe, Path(out), stage, shown)
         return stage(recipe, RunFolder(Path(out)))
@@ -570,19 +568,18 @@ _TURN = threading.RLock()
 def guest_of_torch(
     world: World,
     out: str | Path,
-    rank_timeout: float,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[None]:
-    """Leave torch as it was, and the processes.
+    """Restore torch's global state and leave the process group at the end.
 
-    Says in a sentence when memory runs out, or a rank is lost. Torch has one random state for all
+    Running out of memory and losing a rank become clear errors. Torch has one random state for all
     threads: they train one after the other.
     """
     if not _TURN.acquire(blocking=False):
         report("waiting for another training in this process to end")
         _TURN.acquire()
     try:
-        with _torch_state_restored(world.device), watching(world, rank_timeout):
+        with _torch_state_restored(world.device), process_group(world):
             yield
     except torch.OutOfMemoryError as error:
         raise RunError(

@@ -1,10 +1,7 @@
 """How far a run has come: what a checkpoint holds besides weights and optimiser."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +20,6 @@ from proximetry.training.run_folder import RunError
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
-
-CHANGING_SECONDS = 60.0
-"""More than it takes to change the weights once."""
 
 
 @dataclass
@@ -99,51 +93,6 @@ def _plain_state(run: "Run") -> dict[str, Any]:
         "recipe": run.recipe.to_dict(),
         "images": run.data.fingerprint,
     }
-
-
-class LastStep:
-    """The run after its last finished step, which can be saved while another one is under way.
-
-    The weights change between two steps alone, in `changing`, but networks and losses count in
-    their buffers what they see: those are kept aside. Only of use to the rank that writes, and only
-    on a CPU: on a GPU nobody knows what a step has done when it is cut off.
-    """
-
-    def __init__(self, run: "Run") -> None:
-        self._run = run
-        self._wanted = run.world.size > 1 and run.world.leads and run.world.device.type == "cpu"
-        self._turn = Lock()
-        self._plain: dict[str, Any] | None = None
-        self._buffers: dict[str, Tensor] = {}
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Change the run from one finished step to the next."""
-        if not self._wanted:
-            yield
-            return
-        with self._turn:
-            self._plain = None
-            yield
-            self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers()}
-            self._plain = _plain_state(self._run)
-
-    def save(self) -> int | None:
-        """Write the last checkpoint for good; return its step, None if there is nothing to save.
-
-        The run must not go on after that, and cannot.
-        """
-        if not self._turn.acquire(timeout=CHANGING_SECONDS) or self._plain is None:
-            return None
-        for name, buffer in self._named_buffers():
-            buffer.copy_(self._buffers[name])
-        run = self._run
-        save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, self._plain)
-        return int(self._plain["state"]["step"])
-
-    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for part, module in self._run.modules().items():
-            yield from module.named_buffers(part)
 
 
 def restore_state(path: Path, run: "Run") -> None:
