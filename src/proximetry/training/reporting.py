@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Trackers(Callback):
-    """TensorBoard where it is installed, Weights & Biases where the recipe asks for it."""
+    """TensorBoard where it is installed, Weights & Biases where the recipe asks for it.
+
+    A context manager that closes both, however the run ends; on rank 0 alone.
+    """
 
     _board: Any = None
     _run: Any = None
@@ -30,11 +33,16 @@ class Trackers(Callback):
             need("wandb", None, "training.wandb")
 
     def on_start(self, run: "Run") -> None:
-        """Open them."""
+        """Open both; a resumed run replaces the epochs since its checkpoint."""
+        if not run.world.leads:
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run.folder.path / "tensorboard"))
+            self._board = SummaryWriter(
+                str(run.folder.path / "tensorboard"),
+                purge_step=run.state.epoch + 1 if run.state.step else None,
+            )
         except ImportError:
             pass  # metrics.jsonl has everything
         if run.recipe.training.wandb:
@@ -44,6 +52,8 @@ class Trackers(Callback):
                 project=run.recipe.training.wandb,
                 config=run.recipe.to_dict(),
                 dir=str(run.folder.path),
+                id=run.folder.wandb_id(),
+                resume="allow",
             )
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
@@ -65,12 +75,14 @@ class Trackers(Callback):
         if self._run is not None:
             self._run.log(flat, step=line["step"])
 
-    def on_end(self, run: "Run", results: dict[str, Any]) -> None:
-        """Close them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._board is not None:
             self._board.close()
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=0 if kind is None else 1)
 
 
 class Display(Callback):

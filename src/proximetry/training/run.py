@@ -198,8 +198,8 @@ def _go(
 ) -> dict[str, Any]:
     """Begin a run or continue it, and train to its end."""
     run.fresh = not resume
-    trackers = [Trackers()] if world.leads else []
-    run.callbacks = [Checkpoints(), *trackers, display, *callbacks]
+    trackers = Trackers()
+    run.callbacks = [Checkpoints(), trackers, display, *callbacks]
     world.first(lambda: folder.acquire(display.message))
     begun = world.first(lambda: folder.check(run.recipe, resume))  # another may have begun by now
     if begun is not None:
@@ -217,7 +217,7 @@ def _go(
         world.first(lambda: folder.begin(run.recipe, world.device))
         if outdates is not None:
             world.first(outdates.remove)
-    with stop_requests() as stop_requested:
+    with trackers, stop_requests() as stop_requested:
         return fit(run, stop_requested)
 
 

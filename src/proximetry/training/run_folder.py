@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -58,7 +59,8 @@ _OURS = {
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
 }
-_WANDB = ("run-*", "offline-run-*", "latest-run", "debug*.log")
+_WANDB_ID = "proximetry-id"
+_WANDB = (_WANDB_ID, "run-*", "offline-run-*", "latest-run", "debug*.log")
 _LARGEST_RESULTS = 100_000_000
 _OTHERWISE = "choose another folder, or start over with --fresh"
 
@@ -359,6 +361,14 @@ class RunFolder:
             tracked.rmdir()
         for file in (self.environment, self.recipe):
             file.unlink(missing_ok=True)
+
+    def wandb_id(self) -> str:
+        """Return the id of this run at Weights & Biases, which a resumed run keeps."""
+        file = self.path / "wandb" / _WANDB_ID
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            atomic_write(file, uuid4().hex.encode())
+        return file.read_text(encoding="ascii")
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line of metrics."""
