@@ -995,13 +995,39 @@ def test_a_run_that_stopped_early_goes_on_when_asked(recipe, tmp_path, monkeypat
     # More epochs alone would stop at once again, which is said.
     longer = with_(recipe, "training", epochs=6)
     assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
-    assert "a larger training.stop_after goes on" in capsys.readouterr().out
+    assert "a larger training.stop_after resumes it" in capsys.readouterr().out
     patient = with_(longer, "training", stop_after=3)
     results = train(patient, tmp_path / "run")
     assert (results["epochs"], results["selected"]["epoch"]) == (6, 4)
     assert results["stopped_early"] is None
     train(patient, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+class FinishAfterTwoEpochs(Callback):
+    def on_epoch_end(self, run, line):
+        if line["epoch"] == 2:
+            run.finish()
+
+
+def test_callback_finishes_a_run_with_results(recipe, tmp_path, capsys):
+    recipe = with_(recipe, "training", epochs=5, checkpoint_epochs=5)
+    out = tmp_path / "run"
+    results = train(recipe, out, callbacks=[FinishAfterTwoEpochs()])
+    assert results["epochs"] == 2
+    assert "run.finish" in results["stopped_early"]
+    assert Embedder.load(out / "embedder").metrics["epoch"] == results["selected"]["epoch"]
+    assert train(recipe, out) == results  # it is complete
+    longer = train(with_(recipe, "training", epochs=6), out)
+    assert (longer["epochs"], longer["stopped_early"]) == (6, None)
+    train(with_(recipe, "training", epochs=6), tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", out)
+
+
+def test_finished_run_without_evaluation_selects_nothing(recipe, tmp_path):
+    recipe = recipe.override({"training.epochs": 10, "evaluation.every": 5})
+    results = train(recipe, tmp_path / "run", callbacks=[FinishAfterTwoEpochs()])
+    assert (results["protocol"], results["selected"]["epoch"]) == ("last", 2)
 
 
 def test_the_environment_names_the_device_of_the_run(monkeypatch):

@@ -17,9 +17,11 @@ class Callback:
 
     Display, trackers and checkpoints are callbacks. One of your own goes to
     ``train(callbacks=[...])``, of this class or of any other that has some of the methods. `Run`
-    holds the recipe, the embedder, the state and the rest; ``run.stop()`` ends the run after the
-    present step, with a checkpoint, as Ctrl-C does. What a callback raises ends the run as well:
-    `train` raises it, the last checkpoint stays, and the same call continues from there.
+    holds the recipe, the embedder, the state and the rest. ``run.finish()`` ends training after the
+    present epoch, and `train` returns the results. ``run.stop()`` ends the run after the present
+    step, with a checkpoint, as Ctrl-C does: `train` raises `Stopped`. What a callback raises ends
+    the run as well: `train` raises it, the last checkpoint stays, and the same call continues from
+    there.
     """
 
     def on_start(self, run: "Run") -> None:

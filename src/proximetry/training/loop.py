@@ -24,7 +24,7 @@ from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import selection_title
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.state import TrainState, find_best
+from proximetry.training.state import TrainState, find_best, save_state
 from proximetry.training.stopping import Stopped, StopRequests
 from proximetry.training.update import Updater
 
@@ -48,6 +48,7 @@ class Run:
     report: Callable[[str], None]
     callbacks: Sequence[Callback] = ()
     stopping: bool = False
+    finishing: bool = False
     fresh: bool = False
     """Begun with ``resume=False``, with which it would begin again."""
 
@@ -61,6 +62,13 @@ class Run:
         """End the run after the present step, with a checkpoint; the same call continues it."""
         self.stopping = True
 
+    def finish(self) -> None:
+        """End training after the present epoch; the run is then complete, and `train` returns.
+
+        The same recipe with another ``training.epochs`` resumes it.
+        """
+        self.finishing = True
+
     def modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds besides the optimiser."""
         u = self.updater
@@ -68,8 +76,9 @@ class Run:
         return parts if u.average is None else {**parts, "average": u.average}
 
     def is_over(self) -> bool:
-        """Whether all epochs are done, or early stopping ends the run."""
-        return self.recipe.training.is_over(self.state.epoch, self.state.stale)
+        """Whether all epochs are done, or early stopping or a callback ends the run."""
+        t, state = self.recipe.training, self.state
+        return state.finished == t.epochs or t.is_over(state.epoch, state.stale)
 
     def selection(self) -> tuple[str, str] | None:
         """The split and the metric that select the epoch, if they do."""
@@ -147,6 +156,9 @@ def _fit(run: Run, stop_requested: StopRequests) -> dict[str, Any]:
             _observe(run, evaluated)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         run.notify("on_epoch_end", line)
+        if any_rank(run.finishing, run.world) and not run.is_over():
+            run.state.finished = run.recipe.training.epochs
+            save_state(run.folder.last, run)
     early = _early_stop(run)
     if early:
         run.report(early)
@@ -291,8 +303,10 @@ def _saturation(run: Run) -> str:
 def _early_stop(run: Run) -> str:
     """Say why a run has ended before its last epoch, if it has."""
     state, selection = run.state, run.selection()
-    if selection is None or state.epoch >= run.recipe.training.epochs:
+    if state.epoch >= run.recipe.training.epochs:
         return ""
+    if selection is None or state.finished == run.recipe.training.epochs:
+        return f"stopped early after epoch {state.epoch}: a callback called run.finish()"
     return (
         f"stopped early after epoch {state.epoch}: no improvement of {selection_title(*selection)} "
         f"in {state.stale} evaluations; best epoch {state.best_epoch}"
@@ -316,7 +330,7 @@ def _evaluate_at_the_end(run: Run, evaluated: Evaluated | None) -> tuple[dict[st
     last = final = _evaluate_finally(run, evaluated)
     notes = [*run.data.notes, _saturation(run)]
     results: dict[str, Any] = {
-        "protocol": run.data.protocol,
+        "protocol": "last" if state.best_epoch is None else run.data.protocol,
         "seed": recipe.training.seed,
         "epochs": state.epoch,
         "stopped_early": _early_stop(run) or None,

@@ -150,8 +150,9 @@ def _train_alone(
         world.first(lambda: _check_images(folder, recipe, parts, display))
         results = folder.read_results()
         display.message(f"{folder.path} is complete already")
-        if results.get("stopped_early"):
-            display.message(f"{results['stopped_early']}; a larger training.stop_after goes on")
+        if why := results.get("stopped_early"):
+            key = "epochs" if "run.finish" in why else "stop_after"
+            display.message(f"{why}; a larger training.{key} resumes it")
         return results
     world.first(lambda: Trackers.check(recipe))
     # A graph that was not asked for by name may also fail.

@@ -268,7 +268,9 @@ class RunFolder:
         if epochs == wanted.epochs or not self.checkpoints():
             return True
         state = self.newest().state
-        return bool(state["epoch"] == epochs and wanted.is_over(epochs, state["stale"]))
+        finished = state.get("finished") == wanted.epochs
+        over = finished or wanted.is_over(epochs, state["stale"])
+        return bool(state["epoch"] == epochs and over)
 
     def begun(self) -> Recipe | None:
         """The recipe of the run that is here, unless it has not come to its first checkpoint."""

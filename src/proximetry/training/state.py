@@ -35,6 +35,7 @@ class TrainState:
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
         stale: evaluations since the last improvement.
+        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
         lines: of metrics.jsonl, which a continued run writes again.
     """
 
@@ -46,6 +47,7 @@ class TrainState:
     best_epoch: int | None = None
     best_value: float | None = None
     stale: int = 0
+    finished: int | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
