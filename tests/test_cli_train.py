@@ -313,7 +313,7 @@ def test_too_little_disk_is_said_before_anything_is_decoded(capsys, home, monkey
     assert not (home / "here" / "runs").exists()
     code, out, err = call(capsys, home / "flowers" / "train", *small(), "--dry-run")
     assert code == 0, err
-    assert "images decoded on the fly (pixels would take 83 kB, 1 kB are free)" in out
+    assert "images decoded on the fly (a pixel cache of 83 kB exceeds the limit of" in out
     assert "cache    none" in out
 
 

@@ -18,8 +18,8 @@ GB = 10**9
 
 
 def roomy(pixels):
-    """Pixels that are not there yet, on a machine that has room for them."""
-    return StorageFacts(int(pixels), int(pixels), disk=1000 * GB, memory=500 * GB)
+    """Pixels of which at most 20 GB are missing, on a machine that has room for them."""
+    return StorageFacts(int(pixels), min(int(pixels), 20 * GB), disk=1000 * GB, memory=500 * GB)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,22 @@ def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
     [
         (
             H200,
-            StorageFacts(30 * GB, 30 * GB, disk=40 * GB, memory=500 * GB),
+            StorageFacts(9 * GB, 9 * GB, disk=40 * GB, memory=500 * GB),
             "none",
-            "images decoded on the fly (pixels would take 30.0 GB, 40.0 GB are free)",
+            "images decoded on the fly (a pixel cache of 9.0 GB exceeds the limit of 8.0 GB; "
+            "--data.cache pixels writes it)",
+        ),
+        (
+            H200,
+            StorageFacts(21 * GB, 21 * GB, disk=1000 * GB, memory=500 * GB),
+            "none",
+            "images decoded on the fly (a pixel cache of 21.0 GB exceeds the limit of 20.0 GB; "
+            "--data.cache pixels writes it)",
         ),
         (H200, StorageFacts(30 * GB, 0, 40 * GB, 500 * GB), "gpu", "pixels on the GPU (30.0 GB)"),
         (
             H200,
-            StorageFacts(257 * GB, 257 * GB, disk=1000 * GB, memory=200 * GB),
+            StorageFacts(257 * GB, 20 * GB, disk=1000 * GB, memory=200 * GB),
             "none",
             "images decoded on the fly (257.0 GB of pixels are too much for the memory)",
         ),

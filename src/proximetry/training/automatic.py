@@ -27,9 +27,12 @@ PIXELS_SHARE = 1 / 3
 BFLOAT16_SINCE = (8, 0)
 """The first compute capability with bfloat16 in hardware."""
 
-# A cache may take this part of the free disk, and pixels this part of the free memory: what is
-# larger than memory is read from the disk again and again, and decoding files is then as quick.
-DISK_SHARE, MEMORY_SHARE = 1 / 2, 2 / 3
+MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
+"""What `auto` writes to the disk at most: bytes of new caches, and their share of the free disk."""
+
+# Pixels may take this part of the free memory: what is larger is read from the disk again and
+# again, and decoding files is then as quick.
+MEMORY_SHARE = 2 / 3
 
 # Keys that a continued run keeps as it was begun. Where pixels are read from may change: the
 # device may be another one by then, and it makes no difference to the result, unless the images
@@ -175,9 +178,10 @@ def _choose_cache(recipe: Recipe, device: DeviceFacts, storage: StorageFacts) ->
         return asked, _PLACES[asked]
     if recipe.model.freeze_backbone:
         return "none", f"{_PLACES['none']}, once"
-    if storage.missing > DISK_SHARE * storage.disk:
-        free = readable_size(storage.disk)
-        return "none", f"images decoded on the fly (pixels would take {size}, {free} are free)"
+    limit = min(MAX_CACHE_BYTES, int(DISK_SHARE * storage.disk))
+    if storage.missing > limit:
+        why = f"a pixel cache of {size} exceeds the limit of {readable_size(limit)}"
+        return "none", f"{_PLACES['none']} ({why}; --data.cache pixels writes it)"
     if device.cuda and storage.pixels <= PIXELS_SHARE * device.free:
         return "gpu", f"pixels on the GPU ({size})"
     if storage.missing and storage.pixels > MEMORY_SHARE * storage.memory:
