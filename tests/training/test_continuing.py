@@ -263,6 +263,19 @@ def test_metrics_are_written_again_from_the_checkpoint(recipe, run, whole, chang
     assert_same_run(whole, run.path)
 
 
+def test_truncated_pixel_cache_stops_the_run_and_is_rebuilt(recipe, tmp_path):
+    recipe = recipe.override({"data.cache": "pixels", "data.cache_dir": str(tmp_path / "cache")})
+
+    class Truncate(Callback):
+        def on_epoch_end(self, run, line):  # when no thread reads ahead
+            (file,) = (tmp_path / "cache").glob("*/pixels.bin")
+            os.truncate(file, 1000)
+
+    with pytest.raises(OSError, match=r"pixels\.bin was truncated"):
+        train(recipe, tmp_path / "run", callbacks=[Truncate()])
+    assert train(recipe, tmp_path / "run")["epochs"] == recipe.training.epochs
+
+
 @pytest.mark.parametrize("line", ["5", "{", '{"loss": 1}', "[]", 100_000 * "["])
 def test_damaged_metrics_are_named_with_their_line(run, line):
     lines = run.metrics.read_text().splitlines()

@@ -258,6 +258,19 @@ class PixelCache(Pixels):
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad)
 
+    def check_size(self) -> None:
+        """Raise an OSError if the file was truncated: reading past its end kills the process."""
+        if self._folder is None:
+            return
+        file = self._folder / "pixels.bin"
+        with suppress(FileNotFoundError):  # a removed file stays mapped
+            size = file.stat().st_size
+            if size < len(self.flat):
+                raise OSError(
+                    f"{file} was truncated to {size} bytes while in use. Run the same command "
+                    "again to rebuild it and resume."
+                )
+
     def __getstate__(self) -> dict[str, Any]:
         # A memory map is opened again in the other process instead of being copied there.
         state = self.__dict__.copy()

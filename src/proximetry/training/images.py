@@ -355,6 +355,7 @@ class ImageData(TrainingData):
         """Give the images of each list of rows, and which of them are meant."""
         if isinstance(source, PixelCache):
             for rows in wanted:
+                source.check_size()
                 yield source, rows
         else:
             with closing(source.batches(wanted)) as batches:
