@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from proximetry.cli import main
+from proximetry.web import protocol
 from proximetry.web import server as serving
 from tests.web.conftest import keep_map, png, start
 
@@ -79,7 +80,7 @@ def test_a_token_of_the_environment_counts(shared, monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_missing_is_named_with_its_extra(shared):
-    missing = ["uvicorn", "python_multipart", "fastapi"]
+    missing = ["uvicorn", "python_multipart", "fastapi", "httptools"]
     code = f"""
 import sys
 from proximetry.cli import main
@@ -136,7 +137,7 @@ def test_a_real_server_from_its_start_to_ctrl_c(server, shared, tmp_path):
 
 
 def test_connections_that_send_no_request_are_closed(monkeypatch):
-    monkeypatch.setattr(serving, "_HEADERS", 0.2)
+    monkeypatch.setattr(protocol, "SECONDS", 0.2)
 
     async def slow(scope, receive, send):
         await asyncio.sleep(0.5)  # longer than the headers may take
@@ -144,7 +145,9 @@ def test_connections_that_send_no_request_are_closed(monkeypatch):
         await send({"type": "http.response.body", "body": b""})
 
     async def talk():
-        config = uvicorn.Config(slow, http=serving._protocol(), lifespan="off", log_config=None)
+        config = uvicorn.Config(
+            slow, http=protocol.LimitedProtocol, lifespan="off", log_config=None
+        )
         with socket.create_server(("127.0.0.1", 0)) as listening:
             server = uvicorn.Server(config)
             running = asyncio.create_task(server.serve(sockets=[listening]))
@@ -159,6 +162,85 @@ def test_connections_that_send_no_request_are_closed(monkeypatch):
             await running
 
     asyncio.run(talk())
+
+
+def test_clients_that_do_not_read_are_disconnected(monkeypatch):
+    monkeypatch.setattr(protocol, "SECONDS", 0.3)
+
+    async def large(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(20_000_000)})
+
+    async def talk():
+        config = uvicorn.Config(
+            large, http=protocol.LimitedProtocol, lifespan="off", log_config=None
+        )
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = uvicorn.Server(config)
+            running = asyncio.create_task(server.serve(sockets=[listening]))
+            loop = asyncio.get_running_loop()
+            request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            for requests in (1, 2):  # the answer to a second one waits for the first
+                with socket.socket() as client:
+                    client.setblocking(False)
+                    await loop.sock_connect(client, listening.getsockname())
+                    await loop.sock_sendall(client, request * requests)
+                    async with asyncio.timeout(10):
+                        while not server.server_state.connections:
+                            await asyncio.sleep(0.01)
+                        while server.server_state.connections:
+                            await asyncio.sleep(0.01)
+            server.should_exit = True
+            await running
+
+    asyncio.run(talk())
+
+
+@pytest.fixture(scope="module")
+def guarded(server, shared, tmp_path_factory):
+    """A server with a token: its process and address."""
+    folder = tmp_path_factory.mktemp("guarded")
+    around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(keep_map(shared, folder))}
+    process, url = start(server, folder / "log", shared.path, **around)
+    yield process, urlsplit(url)
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.said()
+    assert "Traceback" not in process.said()
+
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+FLOODS = {
+    "URL": (b"GET /", b"a" * 6),
+    "header line": (GET + b"x: ", b"a" * 6),
+    "many headers": (GET, b"a: b\r\n"),
+    "trailer line": (POST + b"0\r\nx: ", b"a" * 6),
+    "many trailers": (POST + b"0\r\n", b"a: b\r\n"),
+    "small chunks": (POST, b"1\r\na\r\n"),
+    "chunk extension": (POST + b"1;", b"a" * 6),
+    "pipelined requests": (b"", GET + b"\r\n"),
+    "pipelined bodies": (b"", GET + b"Content-Length: 6000\r\n\r\n" + bytes(6000)),
+}
+
+
+def send_until_closed(connection, block, other):
+    for _ in range(8_000_000 // len(block)):
+        connection.sendall(block)
+        assert other.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_floods_without_a_token_are_closed(guarded, name):
+    head, unit = FLOODS[name]
+    place = guarded[1].hostname, guarded[1].port
+    base = "http://{}:{}".format(*place)
+    with httpx.Client(base_url=base, timeout=10) as other, socket.socket() as connection:
+        connection.settimeout(10)
+        connection.connect(place)
+        connection.sendall(head)
+        with pytest.raises(ConnectionError):
+            send_until_closed(connection, unit * (2**18 // len(unit)), other)
+        assert other.get("/healthz").status_code == 200
 
 
 def test_a_real_server_with_a_token(server, shared, tmp_path):

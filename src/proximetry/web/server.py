@@ -1,6 +1,5 @@
 """The server: where it listens, and who is told how to reach it."""
 
-import asyncio
 import errno
 import ipaddress
 import logging
@@ -21,7 +20,6 @@ TOKEN = "PROXIMETRY_TOKEN"
 # Connections, most of them idle; beyond, uvicorn answers 503 without asking us.
 _CONNECTIONS = 1000
 _SWITCH = 0.0005
-_HEADERS = 30.0  # seconds for the headers of a request, from when the connection could send them
 _PATIENCE = 5  # seconds for what is being answered when the server ends
 
 
@@ -44,7 +42,9 @@ def serve(
     uvicorn = need("uvicorn", "web", "The search page")
     need("python_multipart", "web", "The search page")
     need("fastapi", "web", "The search page")
+    need("httptools", "web", "The search page")
     from proximetry.web.app import make_app
+    from proximetry.web.protocol import LimitedProtocol
 
     token = token or os.environ.get(TOKEN) or None
     if token is not None:
@@ -72,7 +72,7 @@ def serve(
             log_config=None,
             server_header=False,
             ws="none",
-            http=_protocol(),
+            http=LimitedProtocol,
             limit_concurrency=_CONNECTIONS,
             timeout_graceful_shutdown=_PATIENCE,
         )
@@ -81,34 +81,6 @@ def serve(
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
         report("stopped")
-
-
-def _protocol() -> type[asyncio.Protocol]:
-    """uvicorn's protocol, but connections that send no request are closed.
-
-    uvicorn has no limit for the first one, nor for one of which a byte has arrived.
-    """
-    base: Any = need("uvicorn.protocols.http.auto", "web", "The search page").AutoHTTPProtocol
-
-    class Protocol(base):  # type: ignore[misc]
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._timer = self.loop.call_later(_HEADERS, self._end)
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._timer.cancel()
-            self._timer = self.loop.call_later(_HEADERS, self._end)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._timer.cancel()
-            super().connection_lost(exc)
-
-        def _end(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
-
-    return Protocol
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
