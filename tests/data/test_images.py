@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, features
+from PIL import Image, ImageFile, features
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
@@ -416,14 +416,22 @@ def test_an_image_too_narrow_to_scale_is_refused():
 
 
 def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):
-    Image.new("1", (1, 4_000_000)).save(tmp_path / "line.png")  # would be 20 GB
+    Image.new("1", (1, 65_535)).save(tmp_path / "line.png")  # would be 315 MB
     image = open_image(tmp_path / "line.png")
     for scale in (
         lambda: resize_image(image, 40, "bicubic"),
         lambda: resize_and_center_crop(image, 40, 32, "bicubic"),
     ):
-        with pytest.raises(ImageError, match=r"line\.png: 1×4000000 pixels is too narrow to scale"):
+        with pytest.raises(ImageError, match=r"line\.png: 1×65535 pixels is too narrow to scale"):
             scale()
+
+
+@pytest.mark.parametrize("size", [(1, 40_000_000), (40_000_000, 1)])
+def test_a_side_that_is_too_long_is_rejected_before_decoding(tmp_path, monkeypatch, size):
+    Image.new("1", size).save(tmp_path / "line.png")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    with pytest.raises(ImageError, match="too large"):
+        open_image(tmp_path / "line.png")
 
 
 @pytest.fixture(scope="module", params=range(1, 9))

@@ -3,6 +3,8 @@
 import io
 import os
 import re
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -104,6 +106,18 @@ def png(color=(200, 30, 60), size=(24, 24)):
     buffer = io.BytesIO()
     Image.fromarray((noise + np.array(color)).clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def chunk(kind, data):
+    body = kind + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def bomb(width=60_000, height=60_000):
+    """A PNG of few bytes and 3.6 billion pixels."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(1000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def start(server, log, *words, **environment):

@@ -4,8 +4,6 @@ import asyncio
 import io
 import os
 import pickle
-import struct
-import zlib
 from threading import Event
 
 import httpx
@@ -16,7 +14,7 @@ from proximetry._common import UsageError
 from proximetry.search import Gallery
 from proximetry.web import guard, make_app, searcher
 from proximetry.web.guard import Guard
-from tests.web.conftest import client_of, png
+from tests.web.conftest import bomb, client_of, png
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -99,18 +97,6 @@ def test_tokens_that_are_guessed_or_do_not_fit_are_refused(token):
 
 
 # What is uploaded
-
-
-def chunk(kind, data):
-    body = kind + data
-    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-
-def bomb(width=60_000, height=60_000):
-    """A PNG of few bytes and 3.6 billion pixels."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = zlib.compress(bytes(1000), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import uvicorn
 from proximetry.cli import main
 from proximetry.web import protocol
 from proximetry.web import server as serving
-from tests.web.conftest import keep_map, png, start
+from tests.web.conftest import bomb, keep_map, png, start
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -241,6 +241,30 @@ def test_floods_without_a_token_are_closed(guarded, name):
         with pytest.raises(ConnectionError):
             send_until_closed(connection, unit * (2**18 // len(unit)), other)
         assert other.get("/healthz").status_code == 200
+
+
+def test_the_log_stays_empty_when_clients_disconnect_or_send_bombs(guarded):
+    process, address = guarded
+    place, before = (address.hostname, address.port), process.said()
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    base = "http://{}:{}".format(*place)
+    head = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+    form = b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9999\r\n\r\n"
+    for request in (
+        b"POST /search HTTP/1.1\r\n" + head + form,
+        b"POST /search HTTP/1.1\r\n" + head + form + b"--b\r\n",
+        b"GET /gallery HTTP/1.1\r\n" + head + b"\r\n",
+        b"GET /items/0/image HTTP/1.1\r\n" + head + b"\r\n",
+    ):
+        for _ in range(10):
+            with socket.create_connection(place) as connection:
+                connection.sendall(request)
+    for size in ((10_000, 9_500), (20_000, 9_000)):  # Pillow warns about one and rejects the other
+        files = {"image": ("x.png", bomb(*size))}
+        answer = httpx.post(f"{base}/search", files=files, headers=bearer)
+        assert answer.status_code == 415
+        assert "too large" in answer.json()["detail"]
+    assert process.said() == before
 
 
 def test_a_real_server_with_a_token(server, shared, tmp_path):

@@ -29,6 +29,8 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[A
 
 # Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns by itself as well.
 MAX_PIXELS = 89_478_485
+# JPEG's own limit. Pillow spends some 20 bytes on each row, so a long thin image takes much memory.
+MAX_SIDE = 65_535
 
 # Formats that strangers' files may use. Others that Pillow knows can start outside programs
 # (EPS) or are rarely exercised parsers; a picture in one of them is refused by name.
@@ -89,8 +91,8 @@ def open_image(
     bytes.
 
     Raises:
-        ImageError: missing, unreadable, truncated, or more than `max_pixels` pixels. The size
-            is taken from the header, before anything is decoded.
+        ImageError: missing, unreadable, truncated, more than `max_pixels` pixels, or a side longer
+            than 65 535. The size is taken from the header, before anything is decoded.
     """
     name = _name(source)
     if isinstance(source, Image.Image):
@@ -318,6 +320,10 @@ def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
 def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {max_pixels}")
+    if max(width, height) > MAX_SIDE:
+        raise ImageError(
+            name, f"too large: {width}×{height} pixels, the limit is {MAX_SIDE} a side"
+        )
     if width == 0 or height == 0:
         raise ImageError(name, f"empty: {width}×{height} pixels")
 

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
 from proximetry._common import UsageError, closest, cores, shorten, shown
@@ -353,6 +354,10 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ImageError)
     async def unreadable(request: Request, error: ImageError) -> Response:
         return _reply(_dump({"detail": f"the upload is {shorten(error.reason, 300)}"}), 415)
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody receives it
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,8 @@ def serve(
     need("python_multipart", "web", "The search page")
     need("fastapi", "web", "The search page")
     need("httptools", "web", "The search page")
+    from PIL import Image
+
     from proximetry.web.app import make_app
     from proximetry.web.protocol import LimitedProtocol
 
@@ -65,6 +68,8 @@ def serve(
         url = f"http://{name}:{port}/" + (f"?token={token}" if token else "")
         images = len(app.state.service.view.current())
         report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\nCtrl-C ends it.")
+        # open_image has limits of its own; the log is not for clients to fill.
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         config = uvicorn.Config(
             Guard(app, token, [f"[{host}]" if ":" in host else host.lower()]),
