@@ -47,8 +47,16 @@ def test_other_sites_cannot_make_a_browser_search(client):
     for site in ("cross-site", "same-site"):
         answer = client.post("/search", data={"id": 0}, headers={"sec-fetch-site": site})
         refused(answer, 403, "other sites")
-    own = client.post("/search", data={"id": 0}, headers={"sec-fetch-site": "same-origin"})
-    assert own.status_code == 200
+    for origin in ("http://evil.example", "http://localhost:81", "null", "http://localhost.evil"):
+        answer = client.post("/search", data={"id": 0}, headers={"origin": origin})
+        refused(answer, 403, "other sites")
+    for own in (
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"},
+        {"origin": "http://localhost"},
+        {},
+    ):
+        assert client.post("/search", data={"id": 0}, headers=own).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -67,25 +75,41 @@ def test_a_token_is_asked_for_everywhere(shared, path):
         ]
         for headers in wrong:
             answer = client.get(path, headers=headers)
-            refused(answer, 401, "wants its token")
+            refused(answer, 401, "authentication required")
             assert answer.headers["www-authenticate"] == "Bearer"
-        refused(client.get(f"{path}?token=wrong"), 401, "wants its token")
+        refused(client.get(f"{path}?token=wrong"), 401, "authentication required")
         if path != "/":  # the address of the page alone takes it
-            refused(client.get(f"{path}?token={TOKEN}"), 401, "wants its token")
+            refused(client.get(f"{path}?token={TOKEN}"), 401, "authentication required")
         right = client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
         assert right.status_code == (404 if path == "/nothing" else 200)
         assert client.get("/healthz").json() == {"status": "ok"}
 
 
-def test_the_address_with_the_token_gives_a_cookie_that_scripts_cannot_read(shared):
-    with client_of(shared.path, TOKEN) as client:
-        page = client.get(f"/?token={TOKEN}", headers={"host": "any.example"})
-        assert page.status_code == 200
-        cookie = page.headers["set-cookie"]
+def test_the_address_with_the_token_sets_a_cookie_and_redirects(shared):
+    with client_of(shared.path, TOKEN, follow_redirects=False) as client:
+        answer = client.get(f"/?token={TOKEN}", headers={"host": "any.example"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "./")
+        assert answer.headers["cache-control"] == "no-store"
+        cookie = answer.headers["set-cookie"]
         assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
-        value = cookie.split(";")[0]
-        assert client.get("/gallery", headers={"cookie": f"a=b; {value}"}).status_code == 200
+        assert "SameSite=Lax" in cookie
+        headers = {"cookie": f"a=b; {cookie.split(';')[0]}"}
+        assert client.get("/gallery", headers=headers).status_code == 200
+        again = client.get(f"/?token={TOKEN}", headers=headers)
+        assert again.status_code == 303  # the token leaves the address bar every time
+
+
+def test_browsers_without_a_token_get_a_readable_page(shared):
+    with client_of(shared.path, TOKEN) as client:
+        answer = client.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+    assert answer.status_code == 401
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "authentication required" in answer.text
+    with client_of(shared.path) as client:
+        headers = {"accept": "text/html", "host": "<script>"}
+        answer = client.get("/", headers=headers)
+    assert answer.status_code == 421
+    assert "<script>" not in answer.text
 
 
 @pytest.mark.parametrize(
@@ -261,7 +285,7 @@ def test_every_answer_has_strict_headers(client):
     answer = client.options(
         "/search", headers={"origin": "http://evil", "access-control-request-method": "POST"}
     )
-    assert answer.status_code == 405
+    assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
 
 

@@ -35,7 +35,7 @@ def live(server, shared, tmp_path_factory):
     cache = keep_map(shared, tmp_path_factory.mktemp("cache"))
     log = tmp_path_factory.mktemp("log") / "log"
     process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
-    yield url
+    yield url.replace("=TOKEN", f"={TOKEN}")
     process.send(signal.SIGINT)
     assert process.ended() == 0, process.said()
 
@@ -379,6 +379,22 @@ def test_a_phone_shows_it_without_scrolling_sideways(visit, width):
         assert page.evaluate(wide) <= width, view
     for name in ("#to-search", "#to-map", "#theme"):
         assert page.locator(name).is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_long_class_names_leave_the_similarity_visible(visit, width):
+    page = visit(viewport={"width": width, "height": 860})
+    page.evaluate("location.hash = 'item/0'")
+    ranks(page)
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll("#grid .card")].filter((card) => {
+            card.querySelector(".label").textContent = "american_staffordshire_terrier";
+            const box = card.getBoundingClientRect();
+            const score = card.querySelector(".score").getBoundingClientRect();
+            return !(score.width > 0 && score.left >= box.left && score.right <= box.right);
+        }).length"""
+    )
+    assert cut == 0
 
 
 CONTRAST = """() => {

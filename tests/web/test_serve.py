@@ -271,15 +271,26 @@ def test_a_real_server_with_a_token(server, shared, tmp_path):
     around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(keep_map(shared, tmp_path))}
     process, url = start(server, tmp_path / "log", shared.path, "--host", "0.0.0.0", **around)
     try:
-        assert url.endswith(f"/?token={TOKEN}")
+        assert url.endswith("/?token=TOKEN")
         base = f"http://127.0.0.1:{urlsplit(url).port}"
         assert httpx.get(f"{base}/gallery").status_code == 401
         bearer = {"authorization": f"Bearer {TOKEN}"}
         assert httpx.get(f"{base}/gallery", headers=bearer).status_code == 200
         with httpx.Client(base_url=base) as browser:
-            assert browser.get(f"/?token={TOKEN}").status_code == 200
+            assert browser.get(f"/?token={TOKEN}").status_code == 303
+            assert browser.get("/").status_code == 200
             assert browser.get("/gallery").json()["images"] == len(shared)
     finally:
         process.send(signal.SIGINT)
         assert process.ended() == 0
-    assert process.said().count(TOKEN) == 1  # in the address, and in no log
+    assert TOKEN not in process.said()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_token_is_printed_to_terminals_only(shared, monkeypatch, terminal):
+    printed = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    serving.serve(shared.path, port=0, token=TOKEN, report=printed.append)
+    assert (TOKEN in printed[0]) == terminal

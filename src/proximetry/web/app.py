@@ -336,7 +336,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        detail = "there is nothing here" if error.detail == "Not Found" else str(error.detail)
+        detail = "not found" if error.detail == "Not Found" else str(error.detail)
         return _reply(_dump({"detail": detail}), error.status_code, **dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
@@ -530,7 +530,7 @@ def _add_page(app: FastAPI) -> None:
     def send(request: Request, name: str) -> Response:
         content = files.get(name)
         if content is None:
-            raise HTTPException(404, "there is nothing here")
+            raise HTTPException(404, "not found")
         mark = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         headers = {"Cache-Control": "no-cache", "ETag": mark}
         if request.headers.get("if-none-match") == mark:

@@ -6,6 +6,8 @@ import hmac
 import json
 import re
 from collections.abc import Iterable
+from html import escape
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -44,6 +46,10 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{name}</title>
+<h1>{name}</h1><p>{detail}</p></html>
+"""
 _FIXED = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
 
@@ -95,64 +101,55 @@ class Guard:
             await send(message)
 
         try:
-            more = self._check(scope, headers)
+            self._check(scope, headers)
         except HTTPException as error:
-            await _answer(guarded, error)
+            await _answer(guarded, error, html=b"text/html" in headers.get(b"accept", b""))
             return
-        if more:
-            inner = guarded
-
-            async def guarded(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    message["headers"] = [*message.get("headers", []), more]
-                await inner(message)
-
         await self._admit(scope, headers, receive, guarded)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
-        """Refuse who may not ask; return a header for who has just brought the token."""
-        if self._token is None:
-            given = headers.get(b"host", b"").decode("latin-1")
-            name = re.sub(r":\d*$", "", given).lower()
-            if name not in self._hosts:
-                raise HTTPException(
-                    421,
-                    f"this server answers to {', '.join(sorted(self._hosts))} and not to "
-                    f"{shown(given)}; start it with a token to reach it by another name",
-                )
-        # Browsers say so when another site's page makes them send something.
-        if scope["method"] not in ("GET", "HEAD"):
-            site = headers.get(b"sec-fetch-site", b"same-origin")
-            if site not in (b"same-origin", b"none"):
-                raise HTTPException(403, "this server takes no requests from other sites' pages")
-        return None if self._token is None else self._check_token(scope, headers)
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Reject a request that is not allowed, and redirect one that has the token in its URL."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", host).lower()
+        if self._token is None and name not in self._hosts:
+            raise HTTPException(
+                421,
+                f"this server answers to {', '.join(sorted(self._hosts))} and not to "
+                f"{shown(host)}; start it with a token to reach it by another name",
+            )
+        if scope["method"] not in ("GET", "HEAD") and not _same_origin(headers):
+            raise HTTPException(403, "this server takes no requests from other sites' pages")
+        if self._token is not None:
+            self._check_token(scope, headers)
 
-    def _check_token(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
+    def _check_token(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if scope["path"] == "/healthz":  # which tells nothing
-            return None
+            return
+        if scope["path"] == "/" and scope["method"] == "GET":
+            tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+            if any(self._is_token(one.encode()) for one in tokens):
+                raise HTTPException(303, "signed in", self._sign_in(scope["scheme"]))
         kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"bearer" and self._is_token(bearer.strip()):
-            return None
+            return
         for pair in headers.get(b"cookie", b"").split(b";"):
             name, _, value = pair.strip().partition(b"=")
             if name == self._cookie and self._is_token(value):
-                return None
-        if scope["path"] == "/" and scope["method"] == "GET":
-            asked = parse_qs(scope["query_string"].decode("latin-1"))
-            if any(self._is_token(one.encode()) for one in asked.get("token", [])):
-                secure = b"; Secure" if scope["scheme"] == "https" else b""
-                assert self._token is not None
-                cookie = self._cookie + b"=" + self._token
-                return (
-                    b"set-cookie",
-                    cookie + b"; Path=/; HttpOnly; SameSite=Strict" + secure,
-                )
+                return
         raise HTTPException(
             401,
-            "this server wants its token: open the address that `proximetry serve` has printed, "
+            "authentication required: open the address of this page with ?token=TOKEN at its end, "
             "or send the header Authorization: Bearer TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
+
+    def _sign_in(self, scheme: str) -> dict[str, str]:
+        """Return headers that set the cookie and lead to the page, away from the token."""
+        assert self._token is not None
+        # Strict would withhold the cookie from whoever follows a link on another site.
+        cookie = f"{self._cookie.decode()}={self._token.decode()}; Path=/; HttpOnly; SameSite=Lax"
+        secure = "; Secure" if scheme == "https" else ""
+        return {"Location": "./", "Set-Cookie": cookie + secure}  # relative: a proxy has a path
 
     def _is_token(self, given: bytes) -> bool:
         return self._token is not None and hmac.compare_digest(given, self._token)
@@ -216,9 +213,25 @@ def _too_large(*, close: bool = False) -> HTTPException:
     return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
 
 
-async def _answer(send: Send, error: HTTPException) -> None:
-    body = json.dumps({"detail": error.detail}).encode()
-    headers: dict[str, Any] = {"Content-Type": "application/json", **(error.headers or {})}
+def _same_origin(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a request comes from a page of this server, or from no page at all.
+
+    Browsers send Sec-Fetch-Site to HTTPS and loopback addresses only, but Origin to all.
+    """
+    if b"sec-fetch-site" in headers:
+        return headers[b"sec-fetch-site"] in (b"same-origin", b"none")
+    origin = headers.get(b"origin")
+    return origin is None or origin.partition(b"://")[2] == headers.get(b"host")
+
+
+async def _answer(send: Send, error: HTTPException, *, html: bool = False) -> None:
+    if html:
+        name = HTTPStatus(error.status_code).phrase
+        body = _PAGE.format(name=name, detail=escape(error.detail)).encode()
+    else:
+        body = json.dumps({"detail": error.detail}).encode()
+    kind = "text/html; charset=utf-8" if html else "application/json"
+    headers: dict[str, Any] = {"Content-Type": kind, **(error.headers or {})}
     headers["Content-Length"] = str(len(body))
     lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status_code, "headers": lines})

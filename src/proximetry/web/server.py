@@ -65,9 +65,16 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
             name = socket.gethostname()
-        url = f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+        url, note = f"http://{name}:{port}/", ""
+        if token and sys.stdout.isatty():
+            url += f"?token={token}"
+        elif token:  # logs should not keep it
+            url, note = (
+                url + "?token=TOKEN",
+                "TOKEN is the access token, printed only to terminals.\n",
+            )
         images = len(app.state.service.view.current())
-        report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\nCtrl-C ends it.")
+        report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\n{note}Ctrl-C ends it.")
         # open_image has limits of its own; the log is not for clients to fill.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

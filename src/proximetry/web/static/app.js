@@ -376,9 +376,6 @@ $("skip").addEventListener("click", (event) => {
 });
 addEventListener("hashchange", route);
 
-// The token has become a cookie; it need not stand in the address any longer.
-if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
-
 const map = new MapView({ isDark });
 try {
   gallery = await ask("gallery");
