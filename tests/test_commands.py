@@ -153,6 +153,7 @@ def test_evaluate_takes_images_in_any_form(call, embedder, sources, vectors, ima
     assert found["metrics"] == pytest.approx(expected.mean(), abs=1e-6)
     low, high = found["intervals"]["map@r"]
     assert (low, high) == pytest.approx(expected.bootstrap()["map@r"][1:], abs=1e-6)
+    assert "resampled by class" in found["interval_method"]
     assert split in call("evaluate", embedder, *words).splitlines()[0]
 
 
@@ -178,7 +179,15 @@ def test_evaluate_shows_the_worst_classes_and_confusions(call, embedder, tmp_pat
     assert "class00 (4 queries)" in text
     assert f"{rows[-1]['label']} (" not in text, "of twelve classes the worst ten are shown"
     assert "class00 → class02" in text
-    assert "95 % intervals over the queries: recall@1 " in text
+    assert "95 % bootstrap confidence interval, resampled by class:\n  recall@1 " in text
+
+
+def test_evaluate_one_class_has_no_intervals(call, tmp_path):
+    vectors = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    np.savez(tmp_path / "one.npz", vectors=vectors, labels=["a"] * 6)
+    assert data(call, "evaluate", tmp_path / "one.npz")["intervals"] == {}
+    text = call("evaluate", tmp_path / "one.npz", "--per-class")
+    assert "No confidence intervals" in text
 
 
 def test_an_image_that_is_query_and_gallery_never_finds_itself(call, embedder, images):

@@ -277,8 +277,8 @@ def test_bootstrap_intervals() -> None:
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(400, 3)), draw.integers(0, 8, 400)
     evaluation = evaluate_queries(vectors, labels)
-    intervals = evaluation.bootstrap(samples=2000, seed=1)
-    for name, interval in intervals.items():
+    intervals = evaluation.bootstrap(by="query", samples=2000, seed=1)
+    for name, interval in (*intervals.items(), *evaluation.bootstrap().items()):
         assert interval.mean == pytest.approx(evaluation.mean()[name])
         assert interval.low <= interval.mean <= interval.high
     # For a mean of many values the bounds are those of the normal distribution.
@@ -287,7 +287,7 @@ def test_bootstrap_intervals() -> None:
     assert intervals["recall@1"].low == pytest.approx(values.mean() - spread, abs=0.006)
     assert intervals["recall@1"].high == pytest.approx(values.mean() + spread, abs=0.006)
     assert evaluation.bootstrap(samples=50, seed=3) == evaluation.bootstrap(samples=50, seed=3)
-    narrow = evaluation.bootstrap(confidence=0.5, samples=2000, seed=1)["mrr"]
+    narrow = evaluation.bootstrap(by="query", confidence=0.5, samples=2000, seed=1)["mrr"]
     assert intervals["mrr"].low < narrow.low < narrow.high < intervals["mrr"].high
     with pytest.raises(ValueError, match="between 0 and 1, got 95"):
         evaluation.bootstrap(confidence=95)

@@ -7,6 +7,7 @@ from typing import Any
 from proximetry._common import first_few
 from proximetry.cli import search_methods
 from proximetry.metrics import Evaluation, Verification, retrieve
+from proximetry.metrics.intervals import INTERVALS
 from proximetry.training.evaluator import means
 from proximetry.training.reporting import metrics_table
 
@@ -21,11 +22,12 @@ def describe(
     per_class: bool,
     confusions: int,
 ) -> dict[str, Any]:
-    """Return the metrics with 95 % intervals and, if wanted, classes and confusions."""
+    """Return the metrics with confidence intervals and, if wanted, classes and confusions."""
     whole = next(iter(queries.values()))
     found: dict[str, Any] = {
         "metrics": means(queries),
         "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
+        "interval_method": INTERVALS,
     }
     if whole.verification is not None:
         found["verification"] = _verification(whole.verification)
@@ -81,7 +83,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     parts = [
         f"{document['images']} {what} of {document['classes']} classes, split {split}",
         metrics_table({f"{name} ({split})": scores}),
-        f"95 % intervals over the queries: {_intervals(document['intervals'])}",
+        _intervals(document["intervals"]),
     ]
     if "verification" in document:
         parts.append(_verification_line(document["verification"], document["similarity"]))
@@ -90,7 +92,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     if "per_class" in document:
         worst = document["per_class"][:WORST]
         rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}
-        shown = list(_headline(document["intervals"]))
+        shown = list(_headline(scores))
         parts.append(f"The worst {len(rows)} classes:\n{metrics_table(rows, shown)}")
     if "confusions" in document:
         lines = [
@@ -114,5 +116,8 @@ def _headline(names: Iterable[str]) -> dict[str, None]:
 
 
 def _intervals(intervals: Mapping[str, Sequence[float]]) -> str:
+    if not intervals:
+        return "No confidence intervals: all queries are of one class."
     bounds = {name: intervals[name] for name in _headline(intervals)}
-    return ", ".join(f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
+    shown = (f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
+    return f"{INTERVALS}:\n  {', '.join(shown)}"

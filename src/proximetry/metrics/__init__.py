@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from proximetry.metrics.codes import binary_codes
     from proximetry.metrics.evaluation import (
         Evaluation,
-        Interval,
         evaluate,
         evaluate_codes,
         evaluate_queries,
         score_result,
     )
     from proximetry.metrics.identification import Identification, identify
+    from proximetry.metrics.intervals import Interval
     from proximetry.metrics.pair_lists import (
         DrawnPairs,
         PairList,
@@ -104,13 +104,13 @@ __getattr__ = lazy_exports(
         "codes": ("binary_codes",),
         "evaluation": (
             "Evaluation",
-            "Interval",
             "evaluate",
             "evaluate_codes",
             "evaluate_queries",
             "score_result",
         ),
         "identification": ("Identification", "identify"),
+        "intervals": ("Interval",),
         "pair_lists": (
             "DrawnPairs",
             "PairList",

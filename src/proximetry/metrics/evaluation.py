@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,13 @@ from proximetry.metrics.inputs import (
     full_precision,
     normalize,
 )
+from proximetry.metrics.intervals import (
+    Bounds,
+    Interval,
+    difference_bounds,
+    mean_bounds,
+    resample,
+)
 from proximetry.metrics.neighbors import search
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by_vectors, expanded
@@ -38,13 +45,7 @@ from proximetry.metrics.verification import Verification
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
 NEVER = torch.iinfo(torch.int64).max
 
-
-class Interval(NamedTuple):
-    """A mean and the bounds between which it stays when the queries are drawn again."""
-
-    mean: float
-    low: float
-    high: float
+ResampleBy = Literal["class", "query"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,31 +113,89 @@ class Evaluation:
         return table
 
     def bootstrap(
-        self, *, confidence: float = 0.95, samples: int = 1000, seed: int = 0
+        self,
+        *,
+        by: ResampleBy = "class",
+        confidence: float = 0.95,
+        samples: int = 1000,
+        seed: int = 0,
     ) -> dict[str, Interval]:
-        """Percentile intervals of the means, over queries drawn with replacement.
+        """Compute bootstrap confidence intervals of the means.
 
-        They tell how much a mean depends on the choice of queries, not how much another training
-        run would differ.
+        Queries of a class succeed and fail together, so classes are resampled: the interval is
+        for new classes of the same kind. It does not cover the variation between training runs.
+
+        Args:
+            by: what to resample: "class", or "query" for new queries of the same classes.
+            confidence: the probability that an interval covers the true mean.
+            samples: the number of bootstrap samples.
+            seed: seed of the random draws.
+
+        Returns:
+            An interval for each score; none if there is only one class (or query) to resample.
         """
+        return self._intervals(self.scores, mean_bounds, by, confidence, samples, seed)
+
+    def compare(
+        self,
+        other: Evaluation,
+        *,
+        by: ResampleBy = "class",
+        confidence: float = 0.95,
+        samples: int = 1000,
+        seed: int = 0,
+    ) -> dict[str, Interval]:
+        """Compute bootstrap confidence intervals of the differences ``other`` minus this one.
+
+        Both evaluations are of the same queries. The differences are paired: each sample holds the
+        same classes (or queries) of both. If an interval excludes 0, the difference is significant
+        at that confidence; for m differences a Bonferroni correction takes
+        ``confidence=1 - 0.05 / m``.
+
+        Args:
+            other: the evaluation to compare with.
+            by: see `bootstrap`, as for ``confidence``, ``samples`` and ``seed``.
+
+        Raises:
+            ValueError: if the queries differ.
+        """
+        one, two = (each.classes[each.query_codes] for each in (self, other))
+        if not (np.array_equal(one, two) and np.array_equal(self.positives, other.positives)):
+            raise ValueError("the evaluations are of different queries. Evaluate the same ones.")
+        shared = {
+            name: other.scores[name] - values
+            for name, values in self.scores.items()
+            if name in other.scores
+        }
+        return self._intervals(shared, difference_bounds, by, confidence, samples, seed)
+
+    def _intervals(
+        self,
+        scores: dict[str, FloatArray],
+        bounds: Bounds,
+        by: ResampleBy,
+        confidence: float,
+        samples: int,
+        seed: int,
+    ) -> dict[str, Interval]:
+        if by not in get_args(ResampleBy):
+            raise ValueError(f'by must be "class" or "query", got {by!r}')
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
         if samples < 2:
             raise ValueError(f"samples must be at least 2, got {samples}")
-        values = np.stack([values[self.scored] for values in self.scores.values()], axis=1)
-        count = len(values)
-        draw = np.random.default_rng(seed)
-        means = np.empty((samples, values.shape[1]))
-        for sample in range(samples):
-            weights = np.bincount(draw.integers(0, count, count), minlength=count)
-            means[sample] = weights @ values / count
-        tail = (1 - confidence) / 2
-        low, high = np.quantile(means, [tail, 1 - tail], axis=0)
-        middle = values.mean(0)
-        return {
-            name: Interval(float(middle[i]), float(low[i]), float(high[i]))
-            for i, name in enumerate(self.scores)
-        }
+        codes = self.query_codes[self.scored]
+        _, groups = np.unique(
+            codes if by == "class" else np.arange(len(codes)), return_inverse=True
+        )
+        counts = np.bincount(groups)
+        if len(counts) < 2 or not scores:
+            return {}
+        sums = [np.bincount(groups, weights=values[self.scored]) for values in scores.values()]
+        means, errors = resample(np.stack(sums, axis=1), counts, samples, seed)
+        low, high = bounds(means, errors, len(counts), confidence)
+        rows = np.stack([means, low, high], axis=1).tolist()
+        return {name: Interval(*row) for name, row in zip(scores, rows, strict=True)}
 
 
 def evaluate_queries(

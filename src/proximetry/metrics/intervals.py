@@ -1,0 +1,93 @@
+"""Confidence intervals of means whose scores depend on each other within a class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from proximetry.metrics.inputs import FloatArray, IntArray
+
+# Below this a standard error is rounding: all groups have the same mean.
+_NO_SPREAD = 1e-12
+_STEPS = 100_000
+
+INTERVALS = "95 % bootstrap confidence interval, resampled by class"
+"""What `Evaluation.bootstrap` computes by default."""
+
+Bounds = Callable[[FloatArray, FloatArray, int, float], tuple[FloatArray, FloatArray]]
+
+
+class Interval(NamedTuple):
+    """A mean and the bounds of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def resample(
+    sums: FloatArray, counts: IntArray, samples: int, seed: int
+) -> tuple[FloatArray, FloatArray]:
+    """Return the means of scores and their standard errors, by bootstrap over groups.
+
+    Args:
+        sums: the sum of each score within each group, ``[groups, scores]``.
+        counts: the number of scores in each group.
+        samples: how often the groups are drawn, with replacement.
+        seed: of the draws.
+    """
+    groups = len(counts)
+    draw = np.random.default_rng(seed)
+    means = np.empty((samples, sums.shape[1]))
+    for sample in range(samples):
+        weights = np.bincount(draw.integers(0, groups, groups), minlength=groups)
+        means[sample] = weights @ sums / (weights @ counts)
+    # The variance among draws from n groups is (n - 1) / n of the variance of the mean.
+    return sums.sum(0) / counts.sum(), means.std(0) * math.sqrt(groups / (groups - 1))
+
+
+def mean_bounds(
+    means: FloatArray, errors: FloatArray, groups: int, confidence: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return Wilson's bounds of means between 0 and 1, for the effective number of scores.
+
+    That is the number of independent 0/1 scores with the same standard error. Scores without any
+    spread count as one per group: 12 correct classes of 12 give 71 to 100 %.
+    """
+    z = student_t((1 + confidence) / 2, groups - 1)
+    constant = errors < _NO_SPREAD
+    effective = means * (1 - means) / np.where(constant, 1, errors) ** 2
+    effective = np.where(constant, groups, effective)
+    shrink = z**2 / effective
+    center = (means + shrink / 2) / (1 + shrink)
+    half = np.sqrt(means * (1 - means) * shrink + shrink**2 / 4) / (1 + shrink)
+    return np.clip(center - half, 0, means), np.clip(center + half, means, 1)
+
+
+def difference_bounds(
+    means: FloatArray, errors: FloatArray, groups: int, confidence: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return Student's bounds of means of differences between -1 and 1.
+
+    If the difference is the same in all groups, other groups may still differ: they are at most
+    the share of groups that can go unseen (Clopper-Pearson).
+    """
+    unseen = 1 - ((1 - confidence) / 2) ** (1 / groups)
+    half = student_t((1 + confidence) / 2, groups - 1) * errors
+    half = np.where(errors < _NO_SPREAD, unseen, half)
+    return np.clip(means - half, -1, 1), np.clip(means + half, -1, 1)
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution, to four digits.
+
+    With t = sqrt(freedom) tan(angle) the density is cos(angle) ** (freedom - 1).
+    """
+    angle = ((np.arange(_STEPS) + 0.5) / _STEPS - 0.5) * math.pi
+    density = np.cos(angle) ** (freedom - 1)
+    below = np.cumsum(density) - density / 2
+    quantile = np.interp(probability, below / density.sum(), angle)
+    return math.sqrt(freedom) * math.tan(quantile)
