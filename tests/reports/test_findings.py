@@ -15,7 +15,6 @@ from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, RetrievalResult
 from proximetry.models import Embedder
 from proximetry.reports import RunRecord, examine
-from proximetry.reports.comparison import paired_differences
 from proximetry.reports.findings import MAPPED
 from proximetry.reports.pictures import Pictures
 from proximetry.reports.proxies import _as_trained, find_proxies, find_use
@@ -115,22 +114,6 @@ def test_roles_keep_queries_and_gallery_apart(found, records, table, tmp_path):
         assert right == findings.neighbors.hits[query].tolist()
     assert not findings.agrees
     assert "so the figures differ" in findings.notes[-1]
-
-
-def test_paired_differences(found):
-    one, other = found
-    differences = paired_differences(one, other)
-    assert differences["recall@1"].mean == pytest.approx(
-        other.scores["recall@1"] - one.scores["recall@1"]
-    )
-    apart = other.evaluation.scores["map@r"] - one.evaluation.scores["map@r"]
-    draw = np.random.default_rng(5)
-    means = [apart[draw.integers(0, len(apart), len(apart))].mean() for _ in range(4000)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    assert differences["map@r"].low == pytest.approx(low, abs=0.02)
-    assert differences["map@r"].high == pytest.approx(high, abs=0.02)
-    same = paired_differences(one, one)
-    assert all(interval == (0, 0, 0) for interval in same.values())
 
 
 def test_proxies_are_those_of_the_selected_epoch(records):

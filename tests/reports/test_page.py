@@ -86,7 +86,51 @@ def test_tables_hold_the_figures_of_the_run(page, records, found):
         one = found[0].intervals[key]
         assert interval == f"{100 * one.low:.1f} to {100 * one.high:.1f}"
     assert "24 queries" in page.text
+    assert "95 % bootstrap confidence interval, resampled by class" in page.text
     assert "selected by held-out MAP@R among training images (the gallery" in page.text
+
+
+def tiles(content):
+    """The text of each tile at the head of a report, by its name."""
+    parts = [rf'<div class="{part}">(.*?)</div>' for part in ("name", "figure", "small")]
+    found = re.findall("".join(parts), content.decode())
+    return {name: (figure, below) for name, figure, below in found}
+
+
+def test_tiles_compare_with_the_untrained_model(records, found):
+    figure, below = tiles(report_page(records[0], found[0]))["recall@1"]
+    untrained, selected = (
+        records[0].results[epoch]["test"]["recall@1"] for epoch in ("untrained", "selected")
+    )
+    assert figure == f"{100 * untrained:.1f} → {100 * selected:.1f} %"
+    assert below.startswith("untrained → trained; 95 % interval ")
+    assert below.endswith("; test set")
+
+
+def test_tiles_show_the_figures_of_other_data(records, tmp_path):
+    table = make_table(tmp_path / "other", seed=3)
+    table.write_text(table.read_text().replace(",class1", ",room1"))
+    findings = examine(records[0], str(table))
+    assert not findings.agrees
+    shown = tiles(report_page(records[0], findings))
+    for name in ("recall@1", "MAP@R"):
+        figure, below = shown[name]
+        assert figure == f"{100 * findings.scores[name.lower()]:.1f} %"
+        assert below.endswith("; other, split test")
+
+
+def test_pictures_show_file_names(records, found, comparison, runs):
+    findings = found[0]
+    page = report_page(records[0], findings).decode()
+    for query in findings.worst(3):
+        row = int(findings.queries[query])
+        path = findings.catalog.paths[row]
+        assert f'<span class="path">{el("b", path)[3:-4]}</span>' in page
+        assert any(
+            a.get("title") == findings.catalog.file(row) for a in Page(page.encode()).all("div")
+        )
+    assert 'class="path"' in page[page.index("Most confused classes") :]
+    assert any(a.get("class") == "path" for a in comparison.all("span"))
 
 
 def test_every_class_with_its_recall(page, found):
@@ -137,7 +181,12 @@ def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, rec
     assert first.startswith(f"{100 * one:.1f}")
     assert second.startswith(f"{100 * other:.1f}")
     sign = f"{100 * (other - one):+.1f}".replace("-", "−")
-    assert re.match(re.escape(sign) + " (better|worse|not told apart)", difference)
+    assert re.match(re.escape(sign) + " (better|worse|no significant difference)", difference)
+    scores = found[0].evaluation.scores
+    assert f"Bonferroni correction for the {len(scores)} comparisons" in comparison.text
+    one = found[0].evaluation.compare(found[1].evaluation, confidence=1 - 0.05 / len(scores))
+    low, high = (f"{100 * bound:+.1f}".replace("-", "−") for bound in one["map@r"][1:])
+    assert difference.endswith(f"{low} to {high}")
     keys = {row[0]: row[1:] for row in comparison.table("Keys in which the recipes differ")}
     assert keys == {"training.seed": ["0", "1"]}
     right = [f.neighbors.hits[:, 0] for f in found]
@@ -177,7 +226,7 @@ def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
     assert "so the figures differ" in page.text
     # With one set of images for both they are.
     call(runs[0], run, "--data", other, "--out", tmp_path / "page.html")
-    assert "query by query" in Page((tmp_path / "page.html").read_bytes()).text
+    assert "paired by class" in Page((tmp_path / "page.html").read_bytes()).text
 
 
 def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_path):
@@ -247,7 +296,7 @@ def test_a_comparison_without_the_images_of_one_run(runs, moved, call, tmp_path)
     rows = {row[0]: row[1:] for row in page.table(f"{caption}, test set")}
     results = [RunFolder(path).read_results()["selected"]["test"] for path in (runs[1], moved)]
     assert rows["recall@1"] == [f"{100 * one['recall@1']:.1f}" for one in results]
-    assert "differences cannot be tested query by query" in page.text
+    assert "differences cannot be tested" in page.text
 
 
 def test_of_two_stages_the_second_is_reported(run, tmp_path, call):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from proximetry._common import shown, spaced
 from proximetry.metrics import Interval
+from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.scores import COUNTS
 from proximetry.reports.charts import in_percent, line_chart
 from proximetry.reports.findings import Findings
@@ -33,18 +33,6 @@ def comparison_sections(
     if queries is not None:
         sections.append(queries)
     return [*sections, _recipes(names, records), _origins(names, records, found)]
-
-
-def paired_differences(one: Findings, other: Findings) -> dict[str, Interval]:
-    """How much better the other is, by metric: means of the differences of each query.
-
-    With 95 % intervals over queries drawn again, the same ones for both.
-    """
-    mine, theirs = one.evaluation.scores, other.evaluation.scores
-    scores = {name: theirs[name] - mine[name] for name in mine if name in theirs}
-    if not scores:
-        return {}
-    return replace(other.evaluation, scores=scores, whole={}).bootstrap()
 
 
 def _metrics(
@@ -89,9 +77,7 @@ def _metrics(
             if any(scores):
                 caption = f"Metrics of the selected epochs as each run reported them, {words}"
                 parts.append(_plain_table(caption, names, scores, [{} for _ in scores]))
-        parts.append(
-            el("p", "Without the images of all runs, differences cannot be tested query by query.")
-        )
+        parts.append(el("p", "Without the images of all runs, differences cannot be tested."))
     return Section("Metrics", join(parts))
 
 
@@ -128,7 +114,12 @@ def _figure(metric: str, scores: Mapping[str, Any], bounds: Mapping[str, Interva
 
 def _paired_table(names: Sequence[str], found: Sequence[Findings]) -> Markup:
     first, *others = found
-    differences = [paired_differences(first, one) for one in others]
+    scores = first.evaluation.scores.keys()
+    comparisons = sum(len(scores & one.evaluation.scores.keys()) for one in others)
+    confidence = 1 - 0.05 / max(comparisons, 1)
+    differences = [
+        first.evaluation.compare(one.evaluation, confidence=confidence) for one in others
+    ]
     head: list[object] = ["metric", short(names[0])]
     for name in names[1:]:
         head += [short(name), "difference"]
@@ -149,11 +140,11 @@ def _paired_table(names: Sequence[str], found: Sequence[Findings]) -> Markup:
             told,
             el(
                 "p",
-                "Small figures are 95 % intervals. Those of a difference come from the "
-                "differences query by query (paired bootstrap, 1000 samples): they are narrower "
-                "than the intervals of the two runs suggest, which may overlap. Better or worse "
-                "stands where the interval of the difference leaves out 0. That tells these two "
-                "embedders apart, not the two recipes: another seed trains another embedder.",
+                f"Small figures below a metric: {INTERVALS}. Below a difference: interval of the "
+                "differences paired by class, with a Bonferroni correction for the "
+                f"{comparisons} comparisons of this table, so that all of them hold together at "
+                "95 %. A difference is better or worse if its interval excludes 0. This compares "
+                "embedders, not recipes: another seed trains another embedder.",
                 class_="small",
             ),
         ]
@@ -161,7 +152,7 @@ def _paired_table(names: Sequence[str], found: Sequence[Findings]) -> Markup:
 
 
 def _verdict(one: Interval) -> Markup:
-    kind, word = None, "not told apart"
+    kind, word = None, "no significant difference"
     if one.low > 0:
         kind, word = "better", "better"
     elif one.high < 0:

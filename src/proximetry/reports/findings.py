@@ -75,7 +75,7 @@ class Findings:
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
-        """95 % intervals of the means, over queries drawn again."""
+        """95 % bootstrap confidence intervals of the means, resampled by class."""
         return self.evaluation.bootstrap()
 
     @property
@@ -85,16 +85,16 @@ class Findings:
         return "map@r" if "map@r" in names else names[0]
 
     def best(self, count: int) -> list[int]:
-        """Queries with the highest scores, at most one of a class, the least similar first.
+        """Queries with the highest scores, at most one per class.
 
-        Of equal scores those whose nearest image is least like them: they were hardest.
+        Of equal scores, the hardest: those least similar to their nearest image.
         """
         return self._first_of_classes(-self.evaluation.scores[self.ranking], self._nearness, count)
 
     def worst(self, count: int) -> list[int]:
-        """Queries with the lowest scores, at most one of a class, the surest mistakes first.
+        """Queries with the lowest scores, at most one per class.
 
-        Of equal scores those whose nearest image is most like them.
+        Of equal scores, the most confident errors: those most similar to their nearest image.
         """
         return self._first_of_classes(self.evaluation.scores[self.ranking], -self._nearness, count)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from proximetry._common import shorten, spaced
 from proximetry.data import VectorCatalog
+from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.scores import COUNTS
 from proximetry.metrics.separation import SAME_DIRECTION
 from proximetry.reports.charts import bar_chart, in_percent, line_chart, plain
@@ -78,19 +79,26 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> Markup:
 
 
 def headline(record: RunRecord, findings: Findings | None) -> Markup:
-    """The figures that people look for first."""
-    shown = []
-    split = next((s for s in SPLITS if s in record.selected), None)
-    scores = record.selected.get(split, {}) if split else {}
-    intervals: Mapping[str, Any] = {}
-    if findings is not None and (findings.agrees or not scores):
+    """The main figures of the evaluated images, with those before training if known."""
+    split = next((s for s in SPLITS if s in record.selected), "")
+    scores, intervals = record.selected.get(split, {}), {}
+    if findings is not None:
         scores, intervals, split = findings.scores, findings.intervals, findings.split
+    place, untrained = SPLITS.get(split, ""), {}
+    if findings is None or findings.agrees:
+        untrained = record.results.get("untrained", {}).get(split, {})
+    else:
+        place = f"{short(findings.catalog.root.resolve().name)}, split {split}"
+    shown = []
     for name in record.metrics:
         if name in scores:
-            told = SPLITS.get(split or "", "these images")
+            value, below = f"{percent(scores[name])} %", [place]
             if name in intervals:
-                told = f"{interval(intervals[name])}, {told}"
-            shown.append((metric_title(name), f"{percent(scores[name])} %", told))
+                below.insert(0, f"95 % interval {interval(intervals[name])}")
+            if name in untrained:
+                value = f"{percent(untrained[name])} → {value}"
+                below.insert(0, "untrained → trained")
+            shown.append((metric_title(name), value, "; ".join(below)))
     if record.results:
         epochs = record.results["epochs"]
         shown.append(("Selected epoch", str(record.selected["epoch"]), f"of {epochs} trained"))
@@ -133,9 +141,10 @@ def metrics_section(record: RunRecord, findings: Findings | None) -> Section:
         parts.append(
             el(
                 "p",
-                "The 95 % interval tells how far a mean moves when the queries are drawn "
-                "again (bootstrap, 1000 samples). It does not tell how much another training run "
-                "would differ.",
+                f"Interval: {INTERVALS} (1000 samples). It does not cover the variation between "
+                "training runs."
+                if findings.intervals
+                else "No confidence intervals: all queries are of one class.",
                 class_="small",
             )
         )
@@ -221,18 +230,19 @@ def _title(key: str) -> str:
 
 
 def picture(pictures: Pictures, findings: Findings, row: int, kind: str, *lines: object) -> Markup:
-    """An image with lines below it; kind is asked, right or wrong."""
+    """An image with lines and its path below it; kind is asked, right or wrong."""
     catalog = findings.catalog
     label, path = catalog.labels[row], catalog.paths[row]
-    about = {"asked": "query", "right": "right neighbour", "wrong": "wrong neighbour"}[kind]
+    about = {"asked": "query", "right": "right neighbor", "wrong": "wrong neighbor"}[kind]
     about = f"{about}, class {short(label)}"
     instead = short(path) if isinstance(catalog, VectorCatalog) else None
+    name = el("span", short(path), class_="path")
     return el(
         "div",
         el("div", pictures.show(catalog.file(row), about, instead), class_="frame"),
-        el("div", *(el("div", line) for line in lines), class_="lines"),
+        el("div", *(el("div", line) for line in (*lines, name)), class_="lines"),
         class_=f"picture {kind}",
-        title=path,
+        title=catalog.file(row),
     )
 
 
@@ -269,7 +279,7 @@ def neighbors_of(
 
 
 def queries_section(findings: Findings, pictures: Pictures) -> Section:
-    """The worst and the best queries with their neighbours."""
+    """The worst and the best queries with their neighbors."""
     title = metric_title(findings.ranking)
     scores = findings.evaluation.scores[findings.ranking]
 
@@ -298,16 +308,16 @@ def queries_section(findings: Findings, pictures: Pictures) -> Section:
                 el("h3", "Worst queries"),
                 el(
                     "p",
-                    f"The lowest {title}, at most one query of a class; of equal ones the surest "
-                    "mistakes.",
+                    f"The lowest {title}, at most one query per class; of equal ones the most "
+                    "confident errors.",
                     class_="small",
                 ),
                 rows(findings.worst(SHOWN_QUERIES)),
                 el("h3", "Best queries"),
                 el(
                     "p",
-                    f"The highest {title}, at most one query of a class; of equal ones those that "
-                    "are least like their neighbours.",
+                    f"The highest {title}, at most one query per class; of equal ones those least "
+                    "similar to their neighbors.",
                     class_="small",
                 ),
                 rows(findings.best(SHOWN_QUERIES // 2)),
@@ -380,7 +390,8 @@ def classes_section(findings: Findings, pictures: Pictures) -> Section:
                 y_label="classes",
             ),
             table(
-                f"The {min(SHOWN_CLASSES, len(names))} classes that are found worst, in percent",
+                f"The {min(SHOWN_CLASSES, len(names))} classes with the lowest "
+                f"{metric_title(first)}, in percent",
                 head,
                 [[short(row[0]), *row[1:]] for row in rows(order[:SHOWN_CLASSES])],
             ),
@@ -405,7 +416,7 @@ def classes_section(findings: Findings, pictures: Pictures) -> Section:
 def _confused_examples(
     findings: Findings, pictures: Pictures, pairs: Sequence[tuple[str, str, int, int]]
 ) -> Markup:
-    """For each pair the surest mistake: a query and its nearest image."""
+    """For each pair the most confident error: a query and its nearest image."""
     lists = findings.neighbors
     labels, nearest = lists.query_labels, lists.labels[:, 0]
     shown = []
@@ -590,10 +601,8 @@ def origin_section(record: RunRecord, notes: Sequence[str]) -> Section:
     told = list(dict.fromkeys([*results.get("notes", []), *notes]))
     parts = [
         definitions(facts),
-        el("h3", "Notes and doubts"),
-        el("ul", *(el("li", note) for note in told))
-        if told
-        else el("p", "Training and evaluation had nothing to remark."),
+        el("h3", "Warnings"),
+        el("ul", *(el("li", note) for note in told)) if told else el("p", "None."),
         el("details", el("summary", "Recipe, as resolved"), el("pre", record.recipe.to_yaml())),
     ]
     return Section("Origin", join(parts))
