@@ -54,31 +54,36 @@ def mean_bounds(
 ) -> tuple[FloatArray, FloatArray]:
     """Return Wilson's bounds of means between 0 and 1, for the effective number of scores.
 
-    That is the number of independent 0/1 scores with the same standard error. Scores without any
-    spread count as one per group: 12 correct classes of 12 give 71 to 100 %.
+    That is the number of independent 0/1 scores with the same standard error.
     """
-    z = student_t((1 + confidence) / 2, groups - 1)
     constant = errors < _NO_SPREAD
+    z = student_t((1 + confidence) / 2, groups - 1)
     effective = means * (1 - means) / np.where(constant, 1, errors) ** 2
-    effective = np.where(constant, groups, effective)
-    shrink = z**2 / effective
+    shrink = z**2 / np.where(constant, groups, effective)
     center = (means + shrink / 2) / (1 + shrink)
     half = np.sqrt(means * (1 - means) * shrink + shrink**2 / 4) / (1 + shrink)
-    return np.clip(center - half, 0, means), np.clip(center + half, means, 1)
+    unseen = _unseen(groups, confidence)
+    low = np.where(constant, means - unseen, center - half)
+    high = np.where(constant, means + unseen, center + half)
+    return np.clip(low, 0, 1), np.clip(high, 0, 1)
 
 
 def difference_bounds(
     means: FloatArray, errors: FloatArray, groups: int, confidence: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Return Student's bounds of means of differences between -1 and 1.
-
-    If the difference is the same in all groups, other groups may still differ: they are at most
-    the share of groups that can go unseen (Clopper-Pearson).
-    """
-    unseen = 1 - ((1 - confidence) / 2) ** (1 / groups)
+    """Return Student's bounds of means of differences between -1 and 1."""
     half = student_t((1 + confidence) / 2, groups - 1) * errors
-    half = np.where(errors < _NO_SPREAD, unseen, half)
+    half = np.where(errors < _NO_SPREAD, _unseen(groups, confidence), half)
     return np.clip(means - half, -1, 1), np.clip(means + half, -1, 1)
+
+
+def _unseen(groups: int, confidence: float) -> float:
+    """Return how far the mean may be off if all groups are the same.
+
+    This is the largest share of other groups that may not show up (Clopper-Pearson): 12 correct
+    classes of 12 give 73.5 to 100 %.
+    """
+    return float(1 - ((1 - confidence) / 2) ** (1 / groups))
 
 
 def student_t(probability: float, freedom: float) -> float:
