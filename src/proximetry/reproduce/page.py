@@ -197,8 +197,8 @@ def _findings(results: Results) -> list[str]:
     caption = "Differences in points at the last epoch, over the seeds that both rows have. "
     if tested:
         caption += (
-            "± is what chance alone reaches in 19 of 20 cases (Welch's t-test, two-sided 5 %); a "
-            f"smaller difference is within the noise. {tested} claim{'s' * (tested > 1)} tested; "
+            "± is the 95 % confidence interval (Welch's t-test); a difference whose interval "
+            f"includes 0 is within the noise. {tested} claim{'s' * (tested > 1)} tested; "
             "where there is no difference, one in twenty passes by chance."
         )
     else:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev, variance
 from typing import Any, Literal
 
+from scipy.stats import t as student_t
+
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.table import Claim
 
@@ -17,13 +19,6 @@ Verdict = Literal[
     "no seed in common",
     "not run",
 ]
-
-# Student's t, two-sided at 5 %, for 1, 2, 3 … degrees of freedom; the last serves for more.
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,9 @@ def sample(
 
 
 def noise(a: Sample, b: Sample) -> float | None:
-    """How far two means over the same seeds differ by chance in 19 of 20 cases (Welch's t).
+    """Half the 95 % confidence interval of the difference of two means (Welch's t-test).
 
-    None where it cannot be told: of single values, and of values without any spread.
+    The samples have the same size. None for single values, and for values without any spread.
     """
     n = len(a.values)
     spread = variance(a.values) + variance(b.values) if n > 1 else 0.0
@@ -71,9 +66,7 @@ def noise(a: Sample, b: Sample) -> float | None:
         return None
     share = variance(a.values) / spread
     freedom = (n - 1) / (share**2 + (1 - share) ** 2)
-    # A hair more, so that rounding does not turn 4 into 3.
-    quantile = _T[min(math.floor(freedom + 1e-9), len(_T)) - 1]
-    return quantile * math.sqrt(spread / n)
+    return float(student_t.ppf(0.975, freedom) * math.sqrt(spread / n))
 
 
 @dataclass(frozen=True)
