@@ -76,7 +76,7 @@ class Finding:
     Attributes:
         published: the published difference, if both figures were published.
         difference: of our means over the seeds that both rows have.
-        noise: what such a difference reaches by chance; None where that cannot be told.
+        noise: half the 95 % confidence interval of the difference; None if unknown.
         seeds: that both rows have.
     """
 
