@@ -373,7 +373,8 @@ def test_from_pictures_to_results_by_commands(images, address, tmp_path, monkeyp
     assert "--model RUN" in call("search", query, *where, code=2)
     found = call("search", query, *where, "--model", "model", "-k", 2, "--json")
     (one,) = json.loads(found)["queries"]
-    assert [os.path.basename(image["path"]) for image in one["found"]] == ["0.png", "copy.png"]
+    # Embedded in different batches, copies need not have equal vectors.
+    assert {os.path.basename(image["path"]) for image in one["found"]} == {"0.png", "copy.png"}
     lines = call("search", query, *where, "--model", "model", "--where", "label=class04")
     assert "class04" in lines
     assert "class00  " not in lines

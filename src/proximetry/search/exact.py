@@ -1,11 +1,12 @@
 """Exact search through vectors on disk, and the similarities of candidates.
 
 A float32 product finds candidates; their similarities are then computed in float64, each by
-itself, so that they do not depend on what else is searched for or where a row stands. The bound
-on the error of the product says whether any other row could still belong in a list.
+itself, so that they do not depend on what else is searched for or where a row stands. The float64
+values decide the order, equal ones by place. The bound on the error of the product says whether
+any other row could still belong in a list.
 
-A similarity is the cosine of vectors that have unit length, or the negative squared Euclidean
-distance. Places of rows are counted through all segments; no place is −1.
+A similarity is the inner product of vectors that have unit length, or the negative squared
+Euclidean distance. Places of rows are counted through all segments; no place is −1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from proximetry.metrics.inputs import IntArray, full_precision
 from proximetry.models.names import Similarity
 
 FloatArray = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 # Similarities that are held at once: 64 MB of float32.
@@ -44,11 +46,11 @@ class Part(NamedTuple):
     """Rows that are searched together, of one segment.
 
     Attributes:
-        vectors: [rows, dim], float32.
+        vectors: of the whole segment [n, dim], float32.
         squares: the squared length of each, for Euclidean distances.
-        start: the place of the first row.
-        rows: which rows of the segment these are, if not all of them.
-        allowed: which of them may be found, if not all of them.
+        start: the place of the first row of the segment.
+        rows: the rows to search, if not all.
+        allowed: a mask of the rows to search, if not all: faster than `rows` where most are.
     """
 
     vectors: FloatArray
@@ -56,6 +58,11 @@ class Part(NamedTuple):
     start: int
     rows: IntArray | None = None
     allowed: Mask | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of rows that a search reads."""
+        return len(self.vectors) if self.rows is None else len(self.rows)
 
     def places(self, found: IntArray) -> IntArray:
         """The places of rows of this part."""
@@ -66,7 +73,7 @@ class Found(NamedTuple):
     """Places [queries, k], nearest first, and similarities; −1 and −inf where there are fewer."""
 
     places: IntArray
-    scores: FloatArray
+    scores: Scores
 
     def top(self, k: int) -> Found:
         """The nearest of them, in the order (similarity falling, place rising)."""
@@ -79,7 +86,7 @@ def join(found: Sequence[Found], k: int) -> Found:
     """The k nearest of what several searches have found, in different places."""
     width = sum(one.places.shape[1] for one in found)
     shape = len(found[0].places), max(k, width)
-    places, scores = np.full(shape, -1, np.int64), np.full(shape, -np.inf, np.float32)
+    places, scores = np.full(shape, -1, np.int64), np.full(shape, -np.inf)
     start = 0
     for one in found:
         end = start + one.places.shape[1]
@@ -115,9 +122,9 @@ class Store:
             found[chosen] = self.vectors[number][places[chosen] - self.starts[number]]
         return found
 
-    def scores(self, queries: FloatArray, places: IntArray) -> FloatArray:
+    def scores(self, queries: FloatArray, places: IntArray) -> Scores:
         """The similarity of each query to the rows at its places, [queries, n]."""
-        scores = np.full(places.shape, -np.inf, np.float32)
+        scores = np.full(places.shape, -np.inf)
         if not (places >= 0).any():
             return scores
         for part in chunks(len(places), max(1, _GATHERED // (places.shape[1] * queries.shape[1]))):
@@ -151,7 +158,7 @@ class Store:
         """The k nearest rows of these parts, exactly."""
         found = [self._search(parts, queries[block], k) for block in chunks(len(queries), _QUERIES)]
         if not found:
-            return Found(np.empty((0, k), np.int64), np.empty((0, k), np.float32))
+            return Found(np.empty((0, k), np.int64), np.empty((0, k)))
         return Found(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
     def _search(self, parts: Sequence[Part], queries: FloatArray, k: int) -> Found:
@@ -173,7 +180,7 @@ class Store:
         self, parts: Sequence[Part], query: FloatArray, least: float, k: int
     ) -> Found:
         """The k nearest of all rows whose product is not below the least that can matter."""
-        found = Found(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32))
+        found = Found(np.empty((1, 0), np.int64), np.empty((1, 0)))
         for part, rows, products in _products(parts, query, self.similarity):
             near = (products[0] >= least).nonzero()[:, 0].numpy()
             for some in chunks(len(near), _TILE):
@@ -182,13 +189,11 @@ class Store:
         return join([found], k)
 
 
-def similarities(
-    queries: npt.NDArray[np.float64], rows: npt.NDArray[np.float64], similarity: Similarity
-) -> npt.NDArray[np.float64]:
+def similarities(queries: Scores, rows: Scores, similarity: Similarity) -> Scores:
     """Similarities of [n, 1, dim] to [n, m, dim] as [n, m]; equal rows have equal ones."""
     if similarity == "cosine":
         # einsum without a BLAS adds up every row in the same order.
-        return np.asarray(np.clip(np.einsum("nmd,nd->nm", rows, queries[:, 0]), -1, 1))
+        return np.asarray(np.einsum("nmd,nd->nm", rows, queries[:, 0]))
     rows = rows - queries
     return np.asarray(-np.einsum("nmd,nmd->nm", rows, rows))
 
@@ -199,12 +204,14 @@ def _products(
     """The products of all queries with some rows after others, −inf where not allowed."""
     factor = 1.0 if similarity == "cosine" else 2.0
     asked = torch.from_numpy(factor * queries)
-    size = max(_GROUP, _ENTRIES // max(1, len(queries)) // _GROUP * _GROUP)
     for part in parts:
-        for rows in chunks(len(part.vectors), size):
-            products = asked @ torch.from_numpy(part.vectors[rows]).T
+        held = len(queries) if part.rows is None else max(len(queries), part.vectors.shape[1])
+        size = max(_GROUP, _ENTRIES // max(1, held) // _GROUP * _GROUP)
+        for rows in chunks(part.count, size):
+            chosen: Any = rows if part.rows is None else part.rows[rows]
+            products = asked @ torch.from_numpy(part.vectors[chosen]).T
             if part.squares is not None:
-                products -= torch.from_numpy(part.squares[rows])
+                products -= torch.from_numpy(part.squares[chosen])
             if part.allowed is not None:
                 forbidden = ~part.allowed[rows]
                 products.masked_fill_(torch.from_numpy(forbidden), -torch.inf)
@@ -272,11 +279,11 @@ class Duplicates:
 
 def similar_pairs(
     store: Store, parts: Sequence[Part], least: float, progress: Progress | None
-) -> tuple[IntArray, FloatArray]:
+) -> tuple[IntArray, Scores]:
     """Every pair of places, smaller one first, that is at least so similar, exactly."""
     tiles = [(part, rows) for part in parts for rows in chunks(len(part.vectors), _TILE)]
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
-    scores: list[FloatArray] = [np.empty(0, np.float32)]
+    scores: list[Scores] = [np.empty(0)]
     count, done, total = 0, 0, len(tiles) * (len(tiles) + 1) // 2
     with full_precision(torch.device("cpu")):
         for number, (part, rows) in enumerate(tiles):

@@ -5,6 +5,7 @@ Galleries on Milvus (`search/milvus.py`) are searched by the same code, and chan
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
@@ -26,7 +27,7 @@ from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_
 from proximetry.models import Embedder
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search import exact, indexes, rows
-from proximetry.search.exact import Duplicates, FloatArray, Found, Mask
+from proximetry.search.exact import Duplicates, FloatArray, Found, Mask, Scores
 from proximetry.search.manifest import (
     EMBEDDER,
     STAGING,
@@ -123,8 +124,9 @@ class Gallery:
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
-                images, and IVF with product quantisation beyond; for an embedder with `bits` it
-                is "BFlat".
+                images, HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder
+                with `bits` it is "BFlat". Recall@10 is measured on a sample, and the search
+                effort raised until it is 0.98.
             vectors: what the embedder makes of the images, where that is known.
             bad_images: "error" stops at images that cannot be read, "skip" leaves them out.
             batch_size: images per forward pass.
@@ -151,10 +153,8 @@ class Gallery:
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
             embedded = new.embed(embedder, fingerprint, folder)
-            kind = indexes.resolve(index, len(embedded.table), embedder.dim)
-            chosen = f"{'auto → ' if index == 'auto' else ''}{kind or indexes.EXACT}"
-            new.report(describe_index(chosen, len(embedded.table), exact=not kind))
             segment = embedded.write(folder, manifest, index, new.steps)
+            new.report(describe_segment(segment, "auto → " if index == "auto" else ""))
             manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
             write_manifest(folder, manifest)
             # Nothing is added to a gallery before it is there, so no one else has anything here.
@@ -403,6 +403,8 @@ class Gallery:
                 segments=(*manifest.segments, *([segment] if segment.rows else [])),
             )
             self._commit(self._merged(manifest, new.steps))
+            if segment.index:
+                new.report(describe_segment(segment))
             embedded.discard()
             return np.arange(first, first + segment.rows)
 
@@ -422,15 +424,15 @@ class Gallery:
             manifest = Snapshot.open(self.path).manifest
             self._commit(self._merge(manifest, 0, manifest.index, steps or quiet))
         if report is not None:
-            kind = indexes.resolve(self.index, len(self), self.dim)
-            report(describe_index(kind or indexes.EXACT, len(self), exact=not kind))
+            for info in self._now.manifest.segments:
+                report(describe_segment(info))
 
     @property
     def needs_compaction(self) -> bool:
         """Whether much of the gallery is removed, or scanned though there is an index."""
         now = self._now
         total = sum(info.rows for info in now.manifest.segments)
-        large = indexes.resolve(self.index, len(now), self.dim) != ""
+        large = indexes.resolve(self.index, len(now)) != ""
         scanned = sum(info.rows for info in now.manifest.segments if not info.index)
         return total - len(now) > max(1000, total // 4) or (large and scanned > total // 4)
 
@@ -478,7 +480,7 @@ class Gallery:
                 rows.stack(tables),
                 together,
                 _rows_of(taken, kept),
-                indexes.resolve(index, len(together), manifest.dim),
+                indexes.resolve(index, len(together)),
                 steps,
             )
             segments = (*segments, merged)
@@ -549,7 +551,7 @@ class Gallery:
         if not expand and not rerank:
             return _result(now, found)
         plain = Found(found.places, now.store.scores(asked, found.places))
-        return replace(_result(now, plain), scores=found.scores)
+        return replace(_result(now, plain), scores=found.scores.astype(np.float32))
 
     def _as_queries(self, queries: Queries, batch_size: int, steps: Steps) -> FloatArray:
         given: Any = queries
@@ -591,14 +593,15 @@ class Gallery:
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
         least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
         places, scores = now.similar_pairs(least, steps)
-        order = np.lexsort((*places.T[::-1], -scores))
+        similarities = _shown(scores, self.similarity)
+        order = np.lexsort((*places.T[::-1], -similarities))
         pairs = now.ids(places[order])
         groups = exact.group_pairs(pairs)
         members = np.unique(pairs)
         named = now.take(now.places(members), ["path"])["path"]
         return Duplicates(
             pairs,
-            _shown(scores[order], self.similarity),
+            similarities[order],
             groups,
             dict(zip(members.tolist(), named, strict=True)),
             float(threshold),
@@ -664,7 +667,7 @@ def _expanded(now: Version, queries: FloatArray, found: Found) -> FloatArray:
 
 def _reranked(now: Version, queries: FloatArray, found: Found, k: int) -> Found:
     """The k nearest of what was found, by k-reciprocal distances."""
-    scores = np.full(found.places.shape, -np.inf, np.float32)
+    scores = np.full(found.places.shape, -np.inf)
     for query, places, row in zip(queries, found.places, scores, strict=True):
         there = places >= 0
         if there.any():
@@ -672,9 +675,10 @@ def _reranked(now: Version, queries: FloatArray, found: Found, k: int) -> Found:
     return Found(found.places, scores).top(k)
 
 
-def _shown(scores: FloatArray, similarity: str) -> FloatArray:
-    """What people see: the negative distance instead of its negative square."""
-    return scores if similarity == "cosine" else -np.sqrt(-scores)
+def _shown(scores: Scores, similarity: str) -> FloatArray:
+    """Return the similarities that users see: cosines up to 1, or negative distances."""
+    shown = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
+    return np.where(scores == -np.inf, scores, shown).astype(np.float32)
 
 
 class NewImages:
@@ -764,15 +768,25 @@ class EmbeddedImages(NamedTuple):
             rows.with_stamps(self.table, self.stamps),
             np.arange(first, first + count),
             self.blocks(manifest),
-            indexes.resolve(index, count, manifest.dim),
+            indexes.resolve(index, count),
             steps,
         )
 
 
-def describe_index(index: str, count: int, *, exact: bool) -> str:
-    """Say in one line how a new gallery of so many images is searched."""
-    told = "every search is exact" if exact else "approximate, with exact similarities"
-    return f"index: {index} for {spaced(count)} image{'s' if count != 1 else ''}: {told}"
+def describe_segment(info: SegmentInfo, prefix: str = "") -> str:
+    """Describe in one line how new images are searched."""
+    index = f"{prefix}{info.index or indexes.EXACT}"
+    return describe_index(index, info.rows, exact=not info.index, recall=info.recall)
+
+
+def describe_index(index: str, count: int, *, exact: bool, recall: float | None = None) -> str:
+    """Describe in one line how this number of new images is searched."""
+    accuracy = "every search is exact" if exact else "approximate, with exact similarities"
+    if recall is not None:
+        accuracy += f", recall@10 {math.floor(1000 * recall) / 1000:.3f}"
+        if recall < indexes.RECALL:
+            accuracy += f", below {indexes.RECALL}; auto and Flat find more"
+    return f"index: {index} for {spaced(count)} image{'s' if count != 1 else ''}: {accuracy}"
 
 
 def checked_rows(images: Images, labels: Labels = None) -> Any:

@@ -1,11 +1,13 @@
-"""All that knows faiss: which index, how to build, open and ask it.
+"""Approximate indexes of faiss: choose, build, open and search them.
 
 An index proposes rows of one segment; how near they are is computed from the vectors afterwards.
-So an index that keeps no full vectors is asked for more rows than are wanted.
+So an index that keeps no full vectors is asked for more rows than are wanted. Filters are applied
+to the proposed rows too: a selector of faiss would not show which rows an index did not reach.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -25,6 +27,11 @@ from proximetry.models.names import Similarity
 EXACT, BINARY = "Flat", "BFlat"
 # Up to here the scan takes some tens of milliseconds on two cores.
 MOST_EXACT = 100_000
+# Beyond, a graph takes more than 5 GB to build at 512 dimensions, and hours.
+MOST_GRAPH = 2_000_000
+RECALL = 0.98
+"""Recall@10 that the search effort of a new index is raised to."""
+MOST_EFFORT = 32
 # Fewer rows are scanned in less time than an index needs to be set up.
 LEAST_INDEXED = 10_000
 _BLOCK = 16_384
@@ -54,19 +61,14 @@ def load_faiss() -> Any:
             del os.environ[key]
 
 
-def resolve(index: str, count: int, dim: int) -> str:
-    """Return what an index that was asked for means for so many rows, "" for an exact scan."""
+def resolve(index: str, count: int) -> str:
+    """Return the index to build for this number of rows, "" for an exact scan."""
     if index == "auto":
-        index = EXACT if count <= MOST_EXACT else f"IVF{_lists(count)},{_compressed(dim)}"
+        graph = "HNSW32" if count <= MOST_GRAPH else f"IVF{_lists(count)},SQ8"
+        index = EXACT if count <= MOST_EXACT else graph
     if index == EXACT or count < max(LEAST_INDEXED, _training(index)):
         return ""
     return index
-
-
-def _compressed(dim: int) -> str:
-    """Codes of up to 64 bytes: product quantisation cuts vectors into equal pieces."""
-    pieces = max(number for number in range(1, 65) if dim % number == 0)
-    return f"PQ{pieces}" if pieces >= min(dim, 16) else "SQ8"
 
 
 def _lists(count: int) -> int:
@@ -83,7 +85,7 @@ def _training(index: str) -> int:
 def check(index: str, dim: int, count: int) -> None:
     """Refuse an index that there is not, or that cannot be trained on so few vectors."""
     if index == "auto":
-        index = resolve(index, count, dim) or EXACT
+        index = resolve(index, count) or EXACT
     if index == EXACT:
         return
     if not _KNOWN.fullmatch(index) and not _BINARY.fullmatch(index):
@@ -171,16 +173,22 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def compressed(k: int) -> int:
-    """How many rows to ask for where k are wanted and vectors are compressed."""
-    return 4 * max(k, 10)
+    """Return the number of candidates for k results where vectors are compressed."""
+    return 10 * max(k, 10)
 
 
 class Index:
-    """An index that is open, ready to propose rows."""
+    """An open index that proposes rows.
 
-    def __init__(self, file: Path, kind: str) -> None:
+    Attributes:
+        kind: its factory string.
+        effort: multiplies efSearch, nprobe and the candidates of compressed vectors.
+    """
+
+    def __init__(self, file: Path, kind: str, effort: int = 1) -> None:
         faiss = load_faiss()
         self.kind, self._binary = kind, bool(_BINARY.fullmatch(kind))
+        self.effort = effort
         read = faiss.read_index_binary if self._binary else faiss.read_index
         try:
             self._index = read(os.fspath(file), self._flags(file))
@@ -198,47 +206,44 @@ class Index:
         return int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
 
     def count(self, k: int) -> int:
-        """Rows to ask for where k are wanted: the coarser the codes, the more."""
+        """Return the number of candidates for k results: the coarser the codes, the more."""
         if self._binary:
-            return candidates(k)
-        return compressed(k) if any(part in self.kind for part in ("PQ", "SQ", "PCA")) else k
+            return candidates(k) * self.effort
+        coarse = any(part in self.kind for part in ("PQ", "SQ", "PCA"))
+        return compressed(k) * self.effort if coarse else k
 
-    def candidates(
-        self,
-        queries: npt.NDArray[np.float32],
-        k: int,
-        allowed: npt.NDArray[np.bool_] | None,
-    ) -> IntArray:
-        """Return rows that are probably near, [queries, n], −1 where there are fewer."""
-        count = min(self.count(k), self._index.ntotal)
-        asked = binary_codes(queries) if self._binary else queries
+    def candidates(self, queries: npt.NDArray[np.float32], k: int, share: float = 1.0) -> IntArray:
+        """Return rows that are probably near, [queries, n], −1 where there are fewer.
+
+        Where only a share of all rows is allowed, n grows so that about twice `count(k)` of the
+        returned rows are allowed if these are spread evenly.
+        """
+        wider = 2 / share if share < 1 else 1.0
+        count = min(math.ceil(self.count(k) * wider), self._index.ntotal)
+        given = binary_codes(queries) if self._binary else queries
         with _threads(1 if "HNSW" in self.kind and len(queries) == 1 else None):
-            _, found = self._index.search(asked, count, params=self._parameters(count, allowed))
-        return np.asarray(found)
+            _, rows = self._index.search(given, count, params=self._parameters(count, wider))
+        return np.asarray(rows)
 
-    def _parameters(self, count: int, allowed: npt.NDArray[np.bool_] | None) -> Any:
+    def _parameters(self, count: int, wider: float) -> Any:
         faiss = load_faiss()
-        given: dict[str, Any] = {}
-        if allowed is not None:
-            bits = np.packbits(allowed, bitorder="little")
-            given["sel"] = faiss.IDSelectorBitmap(bits)
-        index = self._index
-        outer = isinstance(index, faiss.IndexPreTransform)
-        if outer:
+        index, transformed = self._index, isinstance(self._index, faiss.IndexPreTransform)
+        if transformed:
             index = faiss.downcast_index(index.index)
         if isinstance(index, faiss.IndexIVF):
-            found = faiss.SearchParametersIVF(nprobe=probes(index.nlist), **given)
+            lists = math.ceil(probes(index.nlist) * self.effort * math.sqrt(wider))
+            found = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
-            found = faiss.SearchParametersHNSW(efSearch=max(DEPTH, 2 * count), **given)
+            found = faiss.SearchParametersHNSW(efSearch=max(DEPTH * self.effort, 2 * count))
         else:
-            found = faiss.SearchParameters(**given) if given else None
-        return faiss.SearchParametersPreTransform(index_params=found) if outer and found else found
+            return None
+        return faiss.SearchParametersPreTransform(index_params=found) if transformed else found
 
 
 DEPTH = 128
-"""How many nodes a search in a graph keeps in view."""
+"""efSearch of a graph."""
 
 
 def probes(lists: int) -> int:
-    """Return how many of the lists are looked through: an eighth of them, of few ones more."""
-    return max(min(lists, 16), lists // 8)
+    """Return nprobe: an eighth of the lists, from 16 to 256."""
+    return max(min(lists, 16), min(lists // 8, 256))

@@ -85,6 +85,8 @@ class SegmentInfo:
         index: the faiss index that was built of them, "" where they are searched exactly.
         longest: the length of the longest vector.
         files: by the names of `FILES`.
+        effort: the search effort of the index (`indexes.Index`).
+        recall: its recall@10 with that effort, measured when it was built.
     """
 
     name: str
@@ -92,6 +94,8 @@ class SegmentInfo:
     index: str
     longest: float
     files: Mapping[str, FileInfo]
+    effort: int = 1
+    recall: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from proximetry.metrics.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
-from proximetry.search.exact import SPARE, FloatArray, Found, Part, Store
+from proximetry.search.exact import SPARE, FloatArray, Found, Part, Scores, Store
 from proximetry.search.gallery import (
     EmbeddedImages,
     Gallery,
@@ -306,11 +306,11 @@ class Vectors:
             )
         return store.take(near)
 
-    def scores(self, queries: FloatArray, places: IntArray) -> FloatArray:
+    def scores(self, queries: FloatArray, places: IntArray) -> Scores:
         """The similarity of each query to the rows at its places, [queries, n]."""
         store, ids, near = self.nearby(places)
         if not len(ids):
-            return np.full(places.shape, -np.inf, np.float32)
+            return np.full(places.shape, -np.inf)
         return store.scores(queries, near)
 
 
@@ -508,7 +508,7 @@ class Collection:
             raise UsageError(f"Milvus finds up to {spaced(MOST)} images for a query, got k = {k}")
         found = Found(
             np.full((len(queries), k), -1, np.int64),
-            np.full((len(queries), k), -np.inf, np.float32),
+            np.full((len(queries), k), -np.inf),
         )
         waiting, count = np.arange(len(queries)), self.index.candidates(k)
         while len(waiting):
@@ -547,7 +547,7 @@ class Collection:
         store, ids, near = self.store.nearby(places)
         if not len(ids):
             empty = np.full((len(queries), k), -1, np.int64)
-            return Found(empty, np.full(empty.shape, -np.inf, np.float32)), least == -np.inf
+            return Found(empty, np.full(empty.shape, -np.inf)), least == -np.inf
         nearest = store.settle(queries, near, k)
         named = np.where(nearest.places >= 0, ids[nearest.places], -1)
         sure = (least == -np.inf) | (not self.index.exact)
@@ -555,7 +555,7 @@ class Collection:
 
     def _limits(self, queries: FloatArray, found: Found) -> npt.NDArray[np.float64]:
         """What Milvus gives at least, in float32, to a row that is as near as the last one."""
-        last = found.scores[:, -1].astype(np.float64)
+        last = found.scores[:, -1]
         size = np.ones(len(queries))
         if self.manifest.similarity == "euclidean":
             lengths = np.linalg.norm(queries.astype(np.float64), axis=1)
@@ -563,7 +563,7 @@ class Collection:
         dim = self.manifest.dim
         return np.asarray(last - 2 * (dim + 8) * 2.0**-24 * size - dim * 2.0**-140)
 
-    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
         """All pairs that are so similar or, if the index is approximate, those that it finds."""
         if not self.index.exact:
             return proposed_pairs(self, self.blocks(), "", least, steps)
@@ -576,7 +576,7 @@ class Collection:
                 steps("reading vectors", sum(map(len, known)), total)
             every = np.concatenate(known)
             if not len(every):
-                return np.empty((0, 2), np.int64), np.empty(0, np.float32)
+                return np.empty((0, 2), np.int64), np.empty(0)
             file.flush()
             shape = len(every), self.manifest.dim
             vectors = np.asarray(np.memmap(file, np.float32, "c", shape=shape))

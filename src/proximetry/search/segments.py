@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 from proximetry._common import Steps, chunks, sync_folder, writing
 from proximetry.metrics.inputs import IntArray, normalize
 from proximetry.search import exact, indexes, rows
-from proximetry.search.exact import FloatArray, Found, Mask, Part, Store, join
+from proximetry.search.exact import FloatArray, Found, Mask, Part, Scores, Store, join
 from proximetry.search.manifest import (
     FILES,
     SEGMENTS,
@@ -34,8 +35,17 @@ from proximetry.search.manifest import (
 
 # Neighbours that an index is asked for when it looks for duplicates.
 _ALIKE = 32
-# Of an index, this share of its rows may be forbidden before searching the others is quicker.
-_FEW = 0.1
+# A filter that allows so many rows × dimensions is scanned exactly: on one core 10 ms for one
+# query, 70 ms for 100.
+SCANNED = 1 << 24
+# A list of more than this share of the rows is found by a scan as fast as by an index.
+SHORTEST = 64
+# Neighbors that show whether the rows around a query are allowed.
+_NEAR = 10
+# Allowed rows are gathered below this share of a segment, and masked above.
+_GATHERED = 0.5
+# Rows that recall is measured with.
+_SAMPLE = 256
 # Vectors whose squares would overflow float32.
 _LONGEST = 1e15
 
@@ -50,7 +60,7 @@ class Vectors(Protocol):
     def take(self, places: IntArray) -> FloatArray:
         """The vectors at places, [n, dim]."""
 
-    def scores(self, queries: FloatArray, places: IntArray) -> FloatArray:
+    def scores(self, queries: FloatArray, places: IntArray) -> Scores:
         """The similarity of each query to the rows at its places; −inf at −1."""
 
 
@@ -98,7 +108,7 @@ class Version(Protocol):
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Found:
         """The k nearest of the allowed rows, by place."""
 
-    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
         """Pairs of places, smaller one first, that are at least so similar."""
 
 
@@ -108,10 +118,10 @@ def proposed_pairs(
     everything: Any,
     least: float,
     steps: Steps,
-) -> tuple[IntArray, FloatArray]:
+) -> tuple[IntArray, Scores]:
     """Compare rows, given as places and vectors, with those that a search finds."""
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
-    scores: list[FloatArray] = [np.empty(0, np.float32)]
+    scores: list[Scores] = [np.empty(0)]
     done, total = 0, len(version)
     for here, vectors in blocks:
         found = version.search(vectors, min(_ALIKE, total), everything)
@@ -128,7 +138,7 @@ def proposed_pairs(
 
 def all_pairs(
     store: Store, parts: list[Part], least: float, steps: Steps
-) -> tuple[IntArray, FloatArray]:
+) -> tuple[IntArray, Scores]:
     """Compare all rows with all."""
 
     def progress(done: int, total: int) -> None:
@@ -185,6 +195,8 @@ def write_segment(
     with new_file(home / FILES["rows"]) as stream:
         rows.write(table, stream)
     files["rows"] = stream.info
+    longest = float(np.sqrt(squares.max(initial=0.0)))
+    effort, recall = 1, None
     if index:
         place = home / FILES["index"]
         vectors = _mapped(home / FILES["vectors"], (count, manifest.dim), np.float32)
@@ -193,10 +205,31 @@ def write_segment(
             with place.open("rb+") as file:
                 os.fsync(file.fileno())
         files["index"] = read_digest(place)
+        steps("measuring recall", 0, 1)
+        store = Store([vectors], np.array([0, count]), manifest.similarity, longest * (1 + 1e-6))
+        part = Part(vectors, squares.astype(np.float32) if "squares" in files else None, 0)
+        effort, recall = _calibrate(indexes.Index(place, index), store, part)
+        steps("measuring recall", 1, 1)
     for changed in (home, home.parent):
         sync_folder(changed)
-    longest = float(np.sqrt(squares.max(initial=0.0)))
-    return SegmentInfo(name, count, index, longest, files)
+    return SegmentInfo(name, count, index, longest, files, effort, recall)
+
+
+def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, float]:
+    """Raise the effort of an index until its recall@10 suffices; return effort and recall.
+
+    Recall is measured against an exact scan, for a sample of the rows as queries.
+    """
+    count = len(part.vectors)
+    sample = np.random.default_rng(0).choice(count, min(count, _SAMPLE), replace=False)
+    queries, k = part.vectors[np.sort(sample)], min(11, count)  # a row finds itself, which is free
+    farthest = store.search([part], queries, k).scores[:, -1:]
+    while True:
+        scores = store.settle(queries, index.candidates(queries, k), k).scores
+        recall = float((scores[:, 1:] >= farthest).mean())
+        if recall >= indexes.RECALL or index.effort >= indexes.MOST_EFFORT:
+            return index.effort, recall
+        index.effort *= 2
 
 
 def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
@@ -278,7 +311,7 @@ class Segment:
             _mapped(home / FILES["ids"], (info.rows,), np.int64),
             rows.read(home / FILES["rows"]),
             _mapped(home / FILES["squares"], (info.rows,), np.float32) if squared else None,
-            indexes.Index(home / FILES["index"], info.index) if info.index else None,
+            indexes.Index(home / FILES["index"], info.index, info.effort) if info.index else None,
         )
         table = home / FILES["rows"]
         if len(found.rows) != info.rows:
@@ -451,26 +484,49 @@ class Snapshot:
             yield from zip(paths, *known, *empty, strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: list[Mask | None]) -> Found:
-        """The k nearest of the allowed rows, as good as the indexes are, by place."""
+        """Return the k nearest of the allowed rows, as good as the indexes are, by place."""
         scanned: list[Part] = []
         found: list[Found] = []
         for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False):
+            rows = len(segment.ids)
+            count = rows if mask is None else int(np.count_nonzero(mask))
             part = Part(segment.vectors, segment.squares, int(start), allowed=mask)
-            share = 1.0 if mask is None else float(mask.mean()) if len(mask) else 0.0
-            if segment.index is not None and share >= _FEW:
-                rows = segment.index.candidates(queries, k, mask)
-                places = np.where(rows >= 0, rows + start, -1)
-                found.append(self.store.settle(queries, places, k))
-            elif share < _FEW and mask is not None:
-                chosen = np.flatnonzero(mask)
-                squares = None if segment.squares is None else segment.squares[chosen]
-                part = Part(segment.vectors[chosen], squares, int(start), chosen)
+            if mask is not None and count < _GATHERED * rows:
+                part = part._replace(rows=np.flatnonzero(mask), allowed=None)
+            few = mask is not None and count * segment.vectors.shape[1] <= SCANNED
+            if segment.index is None or few or count**2 < SHORTEST * k * rows:
                 scanned.append(part)
             else:
-                scanned.append(part)
+                found.append(self._search_index(segment.index, part, mask, count, queries, k))
         if scanned or not found:
             found.append(self.store.search(scanned, queries, k))
         return found[0] if len(found) == 1 else join(found, k)
+
+    def _search_index(
+        self,
+        index: indexes.Index,
+        part: Part,
+        mask: Mask | None,
+        count: int,
+        queries: FloatArray,
+        k: int,
+    ) -> Found:
+        """Return the k nearest of the allowed rows that an index proposes.
+
+        All allowed rows are scanned for a query that has less than half of its share of them
+        around it, so that the index proposes too few.
+        """
+        share, near = count / len(part.vectors), k if mask is None else max(k, _NEAR)
+        rows = index.candidates(queries, near, share)
+        hits = rows >= 0 if mask is None else (rows >= 0) & mask[rows]
+        short = hits.sum(1) < min(index.count(near), count)
+        short |= hits[:, : math.ceil(2 * near / share)].sum(1) < min(near, count)
+        rows = -np.sort(np.where(hits, -rows, 1), axis=1)[:, : hits.sum(1).max(initial=0)]
+        found = self.store.settle(queries, np.where(rows >= 0, rows + part.start, -1), k)
+        if short.any():
+            again = self.store.search([part], queries[short], k)
+            found.places[short], found.scores[short] = again
+        return found
 
     def parts(self) -> list[Part]:
         """All rows that are not removed, to be scanned."""
@@ -479,7 +535,7 @@ class Snapshot:
             for start, segment, mask in zip(self.starts, self.segments, self.alive, strict=False)
         ]
 
-    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, FloatArray]:
+    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
         """All pairs that are so similar or, if there is an index, those that it proposes."""
         if not any(segment.index for segment in self.segments):
             return all_pairs(self.store, self.parts(), least, steps)
