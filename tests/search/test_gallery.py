@@ -766,12 +766,20 @@ def test_copies_are_found_though_their_cosine_is_rounded(gallery):
     assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
-def test_duplicates_of_an_indexed_gallery(embedder, tmp_path, indexed):
-    vectors = make_vectors(600)
+@pytest.mark.parametrize("compared", [0, segments.COMPARED])
+@pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat"])
+def test_duplicates_with_an_index_are_complete(
+    embedder, tmp_path, indexed, monkeypatch, kind, compared
+):
+    monkeypatch.setattr(segments, "COMPARED", compared)
+    monkeypatch.setattr(segments, "SHORTEST", 1)
+    vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
-    found = Gallery.build(embedder, make_table(0, 600), tmp_path / "g", "HNSW16", vectors=vectors)
-    pairs = found.duplicates(0.9999).pairs.tolist()
-    assert sorted(pairs) == [[i, i + 300] for i in range(10)]
+    vectors[400:701] = vectors[400]  # more copies than the index proposes at first
+    found = Gallery.build(embedder, make_table(0, 1500), tmp_path / "g", kind, vectors=vectors)
+    pairs = found.duplicates(0.999999).pairs.tolist()
+    copies = [[i, j] for i in range(400, 701) for j in range(i + 1, 701)]
+    assert sorted(pairs) == [[i, i + 300] for i in range(10)] + copies
 
 
 def test_euclidean_duplicates_need_a_threshold(tmp_path):

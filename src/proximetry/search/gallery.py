@@ -573,7 +573,7 @@ class Gallery:
     ) -> Duplicates:
         """Find images that are alike.
 
-        Compares all with all where the gallery is searched exactly; with an index, each image
+        Compares all pairs of images. With an index and more than 250 000 images, compares each
         with those that the index proposes.
 
         Args:

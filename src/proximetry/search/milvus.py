@@ -566,7 +566,7 @@ class Collection:
     def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
         """All pairs that are so similar or, if the index is approximate, those that it finds."""
         if not self.index.exact:
-            return proposed_pairs(self, self.blocks(), "", least, steps)
+            return proposed_pairs(self, self.blocks(), "", least, steps, MOST)
         with tempfile.TemporaryFile() as file:
             known, longest, total = [np.empty(0, np.int64)], 0.0, len(self)
             for ids, vectors in self.blocks():
