@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from proximetry.data import resolve_source
+from proximetry.data import open_dataset, resolve_source
 
 
 def fill(root, *names):
@@ -73,3 +73,15 @@ def test_what_is_neither_is_one_sentence(tmp_path):
         resolve_source(tmp_path / "notes.txt")
     with pytest.raises(ValueError, match="a root goes with the name of a dataset"):
         resolve_source(tmp_path, "elsewhere")
+
+
+def test_zip_file_must_be_unzipped(tmp_path):
+    fill(tmp_path, "images.zip")
+    with pytest.raises(ValueError, match="Unzip"):
+        resolve_source(tmp_path / "images.zip")
+
+
+def test_table_without_rows_is_rejected(tmp_path):
+    (tmp_path / "t.csv").write_text("path,label\n")
+    with pytest.raises(ValueError, match="no rows"):
+        open_dataset("csv", tmp_path / "t.csv")

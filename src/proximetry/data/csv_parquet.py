@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,12 @@ _ROLES = ("query", "gallery")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # How Python writes a value that is missing: as a label it would join unrelated images in a class.
 MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
-# Columns that are a box: one by its name, or four together, however large and with _ or not.
-_BOX = re.compile(r"(b|bounding_?)?box(es)?(_.*)?", re.IGNORECASE)
-_SIDES = (
-    ("x", "y", "w", "h"),
-    ("x", "y", "width", "height"),
-    ("left", "top", "width", "height"),
-    ("left", "top", "right", "bottom"),
-    ("xmin", "ymin", "xmax", "ymax"),
-    ("x1", "y1", "x2", "y2"),
-)
-
 # Whole numbers and others as people write them, but neither 007 nor 1_000 nor nan, and no more
 # digits than 64 bits hold: those are names.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _DECIMAL = re.compile(rf"({_WHOLE.pattern}(\.[0-9]+)?|-?\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+_UTF16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")  # as surrogateescape reads a UTF-16 BOM
 
 Columns = Mapping[str, Sequence[Any]]
 _BLOCK = 1 << 16  # rows that are read at once
@@ -60,6 +50,8 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
             first = next(lines, None)
             if first is None:
                 raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
+            if first[0].startswith(_UTF16_MARKS):
+                raise ValueError(f"{file}: encoded as UTF-16. Save it as CSV in UTF-8.")
             header = Header(file, first, columns)
             texts = {name: TextsMaker() for name in first if name not in header.coded}
             coded = {name: CodedMaker() for name in header.coded}
@@ -263,9 +255,9 @@ class Header:
         there = {given.get(field, field): field for field in FIELDS}
         self.ours = {name: there[name] for name in names if name in there}
         # A column that is called as one of ours but has been replaced would be mistaken for it.
-        others = [name for name in names if name not in self.ours and name not in FIELDS]
-        self.others = [name for name in others if name]  # numbers of rows have no name
-        self._check(others)
+        # A column without a name holds the numbers of rows.
+        self.others = [name for name in names if name and name not in {*self.ours, *FIELDS}]
+        self._check_required()
         self.coded = [name for name, field in self.ours.items() if field != "path"]
 
     def _check_mapping(self, field: str, name: str, given: Mapping[str, str]) -> None:
@@ -279,34 +271,24 @@ class Header:
         if list(given.values()).count(name) > 1:
             raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")
 
-    def _check(self, others: list[str]) -> None:
-        file, absent = self._file, [name for name in FIELDS if name not in self.ours.values()]
-        boxes = _boxes(others)
-        if boxes:
-            several = len(boxes) > 1
-            raise ValueError(
-                f"{file}: column{'s' * several} {', '.join(map(repr, boxes))}: images are used "
-                "whole, boxes are not; crop the images to their boxes first, or take the "
-                f"column{'s' * several} out of the table"
-            )
-        for name in others:
+    def _check_required(self) -> None:
+        file, there = self._file, self.ours.values()
+        needed = [name for name in ("path", "label") if name not in there]
+        if not needed:
+            return
+        for name in self._names:
             if any(mark in name for mark in ";\t|"):
                 raise ValueError(
                     f"{file}: column {name!r}: the columns must be separated by commas"
                 )
-            # A slip: a letter, or two swapped; `quarter` is no `query`, and such columns are kept.
-            if get_close_matches(name.lower(), absent, cutoff=0.8):
-                raise ValueError(f"{file}: unknown column {name!r}{closest(name, absent)}")
-        needed = [name for name in ("path", "label") if name in absent]
-        if needed:
-            are, which = "column {} is", "one of these is the"
-            if len(needed) > 1:
-                are, which = "columns {} are", "two of these are"
-            raise ValueError(
-                f"{file}: the {are.format(' and '.join(map(repr, needed)))} missing; it has "
-                f"{', '.join(self._names)}. If {which} {' and '.join(needed)}, say so: "
-                f"--data.columns {','.join(f'{name}=COLUMN' for name in needed)}"
-            )
+        are, which = "column {} is", "one of these is the"
+        if len(needed) > 1:
+            are, which = "columns {} are", "two of these are"
+        raise ValueError(
+            f"{file}: the {are.format(' and '.join(map(repr, needed)))} missing; it has "
+            f"{', '.join(self._names)}. If {which} {' and '.join(needed)}, say so: "
+            f"--data.columns {','.join(f'{name}=COLUMN' for name in needed)}"
+        )
 
     def to_fields(
         self, ours: Mapping[str, Sequence[Any]], kept: Mapping[str, Sequence[Any]]
@@ -335,13 +317,6 @@ class Header:
                 f"{self._file}: column label has no value in {named}{more}; fill it in, or give "
                 "a class that is really called so another name"
             )
-
-
-def _boxes(names: list[str]) -> list[str]:
-    """Return the columns that are a box, if any."""
-    plain = {name.lower().replace("_", ""): name for name in names}
-    sides = next((four for four in _SIDES if plain.keys() >= {*four}), ())
-    return [name for name in names if _BOX.fullmatch(name)] or [plain[side] for side in sides]
 
 
 def _flags(values: Sequence[Any]) -> Sequence[Any]:

@@ -112,7 +112,8 @@ def resolve_source(
     if place.is_file() and place.suffix.lower() in _SUFFIXES:
         return _SUFFIXES[place.suffix.lower()], place
     if place.exists():
-        raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file")
+        unzip = ". Unzip it first" if place.suffix.lower() == ".zip" else ""
+        raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
     raise UsageError(not_found(word, DATASETS, "dataset"))
 
 
@@ -174,6 +175,8 @@ def open_dataset(
             f"data.columns says what a table calls its columns, and {name} is none; take it out"
         )
     catalog = info.read(None if root is None else Path(root), **options)
+    if name in TABLES and not len(catalog):
+        raise UsageError(f"no rows in the table: {root}. Add one row per image.")
     notes = (*catalog.notes, *info.count_notes(catalog))
     if strict and notes:
         raise ValueError("; ".join(notes))
