@@ -198,7 +198,9 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
     """
     apart = {*untried, *OF_TEST_IMAGES, "model.image_size", "model.resize"}
     longer = scale(tried, best.training.epochs).override(
-        {"schedule.warmup_epochs": tried.schedule.warmup_epochs}  # best recipes keep it as it is
+        {
+            "schedule.freeze_backbone_epochs": tried.schedule.freeze_backbone_epochs
+        }  # best recipes keep it as it is
     )
     found, wanted = (
         {

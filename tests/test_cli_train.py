@@ -255,6 +255,15 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
     assert files(home) == before
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_backbone_frozen_for_all_epochs_warns(capsys, home, more):
+    _, out, _ = call(capsys, home / "flowers" / "train", *small(training_epochs=1), *more)
+    assert "the backbone is frozen for all epochs: 1" in out
+    trained = small(training_epochs=1, schedule_freeze_backbone_epochs=0)
+    _, out, _ = call(capsys, home / "flowers" / "train", "other", *trained, *more)
+    assert "the backbone is frozen" not in out
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -382,7 +391,14 @@ def test_starting_over_takes_the_recipe_of_the_device(capsys, home):
 
 @pytest.mark.parametrize("more", [[], ["--training.two-stages"]], ids=["one", "two stages"])
 def test_starting_over_tells_of_the_complete_run_that_it_removes(capsys, home, more):
-    words = [home / "flowers" / "train", "mine", *small(), "--schedule.warmup-epochs", "0", *more]
+    words = [
+        home / "flowers" / "train",
+        "mine",
+        *small(),
+        "--schedule.freeze-backbone-epochs",
+        "0",
+        *more,
+    ]
     told = "removing the complete run in mine: embedder, results, checkpoints, report;"
     code, out, err = call(capsys, *words, "--fresh")
     assert code == 0, err
@@ -448,7 +464,7 @@ def test_the_next_commands_can_be_typed_as_they_are(home):
 
 def test_a_run_folder_serves_as_weights(capsys, home):
     images = home / "flowers" / "train"
-    stages = {"training_epochs": 2, "schedule_warmup-epochs": 0}
+    stages = {"training_epochs": 2, "schedule_freeze-backbone-epochs": 0}
     words = [images, "two", *small(**stages), "--training.two-stages"]
     code, _, err = call(capsys, *words)
     assert code == 0, err
@@ -493,7 +509,7 @@ def test_what_looks_like_an_override_is_no_folder(capsys, home):
         ),
         (
             "flowers/train",
-            ["--training.two-stages", "--schedule.warmup-epochs", "0"],
+            ["--training.two-stages", "--schedule.freeze-backbone-epochs", "0"],
             "The second stage was not measured: it trained on all classes, and there is no test "
             "set; the figures of the first are in mine/first-stage/results.json.",
         ),

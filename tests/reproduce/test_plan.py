@@ -81,14 +81,14 @@ def test_half_the_epochs():
     assert recipe.training.epochs == 30
     assert recipe.schedule.every == 10
     assert recipe.evaluation.every == 2
-    assert recipe.schedule.warmup_epochs == 1
+    assert recipe.schedule.freeze_backbone_epochs == 1
     steps = Table.load("proxynca-pp-cub")
-    assert recipe_of(steps).schedule.warmup_epochs == 5
+    assert recipe_of(steps).schedule.freeze_backbone_epochs == 5
     half = recipe_of(steps, epochs=20).schedule
-    assert (half.at, half.warmup_epochs) == ((10, 15), 2)
-    assert recipe_of(steps, epochs=80).schedule.warmup_epochs == 10
-    assert recipe_of(steps, epochs=2).schedule.warmup_epochs == 1
-    with pytest.raises(ReproduceError, match="the warm-up takes 1, and the backbone would never"):
+    assert (half.at, half.freeze_backbone_epochs) == ((10, 15), 2)
+    assert recipe_of(steps, epochs=80).schedule.freeze_backbone_epochs == 10
+    assert recipe_of(steps, epochs=2).schedule.freeze_backbone_epochs == 1
+    with pytest.raises(ReproduceError, match="the backbone is frozen"):
         recipe_of(steps, epochs=1)
 
 
@@ -129,7 +129,12 @@ def test_scaled_steps_drop_where_they_should(published, epochs, every):
     warm=st.integers(0, 20),
 )
 def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
-    schedule = {"name": "milestones", "every": every, "at": sorted(at), "warmup_epochs": warm}
+    schedule = {
+        "name": "milestones",
+        "every": every,
+        "at": sorted(at),
+        "freeze_backbone_epochs": warm,
+    }
     recipe = Recipe.load(
         {
             "training": {"epochs": published},
@@ -145,7 +150,7 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
         return
     assert scaled.training.epochs == epochs
     assert scaled.schedule.every >= 1
-    found = scaled.schedule.warmup_epochs
+    found = scaled.schedule.freeze_backbone_epochs
     assert found == 0 if warm == 0 else 1 <= found < epochs and abs(found - wanted) <= 1
     assert list(scaled.schedule.at) == sorted(set(scaled.schedule.at))
     for old in at:
@@ -156,7 +161,7 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
     if warm < published:
         same = scale(recipe, published)
         assert drops(same) == drops(recipe)
-        assert same.schedule.warmup_epochs == warm
+        assert same.schedule.freeze_backbone_epochs == warm
         assert same.evaluation == recipe.evaluation
 
 
@@ -165,7 +170,7 @@ def test_drops_that_follow_the_number_of_epochs_are_left_to_follow(row):
     table = Table.load("defaults")
     recipe = recipe_of(table, table.rows.index(table.row(row)), epochs=6)
     assert (recipe.training.epochs, recipe.schedule.every) == (6, "auto")
-    with pytest.raises(ReproduceError, match="the warm-up takes 1"):
+    with pytest.raises(ReproduceError, match="the backbone is frozen"):
         recipe_of(table, table.rows.index(table.row(row)), epochs=1)
 
 

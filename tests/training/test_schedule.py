@@ -19,7 +19,7 @@ def test_formulas():
     assert [step.factor(e) for e in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
     miles = rates(name="milestones", at=(2, 5), factor=0.1)
     assert [miles.factor(e) for e in (1, 2, 4, 5)] == [1, 0.1, 0.1, pytest.approx(0.01)]
-    cosine = rates(name="cosine", warmup_epochs=2)
+    cosine = rates(name="cosine", freeze_backbone_epochs=2)
     assert cosine.factor(0) == cosine.factor(2) == 1.0
     assert cosine.factor(6) == pytest.approx(0.5)
     assert cosine.factor(10) == pytest.approx(0.0)

@@ -108,7 +108,7 @@ def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path):
         def on_step_end(self, run, loss):
             phases.append(run.clock.phase)
 
-    recipe = with_(recipe, "schedule", warmup_epochs=1)  # so there are two beginnings
+    recipe = with_(recipe, "schedule", freeze_backbone_epochs=1)  # so there are two beginnings
     results = train(recipe, tmp_path / "run", callbacks=[Watch()])
     seconds = [line["seconds"] for line in RunFolder(tmp_path / "run").history()]
     assert seconds == sorted(seconds)
@@ -172,7 +172,7 @@ def test_cuda_graph_on_the_gpu_learns_the_same(images, cache, tmp_path):
         cache,
         data={"cache": "gpu"},
         model={"backbone": "tf_efficientnet_lite0", "freeze_batchnorm": True, "image_size": 64},
-        schedule={"warmup_epochs": 1},
+        schedule={"freeze_backbone_epochs": 1},
         evaluation={"protocol": "last"},
     )
     losses = {}
@@ -503,7 +503,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
         {"data": {"cache": "none"}},
         {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
         {"optimizer": {"name": "sgd", "clip_value": 1.0}},
-        {"schedule": {"name": "cosine", "warmup_epochs": 1}},
+        {"schedule": {"name": "cosine", "freeze_backbone_epochs": 1}},
         {"training": {"precision": "bfloat16", "epochs": 1}},
         {"training": {"ema": 0.99, "epochs": 2}},
         {"model": {"layer_norm": True, "normalize": False, "freeze_batchnorm": True}},
@@ -543,7 +543,7 @@ def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
-        schedule={"warmup_epochs": 2},
+        schedule={"freeze_backbone_epochs": 2},
         training={"epochs": 3, "keep_checkpoint_every": 1},
     )
     train(recipe, tmp_path / "run")

@@ -75,7 +75,7 @@ def test_a_run_with_a_rate_for_each_layer_continues_bit_for_bit(images, cache, t
         images,
         cache,
         optimizer={"layer_decay": 0.5, "clip_norm": 1.0},
-        schedule={"every": 1, "warmup_epochs": 1},
+        schedule={"every": 1, "freeze_backbone_epochs": 1},
         training={"epochs": 3, "checkpoint_steps": 1},
     )
     train(recipe, tmp_path / "whole", device="cpu")

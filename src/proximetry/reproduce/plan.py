@@ -144,7 +144,7 @@ def _check(table: Table, recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """Return a recipe of so many epochs; warm-up, drops and evaluation interval scale too.
+    """Return a recipe of so many epochs; frozen epochs, drops and evaluation interval scale.
 
     Each is rounded to whole epochs, at least one; a step that would not be a whole number of epochs
     becomes milestones.
@@ -156,15 +156,14 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     def moved(epoch: int) -> int:
         return epoch if published == AUTO else max(1, round(epoch * epochs / published))
 
-    warm = moved(schedule.warmup_epochs) if schedule.warmup_epochs else 0
-    if epochs <= warm:
+    frozen = moved(schedule.freeze_backbone_epochs) if schedule.freeze_backbone_epochs else 0
+    if epochs <= frozen:
         raise ReproduceError(
-            f"with --epochs {epochs} the warm-up takes {warm}, and the backbone would never be "
-            "trained; give more"
+            f"the backbone is frozen for all epochs: {epochs}. Give --epochs {frozen + 1} or more."
         )
     changes: dict[str, Any] = {
         "training.epochs": epochs,
-        "schedule.warmup_epochs": warm,
+        "schedule.freeze_backbone_epochs": frozen,
         "evaluation.every": moved(recipe.evaluation.every),
     }
     if published == AUTO or (schedule.name == "step" and schedule.every == AUTO):

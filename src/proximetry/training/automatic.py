@@ -151,6 +151,11 @@ def choose(
     lines = [f"on {device.name}: {where}, {how}{recorded}"]
     if recipe.training.epochs == AUTO:
         lines.append(f"{epochs} epochs, by the number of training images ({spaced(images)})")
+    if epochs <= recipe.schedule.freeze_backbone_epochs:
+        lines.append(
+            f"warning: the backbone is frozen for all epochs: {epochs}. Train longer, or lower "
+            "schedule.freeze_backbone_epochs"
+        )
     changes = {key: value for key, value in chosen.items() if asked[key] == AUTO}
     return recipe.override(changes), lines
 

@@ -119,6 +119,7 @@ def _estimate_run(
     recipe, lines = choose(
         recipe, facts, images=images, storage=storage, kept="vectors from memory"
     )
+    note(*lines[1:])
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)

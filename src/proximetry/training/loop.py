@@ -198,7 +198,7 @@ def _train_epoch(run: Run, stop_requested: StopRequests) -> tuple[int, float]:
     run.rates.apply(run.updater.optimizer, state.epoch)
     run.updater.embedder.train()
     run.updater.objective.train()
-    frozen = state.epoch < run.recipe.schedule.warmup_epochs
+    frozen = state.epoch < run.recipe.schedule.freeze_backbone_epochs
     changed = run.updater.freeze_backbone(frozen)
     if run.clock.phase != "startup":
         run.clock.enter("startup" if changed else "training")

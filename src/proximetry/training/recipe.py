@@ -489,7 +489,9 @@ class ScheduleConfig(Section):
     patience: Count = _key(
         4, "evaluations without improvement that are let pass; the next one drops (plateau)"
     )
-    warmup_epochs: Whole = _key(0, "epochs at the start in which the backbone is frozen", ge=0)
+    freeze_backbone_epochs: Whole = _key(
+        0, "epochs at the start that train the head and the proxies only", ge=0
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -503,7 +505,7 @@ class TrainingConfig(Section):
 
     epochs: AutoCount = _key(
         60,
-        "number of epochs, warm-up included; auto goes by the number of training images",
+        "number of epochs; auto chooses it by the number of training images",
         role="end",
     )
     seed: Annotated[int, Field(strict=True)] = _key(

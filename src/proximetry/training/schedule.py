@@ -43,8 +43,8 @@ class LearningRates:
             case "plateau":
                 return float(s.factor ** len(self.drops))
             case "cosine":
-                warm = s.warmup_epochs
-                done = max(0, epoch - warm) / max(1, self.epochs - warm)
+                frozen = s.freeze_backbone_epochs
+                done = max(0, epoch - frozen) / max(1, self.epochs - frozen)
                 return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     def apply(self, optimizer: "Optimizer", epoch: int) -> None:

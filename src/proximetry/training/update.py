@@ -79,7 +79,7 @@ class Updater:
         self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen = False
-        self._set_frozen(recipe.schedule.warmup_epochs > 0)  # as the first epoch wants it
+        self._set_frozen(recipe.schedule.freeze_backbone_epochs > 0)  # as the first epoch wants it
         self.network = self._wrap()
 
     def freeze_backbone(self, frozen: bool) -> bool:
