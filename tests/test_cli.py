@@ -166,7 +166,12 @@ def test_options_stand_before_or_after_the_words(capsys, tmp_path):
             ["--loss.name", "mpa", "--loss.settings.tau=0"],
             {"loss.name": "mpa", "loss.settings.tau": 0},
         ),
-        (["--loss.name", "arcface"], {"loss.name": "arcface"}),
+        (["--loss", "arcface"], {"loss.name": "arcface"}),
+        (
+            ["--loss", "arcface", "--loss.settings.margin", "0.3"],
+            {"loss": {"name": "arcface", "settings": {"margin": 0.3}}},
+        ),
+        (["--optimizer=sgd", "--optimizer.lr", "0.1"], {"optimizer": {"name": "sgd", "lr": 0.1}}),
         (["--optimizer.clip-value", "null"], {"optimizer.clip_value": None}),
     ],
     ids=str,
@@ -174,7 +179,20 @@ def test_options_stand_before_or_after_the_words(capsys, tmp_path):
 def test_every_key_is_an_option(capsys, words, changes):
     expected = Recipe.load("cub-proxy-anchor", changes).to_dict()
     assert config(capsys, "cub-proxy-anchor", "runs/x", *words) == expected
-    assert config(capsys, *words, "cub-proxy-anchor", "runs/x") == expected
+    assert config(capsys, *words, "--device", "cpu", "cub-proxy-anchor", "runs/x") == expected
+
+
+def test_list_with_commas_ends_before_a_numeric_path(capsys):
+    code, _, err = call(capsys, "evaluate", "--recall-at", "1,10", "2024", "runs/x")
+    assert code == 2
+    assert "no folder or file 'runs/x'" in err, "so 2024 is the embedder"
+
+
+def test_list_before_a_word_is_ambiguous(capsys):
+    words = ["evaluate", "--recall-at", "1", "10", "2024", "runs/x"]
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert "--recall-at 1,10,2024" in err
 
 
 def test_train_with_overrides_and_again(capsys, run, images):
@@ -281,7 +299,7 @@ def test_without_words_it_helps(capsys):
 
 
 def test_evaluate(capsys, run, images):
-    words = ["evaluate", "--recall-at", "1", "5", run / "out", "folder", "--root", images]
+    words = ["evaluate", "--recall-at", "1,5", run / "out", "folder", "--root", images]
     words += ["--split", "all", "--precision-at", "3", "--map-at", "3", "--clustering"]
     code, out, err = call(capsys, *words, "--out", run / "scores.json", "--eval-dims", "2")
     assert code == 0, err

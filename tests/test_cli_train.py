@@ -42,7 +42,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    make_images(tmp_path / "flowers" / "train")
+    make_images(tmp_path / "flowers")
     return tmp_path
 
 
@@ -59,10 +59,10 @@ def config(capsys, *words):
 
 
 def test_images_are_enough(capsys, home):
-    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    code, out, err = call(capsys, home / "flowers", *small())
     assert code == 0, err
     assert "on the CPU: recipe default-cpu (small_convnet, 24 px)\n" in out, "what will run"
-    assert "run folder runs/flowers\n" in out, "not after the folder train"
+    assert "run folder runs/flowers\n" in out
     for line in (
         "protocol held_out: epoch 1 is saved, selected by held-out MAP@R among training",
         "  proximetry report runs/flowers",
@@ -74,18 +74,26 @@ def test_images_are_enough(capsys, home):
     assert max(map(len, commands.splitlines())) <= 80 or "\\" in commands
     assert Embedder.load("runs/flowers/embedder").dim == 8
     recipe = Recipe.load("runs/flowers/recipe.yaml")
-    assert recipe.data.root == str(home / "flowers" / "train")
-    code, out, _ = call(capsys, home / "flowers" / "train", *small())
+    assert recipe.data.root == str(home / "flowers")
+    code, out, _ = call(capsys, home / "flowers", *small())
     assert code == 0
     assert "runs/flowers is complete already" in out
+
+
+@pytest.mark.parametrize("name", ["pictures", "train", "data"])
+def test_run_folder_is_named_after_the_image_folder(home, name):
+    images = make_images(home / "alice" / name)
+    for source in (images, images / ".." / name):
+        plan = train_plan.make_plan(str(source), None, None, {}, "cpu")
+        assert plan.out == train_plan.RUNS / name
 
 
 def test_images_of_the_same_name_get_a_folder_of_their_own(capsys, home):
     make_images(home / "other" / "flowers", seed=1)
     for images, folder in (
-        (home / "flowers" / "train", "runs/flowers"),
+        (home / "flowers", "runs/flowers"),
         (home / "other" / "flowers", "runs/flowers-2"),
-        (home / "flowers" / "train", "runs/flowers"),
+        (home / "flowers", "runs/flowers"),
         (home / "other" / "flowers", "runs/flowers-2"),
     ):
         code, out, err = call(capsys, images, *small())
@@ -94,7 +102,7 @@ def test_images_of_the_same_name_get_a_folder_of_their_own(capsys, home):
 
 
 def test_a_folder_is_not_free_while_a_run_on_other_images_begins_there(home):
-    here, other = home / "flowers" / "train", make_images(home / "other" / "flowers", seed=1)
+    here, other = home / "flowers", make_images(home / "other" / "flowers", seed=1)
     plan = train_plan.make_plan(str(here), None, None, {}, "cpu")
     folder = RunFolder(plan.out)
     folder.acquire()
@@ -106,7 +114,7 @@ def test_a_folder_is_not_free_while_a_run_on_other_images_begins_there(home):
 
 
 def test_a_run_goes_on_as_it_was_begun_without_its_options(capsys, home):
-    images, more = home / "flowers" / "train", ["--device", "cpu"]
+    images, more = home / "flowers", ["--device", "cpu"]
     assert call(capsys, images, "mine", *small(training_epochs=1))[0] == 0
     code, out, err = call(capsys, images, "mine", "--training.epochs", "2", *more)
     assert code == 0, err
@@ -118,7 +126,7 @@ def test_a_run_goes_on_as_it_was_begun_without_its_options(capsys, home):
 
 
 def test_a_complete_run_is_not_that_of_other_images(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     assert call(capsys, images, "mine", *small())[0] == 0
     shutil.rmtree(images / "class03")
     for more in ([], ["--dry-run"]):
@@ -128,7 +136,7 @@ def test_a_complete_run_is_not_that_of_other_images(capsys, home):
 
 
 def test_another_recipe_gets_a_folder_of_its_own(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     assert call(capsys, images, *small())[0] == 0
     assert "run folder runs/flowers-2" in call(capsys, images, *small(), "--recipe", "default")[1]
     assert "run folder runs/flowers\n" in call(capsys, images, *small())[1]
@@ -138,14 +146,14 @@ def test_a_folder_that_holds_something_else_is_left_alone(capsys, home):
     place = home / "here" / "runs" / "flowers"
     place.mkdir(parents=True)
     (place / "letter.txt").write_text("mine")
-    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    code, out, err = call(capsys, home / "flowers", *small())
     assert code == 0, err
     assert "run folder runs/flowers-2" in out
 
 
 def test_where_no_folder_can_be_made_none_is_looked_for(capsys, home):
     (home / "here" / "runs").write_text("a file")
-    code, _, err = call(capsys, home / "flowers" / "train", *small())
+    code, _, err = call(capsys, home / "flowers", *small())
     assert code == 2
     assert "runs is a file; choose another folder" in err
 
@@ -160,13 +168,13 @@ def test_where_no_folder_can_be_made_none_is_looked_for(capsys, home):
 )
 def test_the_recipe_goes_by_the_device(home, monkeypatch, cuda, device, recipe, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    plan = train_plan.make_plan(str(home / "flowers" / "train"), None, None, {}, device)
+    plan = train_plan.make_plan(str(home / "flowers"), None, None, {}, device)
     assert plan.recipe.name == recipe
     assert plan.lines[0].startswith(line)
 
 
 def test_a_run_goes_on_with_the_default_it_was_begun_with(capsys, home):
-    words = [home / "flowers" / "train", "mine", *small()]
+    words = [home / "flowers", "mine", *small()]
     assert call(capsys, *words, "--recipe", "default")[0] == 0
     code, out, err = call(capsys, *words)
     assert code == 0, err
@@ -189,7 +197,7 @@ def test_a_recipe_is_named_as_before(capsys, home):
     assert config(capsys, "glyphs") == Recipe.load("glyphs").to_dict()
     (home / "mine.yaml").write_text("base: glyphs\nmodel.dim: 16\n")
     assert config(capsys, home / "mine.yaml")["model"]["dim"] == 16
-    found = config(capsys, home / "flowers" / "train", "--recipe", home / "mine.yaml")
+    found = config(capsys, home / "flowers", "--recipe", home / "mine.yaml")
     assert (found["name"], found["data"]["dataset"]) == ("mine", "folder")
 
 
@@ -212,7 +220,7 @@ def test_what_cannot_be_meant(capsys, home, words, message):
     (home / "here" / "glyphs").mkdir()
     (home / "here" / "mine.yaml").write_text("base: glyphs\n")
     (home / "here" / "config.yaml").write_text("data: photos\n")
-    places = {"IMAGES": home / "flowers" / "train"}
+    places = {"IMAGES": home / "flowers"}
     code, _, err = call(capsys, *(places.get(word, word) for word in words))
     assert code == 2
     assert message in err
@@ -220,7 +228,7 @@ def test_what_cannot_be_meant(capsys, home, words, message):
 
 
 def test_json_is_all_there_is_on_standard_output(capsys, home):
-    code, out, err = call(capsys, home / "flowers" / "train", *small(), "--json")
+    code, out, err = call(capsys, home / "flowers", *small(), "--json")
     assert code == 0
     assert json.loads(out)["selected"]["epoch"] == 1
     assert "epoch   1" in err
@@ -231,7 +239,7 @@ def files(folder):
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
-    words = [home / "flowers" / "train", *small(training_epochs=7), "--dry-run"]
+    words = [home / "flowers", *small(training_epochs=7), "--dry-run"]
     before = files(home)
     code, out, err = call(capsys, *words)
     assert code == 0, err
@@ -257,10 +265,10 @@ def test_a_dry_run_writes_nothing_and_says_what_it_takes(capsys, home):
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_backbone_frozen_for_all_epochs_warns(capsys, home, more):
-    _, out, _ = call(capsys, home / "flowers" / "train", *small(training_epochs=1), *more)
+    _, out, _ = call(capsys, home / "flowers", *small(training_epochs=1), *more)
     assert "the backbone is frozen for all epochs: 1" in out
     trained = small(training_epochs=1, schedule_freeze_backbone_epochs=0)
-    _, out, _ = call(capsys, home / "flowers" / "train", "other", *trained, *more)
+    _, out, _ = call(capsys, home / "flowers", "other", *trained, *more)
     assert "the backbone is frozen" not in out
 
 
@@ -274,14 +282,14 @@ def test_backbone_frozen_for_all_epochs_warns(capsys, home, more):
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(capsys, home, wrong):
-    start = [home / "flowers" / "train", "out", *small(**wrong)]
+    start = [home / "flowers", "out", *small(**wrong)]
     said = [call(capsys, *start, *more) for more in ([], ["--dry-run"])]
     assert said[0][0] == said[1][0] > 0
     assert said[0][2] == said[1][2]
 
 
 def test_a_dry_run_decodes_the_images(capsys, home, monkeypatch):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     for number, name in enumerate(("class00/0.png", "class02/2.png")):
         whole = (images / name).read_bytes()
         (images / name).write_bytes(whole[: len(whole) // 2] if number else b"oops")
@@ -314,28 +322,53 @@ def test_a_dry_run_decodes_the_images(capsys, home, monkeypatch):
 def test_too_little_disk_is_said_before_anything_is_decoded(capsys, home, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000}))
     for more in ([], ["--dry-run"]):
-        start = [home / "flowers" / "train", *small(data_cache="pixels")]
+        start = [home / "flowers", *small(data_cache="pixels")]
         code, _, err = call(capsys, *start, *more)
         assert code == 1
         assert "the pixel cache needs 83 kB" in err
         assert "use data.cache none, name another folder as data.cache_dir" in err
     assert not (home / "here" / "runs").exists()
-    code, out, err = call(capsys, home / "flowers" / "train", *small(), "--dry-run")
+    code, out, err = call(capsys, home / "flowers", *small(), "--dry-run")
     assert code == 0, err
     assert "images decoded on the fly (a pixel cache of 83 kB exceeds the limit of" in out
     assert "cache    none" in out
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_crop_size_of_the_recipe_gives_way_to_a_fixed_size_backbone(capsys, home, more):
+    sizes = "model: {image_size: 32, resize: 32}\ndata: {crop_size: 16}\n"
+    (home / "mine.yaml").write_text(f"base: default-cpu\n{sizes}")
+    changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
+    words = [home / "flowers", *small(**changes), "--recipe", home / "mine.yaml"]
+    code, out, err = call(capsys, *words, *more)
+    assert code == 0, err
+    assert "training crops of 32×32 instead of 16: vit_tiny_patch16_224 takes one size" in out
+    if not more:
+        assert "is complete already" in call(capsys, *words)[1]
+
+
+def test_overrides_print_what_they_reset(capsys, home):
+    words = [home / "flowers", "--model.image-size", "24", "--model.dim", "8", "--loss", "arcface"]
+    more = ["--model.backbone", "small_convnet", "--model.weights", "none", "--dry-run"]
+    for recipe in ([], ["--recipe", "default-cpu"]):
+        code, out, err = call(capsys, *words, *more, *recipe, "--device", "cpu")
+        assert code == 0, err
+        lines = out.splitlines()
+        assert "model.image_size 24 also resets data.crop_size (160), model.resize (256)" in lines
+        assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in lines
+        assert any(line.startswith("loss.name 'arcface' also resets loss.set") for line in lines)
+
+
 def test_a_transformer_takes_the_place_of_a_convolutional_network(capsys, home):
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
-    code, out, err = call(capsys, home / "flowers" / "train", *small(**changes))
+    code, out, err = call(capsys, home / "flowers", *small(**changes))
     assert code == 0, err
     assert "pooling token instead of gem: vit_tiny_patch16_224 gives tokens" in out
     assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
 def test_weights_come_from_the_folder_of_another_run(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     assert call(capsys, images, *small())[0] == 0
     for number, folder in enumerate(("runs/flowers", "runs/flowers/embedder")):
         code, _, err = call(capsys, images, f"next{number}", *small(model_weights=folder))
@@ -357,12 +390,12 @@ def test_weights_come_from_the_folder_of_another_run(capsys, home):
 def test_overrides_are_checked_against_the_recipe_that_is_taken(home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     changes = {"model.pca_dim": 1024}  # more than default-cpu has
-    plan = train_plan.make_plan(str(home / "flowers" / "train"), None, None, changes, None)
+    plan = train_plan.make_plan(str(home / "flowers"), None, None, changes, None)
     assert plan.recipe.model.pca_dim == 1024
 
 
 def test_a_given_dataset_says_how_the_folder_is_read(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     assert config(capsys, images, "--data.dataset", "faces")["data"]["dataset"] == "faces"
     code, _, err = call(capsys, "cub", "--data.dataset", "cars", "--data.root", images)
     assert code == 2
@@ -371,18 +404,18 @@ def test_a_given_dataset_says_how_the_folder_is_read(capsys, home):
 
 def test_a_recipe_that_cannot_be_read_locks_no_folder(capsys, home):
     place = home / "here" / "runs" / "flowers"
-    assert call(capsys, home / "flowers" / "train", *small())[0] == 0
+    assert call(capsys, home / "flowers", *small())[0] == 0
     recipe = (place / "recipe.yaml").read_text()
     (place / "recipe.yaml").write_text(f"{recipe}\ngone: 1\n")
-    code, out, err = call(capsys, home / "flowers" / "train", *small())
+    code, out, err = call(capsys, home / "flowers", *small())
     assert code == 0, err
     assert "run folder runs/flowers-2" in out
-    code, out, err = call(capsys, home / "flowers" / "train", place, *small(), "--fresh")
+    code, out, err = call(capsys, home / "flowers", place, *small(), "--fresh")
     assert code == 0, err
 
 
 def test_starting_over_takes_the_recipe_of_the_device(capsys, home):
-    words = [home / "flowers" / "train", "mine", *small()]
+    words = [home / "flowers", "mine", *small()]
     assert call(capsys, *words, "--recipe", "default")[0] == 0
     code, out, err = call(capsys, *words, "--fresh")
     assert code == 0, err
@@ -392,7 +425,7 @@ def test_starting_over_takes_the_recipe_of_the_device(capsys, home):
 @pytest.mark.parametrize("more", [[], ["--training.two-stages"]], ids=["one", "two stages"])
 def test_starting_over_tells_of_the_complete_run_that_it_removes(capsys, home, more):
     words = [
-        home / "flowers" / "train",
+        home / "flowers",
         "mine",
         *small(),
         "--schedule.freeze-backbone-epochs",
@@ -417,18 +450,18 @@ def test_a_link_that_leads_nowhere_is_told(capsys, home):
 
 @pytest.mark.parametrize("word", ["auto", "true", "false"])
 def test_a_key_that_may_be_auto_takes_a_word(capsys, home, word):
-    found = config(capsys, home / "flowers" / "train", "--training.cuda-graph", word)
+    found = config(capsys, home / "flowers", "--training.cuda-graph", word)
     assert found["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
 
 
 def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
-    words = [home / "flowers" / "train", *small(training_epochs=2)]
+    words = [home / "flowers", *small(training_epochs=2)]
     assert call(capsys, *words)[0] == 0
     found = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
     assert found["folder"]["state"] == "complete already"
     assert found["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
     assert found["decoded"] == 0, "there is nothing left to decode them for"
-    longer = [home / "flowers" / "train", *small(training_epochs=3), "--dry-run", "--json"]
+    longer = [home / "flowers", *small(training_epochs=3), "--dry-run", "--json"]
     found = json.loads(call(capsys, *longer)[1])
     assert found["folder"]["state"] == "continued"
     assert found["seconds"]["training"] == pytest.approx(32 / found["images_per_second"])
@@ -437,7 +470,7 @@ def test_a_dry_run_knows_how_far_a_run_has_come(capsys, home):
 
 
 def test_the_next_commands_name_images_as_evaluate_takes_them(home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     results = {
         "protocol": "last",
         "selected": {"epoch": 1, "test": {"recall@1": 0.5}},
@@ -463,7 +496,7 @@ def test_the_next_commands_can_be_typed_as_they_are(home):
 
 
 def test_a_run_folder_serves_as_weights(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     stages = {"training_epochs": 2, "schedule_freeze-backbone-epochs": 0}
     words = [images, "two", *small(**stages), "--training.two-stages"]
     code, _, err = call(capsys, *words)
@@ -475,7 +508,7 @@ def test_a_run_folder_serves_as_weights(capsys, home):
 
 def test_a_section_of_a_config_may_be_empty(capsys, home):
     (home / "config.yaml").write_text("data:\nmodel.dim: 16\n")
-    found = config(capsys, home / "flowers" / "train", "--config", home / "config.yaml")
+    found = config(capsys, home / "flowers", "--config", home / "config.yaml")
     assert (found["data"]["dataset"], found["model"]["dim"]) == ("folder", 16)
 
 
@@ -491,11 +524,11 @@ def test_what_looks_like_an_override_is_no_folder(capsys, home):
         ("lr=1", "--optimizer.lr 1"),
         ("batch-size=8", "--data.batch-size 8"),
     ):
-        code, _, err = call(capsys, home / "flowers" / "train", word)
+        code, _, err = call(capsys, home / "flowers", word)
         assert code == 2
         assert f"{word} is no folder for the run; write {option}\n" in err
         assert not (home / "here" / word).exists()
-    assert config(capsys, home / "flowers" / "train", "runs/lr=1")
+    assert config(capsys, home / "flowers", "runs/lr=1")
 
 
 @pytest.mark.parametrize(
@@ -508,7 +541,7 @@ def test_what_looks_like_an_override_is_no_folder(capsys, home):
             "Nothing was measured: no classes were held out, and evaluation.final_test is false.",
         ),
         (
-            "flowers/train",
+            "flowers",
             ["--training.two-stages", "--schedule.freeze-backbone-epochs", "0"],
             "The second stage was not measured: it trained on all classes, and there is no test "
             "set; the figures of the first are in mine/first-stage/results.json.",
@@ -526,12 +559,12 @@ def test_a_run_without_figures_says_why(capsys, home, images, more, told):
 
 
 def test_the_json_of_a_run_says_where_it_lies(capsys, home):
-    out = call(capsys, home / "flowers" / "train", "mine", *small(), "--json")[1]
+    out = call(capsys, home / "flowers", "mine", *small(), "--json")[1]
     assert json.loads(out)["folder"] == "mine"
 
 
 def test_images_that_were_skipped_are_skipped_by_the_next_command(capsys, home):
-    images = home / "flowers" / "train"
+    images = home / "flowers"
     (images / "class00" / "broken.png").write_bytes(b"no image")
     code, out, err = call(capsys, images, "mine", *small(data_bad_images="skip"))
     assert code == 0, err
@@ -573,7 +606,7 @@ def test_what_the_folder_was_taken_for_is_told_first(capsys, home):
 
 def test_a_folder_whose_names_are_not_utf8_trains(capsys, home):
     sys.stdout.reconfigure(errors="backslashreplace")
-    root = (home / "flowers" / "train").rename(home / os.fsdecode(b"b\xfcro"))
+    root = (home / "flowers").rename(home / os.fsdecode(b"b\xfcro"))
     (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
     (root / "class01" / "0.png").rename(root / "class01" / os.fsdecode(b"\xff.png"))
     for _ in range(2):  # the second time from its results

@@ -20,8 +20,10 @@ from proximetry.training.recipe import (
     Section,
     merge,
     parse_yaml,
+    plain_values,
     read_yaml,
     recipe_keys,
+    resets,
     validation_sentence,
 )
 from proximetry.training.run import make_embedder
@@ -222,6 +224,35 @@ def test_a_change_leaves_behind_what_it_makes_meaningless(changes, left, tmp_pat
         m = recipe.model
         found = m.dim, m.pca_dim, m.whitening, m.drop_path, recipe.evaluation.eval_dims
         assert found == left
+
+
+def test_resets_lists_keys_that_no_change_names():
+    values = plain_values("default")
+    assert resets(values, {"optimizer.lr": 1, "model": {"image_size": 288}}) == []
+    sizes = {"model.image_size": 320, "model.resize": 340, "data": {"crop_size": 256}}
+    assert resets(values, sizes) == []
+    found = resets(values, {"model": {"pca_dim": None, "image_size": 320}, "model.resize": 320})
+    assert found == [
+        "model.pca_dim None also resets model.whitening (0.25)",
+        "model.image_size 320 also resets data.crop_size (256)",
+    ]
+
+
+@pytest.mark.parametrize("key", ["data.columns", "loss.settings", "evaluation.metrics"])
+def test_empty_dictionary_replaces_the_old_one(key, tmp_path):
+    section, name = key.split(".")
+    values = {
+        "data": {"columns": {"path": "file"}},
+        "loss": {"settings": {"alpha": 16}},
+        "evaluation": {"metrics": {"recall_at": [1, 3]}},
+    }
+    old, default = Recipe.load(values), Recipe()
+    for changes in ({key: {}}, {section: {name: {}}}):
+        recipe = old.override(changes)
+        assert getattr(getattr(recipe, section), name) == getattr(getattr(default, section), name)
+        assert old.override({section: {}}) == old, "which is a section"
+    more = old.override({"loss.settings": {"margin": 0.2}})
+    assert more.loss.settings == {"alpha": 16, "margin": 0.2}
 
 
 def test_changes_to_changes_leave_nothing_behind_that_they_do_not_know():

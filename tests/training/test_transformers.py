@@ -170,18 +170,6 @@ def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp
     cache = tmp_path / "cache"
     wrong = [
         (
-            {"backbone": "vit_tiny_patch16_224", "data": {"crop_size": 16}},
-            "crop_size is 16, but vit_tiny_patch16_224 takes one size of images, here 32×32",
-        ),
-        (
-            {
-                "backbone": "small_convnet",
-                "model": {"pooling": "flatten"},
-                "data": {"crop_size": 16},
-            },
-            "crop_size is 16, but model.pooling flatten takes one size of images, here 32×32",
-        ),
-        (
             {"model": {"image_size": 40, "resize": 40}},
             "image_size 40 is no multiple of 16, .*: use 32 or 48",
         ),

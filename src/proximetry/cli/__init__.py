@@ -178,13 +178,20 @@ def _prepare(app: "App", words: list[str]) -> list[str]:
         raise UsageError("one of the words is empty; is a variable of the shell not set?")
     every = command.assemble_argument_collection()
     arguments = {name: argument for argument in every for name in argument.names}
-    words = _join_values(arguments, words)
+    words = _join_values(arguments, [_first_key(arguments, word) for word in words])
     for option, word in itertools.pairwise([*words, ""]):
         name, _, value = option.replace("_", "-").partition("=")
         # cyclopts would round them.
         if _takes(int, arguments.get(name)) and "." in (value or word):
             raise UsageError(f"{name} takes whole numbers, got {value or word}")
     return words
+
+
+def _first_key(arguments: "Mapping[str, Argument]", word: str) -> str:
+    """Write ``--loss arcface`` as ``--loss.name arcface``; other keys of ``loss`` may follow."""
+    name, sign, value = word.partition("=")
+    section = arguments.get(name)
+    return f"{section.children[0].name}{sign}{value}" if section and section.children else word
 
 
 def _takes(kind: type, argument: "Argument | None") -> bool:
@@ -194,11 +201,12 @@ def _takes(kind: type, argument: "Argument | None") -> bool:
 def _join_values(arguments: "Mapping[str, Argument]", words: Sequence[str]) -> list[str]:
     """Put values to their options, so that none is taken for the first word of a command.
 
-    Write ``--k 1 5 word`` and ``--k 1,5 word`` as ``--k 1 --k 5 word``: a list ends at a word that
-    cannot be one of its values, after ``--k=1`` at once; and ``--flip true`` as ``--flip=true``.
+    Write ``--k 1,5`` and ``--k 1 5`` as ``--k 1 --k 5``, and ``--flip true`` as ``--flip=true``. A
+    list with commas is one word; one with spaces ends at the next option. A path may look like a
+    number, so ``--k 1 5 word`` is an error.
     """
     found: list[str] = []
-    current = ""
+    current, spaced = "", list[str]()
     for position, word in enumerate(words):
         if word == "--":
             return [*found, *words[position:]]
@@ -206,16 +214,24 @@ def _join_values(arguments: "Mapping[str, Argument]", words: Sequence[str]) -> l
             name, sign, value = word.partition("=")
             argument = arguments.get(name.replace("_", "-"))
             found += [f"{name}={one}" for one in _list_values(argument, value) if sign] or [word]
-            current = "" if sign else name.replace("_", "-")
+            current, spaced = "" if sign else name.replace("_", "-"), []
         elif values := _list_values(arguments.get(current), word):
             for value in values:
                 if found[-1].replace("_", "-") != current:
                     found.append(current)
                 found.append(value)
+            spaced.append(word)
+            if _numbers(word)[1:]:
+                current = ""
         elif word in ("true", "false") and _takes(bool, arguments.get(current)):
             found[-1] += f"={word}"
             current = ""
         else:
+            if current and spaced[1:] and _numbers(spaced[-1]):
+                raise UsageError(
+                    f"it is unclear where the list of {current} ends: {' '.join([*spaced, word])}. "
+                    f"Write {current} {','.join(spaced)}, or put it after {word}."
+                )
             found.append(word)
             current = ""
     return found

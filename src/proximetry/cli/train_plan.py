@@ -1,6 +1,7 @@
 """What `proximetry train` works out by itself: recipe and run folder, and what to do next."""
 
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,14 +16,14 @@ from proximetry.training.recipe import (
     Recipe,
     RecipeError,
     merge,
+    plain_values,
     recipe_keys,
+    resets,
     shipped_recipes,
 )
 
 ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
-# Names that say nothing about the images in the folder.
-_GENERIC = {"data", "dataset", "images", "imgs", "photos", "pictures", "train", "training"}
 _WIDTH = 80
 
 
@@ -58,9 +59,10 @@ def make_plan(
             option = f"--{key.replace('_', '-')}"
             raise RecipeError(f"{out} is no folder for the run; write {option} {value}")
     if _names_recipe(source, asked):
-        recipe = Recipe.load(source, changes)
+        recipe, reset = _load(source, changes)
         data = recipe.data.dataset, recipe.data.root
-        return Plan(recipe, *_place(out, recipe.name, data, (recipe.name,)))
+        folder, lines = _place(out, recipe.name, data, (recipe.name,))
+        return Plan(recipe, folder, (*reset, *lines))
     given = merge({}, changes).get("data") or {}  # an empty section of a YAML file is None
     if not isinstance(given, Mapping):
         raise RecipeError(f"data must be a section of keys, got {shown(given)}")
@@ -68,17 +70,25 @@ def make_plan(
     changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
     name = _name(root or dataset)
     if asked is not None:
-        recipe = Recipe.load(asked, changes)
-        return Plan(recipe, *_place(out, name, (dataset, root), (recipe.name,)))
+        recipe, reset = _load(asked, changes)
+        folder, lines = _place(out, name, (dataset, root), (recipe.name,))
+        return Plan(recipe, folder, (*reset, *lines))
     if dataset == "vectors":
         folder, lines = _place(out, name, (dataset, root), (FOR_VECTORS,))
-        return Plan(Recipe.load(FOR_VECTORS, changes), folder, (f"recipe {FOR_VECTORS}", *lines))
+        recipe, reset = _load(FOR_VECTORS, changes)
+        return Plan(recipe, folder, (f"recipe {FOR_VECTORS}", *reset, *lines))
     folder, lines = _place(out, name, (dataset, root), (ON_GPU, ON_CPU))
     recipe, why, advice = _choose_recipe(folder, device, fresh)
+    reset = resets(recipe.model_dump(mode="json", exclude_unset=True), changes)
     recipe = recipe.override(changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
     first = f"{why}recipe {recipe.name} ({recipe.model.backbone}{size})"
-    return Plan(recipe, folder, (first, *advice, *lines))
+    return Plan(recipe, folder, (first, *advice, *reset, *lines))
+
+
+def _load(source: str, changes: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe with overrides, and what these reset."""
+    return Recipe.load(source, changes), resets(plain_values(source), changes)
 
 
 def _find_images(source: str, given: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -135,10 +145,9 @@ def _choose_recipe(
 
 
 def _name(source: str) -> str:
-    """What to call a run on these images: after their folder, or the first telling one above."""
-    path = Path(source)
-    names = [path.stem if path.is_file() else path.name, *(above.name for above in path.parents)]
-    return next((name for name in names if name and name.lower() not in _GENERIC), "images")
+    """Return the name of a run on these images: that of their folder, file or dataset."""
+    path = Path(os.path.abspath(source))
+    return path.stem if path.is_file() else path.name
 
 
 def _place(

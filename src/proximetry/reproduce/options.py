@@ -21,7 +21,8 @@ class ReproduceOptions:
     weights: str | None = _option(None, "its weights: auto, package, hub, none, or a file")
     epochs: int | None = _option(
         None,
-        "another number of epochs; frozen epochs, learning-rate drops and evaluation interval scale too",
+        "another number of epochs; frozen epochs, learning-rate drops and evaluation interval "
+        "scale too",
     )
     selection: bool | None = _option(
         None, "also select the epoch on held-out classes; default: as the table says"

@@ -43,6 +43,7 @@ from proximetry.training.run import (
     check_place_of_stages,
     check_rows,
     first_stage,
+    fit_crop_size,
     guest_of_torch,
     make_embedder,
     make_updater,
@@ -105,6 +106,7 @@ def _estimate_run(
         input_dim=catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None,
     )
     embedder.to(world.device)
+    recipe = fit_crop_size(recipe, embedder, note)
     check_abilities(recipe, embedder)
     division, parts, sampler = _divide(catalog, recipe, world)
     note(*division.notes)

@@ -746,7 +746,7 @@ _DIMENSIONS = (
     ("evaluation", "eval_dims"),
 )
 # Keys that hold a value each, though the value is a dictionary.
-_WHOLE = ("loss.settings", "evaluation.metrics")
+_WHOLE = ("data.columns", "loss.settings", "evaluation.metrics")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -800,6 +800,20 @@ def merge(
     return _lay_over(merged, wanted)
 
 
+def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
+    """Return one line per change that makes `merge` reset keys that no change names."""
+    before, after = flatten(_lay_over({}, values)), flatten(merge(values, changes))
+    named, lines = flatten(_lay_over({}, changes)), []
+    lost = {key: old for key, old in before.items() if key not in named and after.get(key) != old}
+    for cause, value in named.items():
+        alone = flatten(merge(values, {cause: value}))
+        here = [key for key, old in lost.items() if alone.get(key) != old]
+        if here:
+            keys = ", ".join(f"{key} ({shown(lost.pop(key))})" for key in here)
+            lines.append(f"{cause} {shown(value)} also resets {keys}")
+    return lines
+
+
 def _fit_dimensions(
     old: dict[str, Any], new: dict[str, Any], evaluation: dict[str, Any], whole: bool
 ) -> None:
@@ -832,16 +846,23 @@ def _changed(
     return bool(new[key] != old.get(key, section.model_fields[key].default))
 
 
-def _lay_over(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Write changes, nested or dotted, into nested values, and return these."""
+def _lay_over(
+    values: dict[str, Any], changes: Mapping[str, Any], *, inside: bool = False
+) -> dict[str, Any]:
+    """Write changes, nested or dotted, into nested values, and return these.
+
+    Dictionaries are merged entry by entry. An empty one ``inside`` a section replaces the old one.
+    """
     for key, value in changes.items():
         if not isinstance(key, str):
             raise RecipeError(f"keys must be text, got {shown(key)}")
         first, _, rest = key.partition(".")
-        if rest or isinstance(value, Mapping):
+        if rest or (isinstance(value, Mapping) and (value or not inside)):
             old = values.get(first)
             inner = {rest: value} if rest else value
-            values[first] = _lay_over(old if isinstance(old, dict) else {}, inner)
+            values[first] = _lay_over(old if isinstance(old, dict) else {}, inner, inside=True)
+        elif isinstance(value, Mapping):
+            values[first] = {}
         else:
             values[first] = value
     return values

@@ -355,6 +355,7 @@ def make_data(
     else:
         _prepare(embedder, recipe.model, display.message)
     embedder.to(world.device)
+    recipe = fit_crop_size(recipe, embedder, display.message)
     check_abilities(recipe, embedder)
     if not isinstance(own, OwnDatasets):
         check_rows_fit(embedder, catalog)
@@ -464,16 +465,21 @@ def check_abilities(recipe: Recipe, embedder: Embedder) -> None:
     if not embedder.takes_images:
         return
     side, network = recipe.data.crop_size, embedder.architecture.backbone
-    size = embedder.preprocessing.crop
-    if side is not None and (side, side) != size:
-        flattened = embedder.architecture.pooling == "flatten"
-        if flattened or takes_one_size(embedder.backbone):
-            what = "model.pooling flatten" if flattened else network
-            raise RecipeError(
-                f"data.crop_size is {side}, but {what} takes one size of images, here "
-                f"{size[0]}×{size[1]}: leave data.crop_size out"
-            )
+    if side is not None and (side, side) != embedder.preprocessing.crop:
         check_patches(embedder.backbone, network, (side, side), "data.crop_size")
+
+
+def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Callable[[str], None]) -> Recipe:
+    """Return the recipe without its `data.crop_size` if the network takes images of one size."""
+    side, size = recipe.data.crop_size, embedder.preprocessing.crop if embedder.takes_images else ()
+    flattened = embedder.architecture.pooling == "flatten"
+    if side is None or (side, side) == size or not size:
+        return recipe
+    if not flattened and not takes_one_size(embedder.backbone):
+        return recipe
+    what = "model.pooling flatten" if flattened else embedder.architecture.backbone
+    report(f"training crops of {size[0]}×{size[1]} instead of {side}: {what} takes one size")
+    return recipe.override({"data.crop_size": None})
 
 
 def make_optimizer(
