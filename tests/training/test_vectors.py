@@ -62,7 +62,8 @@ def test_every_kind_of_file_says_the_same(suffix, files):
     found = VectorCatalog.read(files / f"v{suffix}")
     vectors, labels = made_up()
     np.testing.assert_array_equal(found.vectors, vectors)
-    assert found.labels == tuple(f"{label:02d}" for label in labels)
+    assert found.labels == tuple(map(str, labels))
+    assert found.class_names == tuple(map(str, range(CLASSES)))
     assert found.splits == tuple(split_of(labels))
     part = found.filter(split="test")
     np.testing.assert_array_equal(part.vectors, vectors[labels >= 9])
@@ -93,7 +94,39 @@ def test_training_learns_continues_and_evaluates_alike(files, tmp_path, capsys):
         assert main(["embed", str(tmp_path / "run"), str(files / "v.npz"), "--out", str(out)]) == 0
         again = VectorCatalog.read(out)
         np.testing.assert_array_equal(again.vectors, embedder.encode(made_up()[0]).numpy())
-        assert again.labels == tuple(f"{label:02d}" for label in made_up()[1])
+        assert again.labels == tuple(map(str, made_up()[1]))
+
+
+def test_evaluate_takes_metrics_and_eval_dims_of_the_run(files, tmp_path, capsys):
+    metrics = {"recall_at": [1, 3], "ndcg_at": [], "map_at": [5]}
+    changes = {"evaluation.metrics": metrics, "evaluation.eval_dims": [4]}
+    results = train(recipe_for(files / "v.npz", **changes), tmp_path / "run")
+    assert results["selected"]["test"]["dims"].keys() == {"4"}
+    for place in (tmp_path / "run", tmp_path / "run" / "embedder"):
+        words = ["evaluate", str(place), str(files / "v.npz"), "--json"]
+        for more, expected in (
+            ([], results["selected"]["test"]),
+            (["--recall-at", "2", "--eval-dims", "2"], {"recall@2", "map@5", "dims"}),
+        ):
+            capsys.readouterr()
+            assert main([*words, *more]) == 0
+            found = json.loads(capsys.readouterr().out)["metrics"]
+            if more:
+                assert expected <= found.keys()
+                assert not {"recall@1", "recall@3", "ndcg@2"} & found.keys()
+            else:
+                assert found == expected
+
+
+def test_integer_labels_have_one_name_in_every_file(files, tmp_path, capsys):
+    train(recipe_for(files / "v.npz"), tmp_path / "run")
+    assert "7" in Embedder.load(tmp_path / "run").class_names
+    vectors, labels = made_up()
+    np.savez(tmp_path / "other.npz", vectors=vectors, labels=np.where(labels == 7, 7, 100 + labels))
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "other.npz"), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("trained on 1 of 12 classes" in note for note in notes)
 
 
 def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,9 +24,8 @@ from proximetry.cli.output import (
     progress_bar,
     tell,
 )
-from proximetry.cli.recipe_options import RecipeOptions
+from proximetry.cli.recipe_options import MetricsOptions, RecipeOptions
 from proximetry.cli.serve import serve
-from proximetry.metrics.scores import Metrics
 from proximetry.models.names import LARGEST_DIM, Similarity
 from proximetry.reproduce.options import ReproduceOptions
 
@@ -116,8 +116,10 @@ def evaluate(
     root: Path | None = None,
     similarity: Similarity | None = None,
     split: Literal["test", "train", "val", "all"] | None = None,
-    metrics: Annotated[Metrics, Parameter(name="*")] = Metrics(),  # noqa: B008
-    eval_dims: Annotated[tuple[int, ...], Parameter(validator=Number(gte=1, lte=LARGEST_DIM))] = (),
+    options: MetricsOptions = {},  # noqa: B006
+    eval_dims: Annotated[
+        tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=LARGEST_DIM))
+    ] = None,
     per_class: Annotated[bool, Parameter(negative=())] = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     binary: Annotated[bool, Parameter(negative=())] = False,
@@ -130,7 +132,9 @@ def evaluate(
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how well an embedder finds images of the same class again, or vectors themselves do.
+    """Evaluate an embedder, or vectors themselves, on retrieval metrics.
+
+    Metrics and --eval-dims are those of the run that saved the embedder, unless they are given.
 
     Args:
         embedder: folder of a run or of a saved embedder, or hub:owner/name; or, alone, a file of
@@ -141,6 +145,7 @@ def evaluate(
         similarity: how vectors without an embedder are compared, by default cosine; an embedder
             has its own.
         split: which images; default: test if there are such, else all.
+        options: metrics; `proximetry metrics` lists the defaults.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
         per_class: also show the classes with the worst metrics; with --json and --out, all.
         confusions: also show so many pairs of classes that are taken for each other most often.
@@ -169,6 +174,7 @@ def evaluate(
         doubts,
         encode_catalog,
         encode_readable,
+        saved_evaluation,
         score_embedder,
         score_vectors,
     )
@@ -176,6 +182,8 @@ def evaluate(
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
         raise UsageError(f"--similarity is for vectors alone: the embedder in {embedder} knows")
+    saved = saved_evaluation(model)
+    metrics = replace(saved.metrics, **options)
     near = model.architecture.similarity if model is not None else similarity or "cosine"
     asked = SearchMethods(binary, expand, rerank)
     asked.check(near)
@@ -184,6 +192,7 @@ def evaluate(
     dim = model.dim if model is not None else 0
     if model is None and isinstance(catalog, VectorCatalog):
         dim = catalog.vectors.shape[1]
+    eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
         raise UsageError(
             f"--eval-dims must be below the embedding's {dim} dimensions, got {max(eval_dims)}"

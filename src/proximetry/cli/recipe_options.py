@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 from cyclopts import Group, Parameter, Token
 
 from proximetry.cli.output import COLUMNS_WORD, read_columns
+from proximetry.metrics.scores import Metrics
 from proximetry.training.recipe import AUTO, Recipe, Section, YamlError, parse_yaml
 
 
@@ -83,4 +84,15 @@ _GROUP = Group(
     help="What is not given is as the recipe has it; --print-config prints that.",
     sort_key=1,
 )
+_METRICS = {
+    field.name: Annotated[kind, Parameter(help=field.metadata["help"])]
+    for field, kind in zip(
+        dataclasses.fields(Metrics), get_type_hints(Metrics).values(), strict=True
+    )
+}
+# A dictionary of those that are given.
+MetricsOptions: Any = Annotated[
+    TypedDict("MetricsOptions", _METRICS, total=False),  # type: ignore[operator]
+    Parameter(name="*"),
+]
 RecipeOptions: Any = Annotated[_options(Recipe), Parameter(name="*", group=_GROUP)]

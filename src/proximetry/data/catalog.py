@@ -86,7 +86,7 @@ class Catalog:
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """The distinct labels in sorted order; a class's code is its place here."""
+        """The distinct labels in sorted order, whole numbers by value; their index is the code."""
         return self._coded("labels").distinct
 
     @cached_property

@@ -7,6 +7,7 @@ numbers, and numbers are an array.
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -180,13 +181,14 @@ class Texts(Column):
 
 
 _ESCAPE = "surrogateescape"
+_WHOLE_NUMBER = re.compile("0|-?[1-9][0-9]{0,17}")  # not 007, which is a name
 
 
 class Coded(Column):
     """Texts that recur.
 
     Attributes:
-        distinct: each text that occurs, in sorted order.
+        distinct: each text that occurs, in sorted order; whole numbers by value.
         codes: the place in `distinct` of each row's.
     """
 
@@ -346,7 +348,8 @@ class CodedMaker:
         """Return the column of all that was taken."""
         import numpy as np
 
-        names = sorted(self._places)
+        whole = all(map(_WHOLE_NUMBER.fullmatch, self._places))
+        names = sorted(self._places, key=int if whole else None)
         order = np.empty(len(names), np.int32)
         order[[self._places[name] for name in names]] = np.arange(len(names))
         codes = np.concatenate(self._codes) if self._codes else np.zeros(0, np.int32)

@@ -179,11 +179,9 @@ def _make(
 
 
 def label_names(labels: Iterable[Any]) -> tuple[str, ...]:
-    """Labels as texts; whole numbers in their order, whatever their length."""
-    plain = [label.item() if hasattr(label, "item") else label for label in labels]
-    whole = all(type(label) is int and label >= 0 for label in plain)
-    width = max((len(str(label)) for label in plain), default=0) if whole else 0
-    return tuple("" if label is None else str(label).rjust(width, "0") for label in plain)
+    """Return labels as texts: the number 7 is "7"."""
+    plain = (label.item() if hasattr(label, "item") else label for label in labels)
+    return tuple("" if label is None else str(label) for label in plain)
 
 
 def _flag(value: Any) -> Any:

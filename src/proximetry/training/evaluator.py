@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from proximetry import metrics
@@ -24,7 +25,7 @@ from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import has_lora, merge_lora, plain_twin
-from proximetry.models.names import LARGEST_BATCH, Similarity
+from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.data import Rows, TrainingData
@@ -161,6 +162,15 @@ def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
     return [*([seen] if known else []), *copies]
 
 
+def saved_evaluation(embedder: Embedder | None) -> EvaluationConfig:
+    """Return how the run that saved an embedder evaluated it; the defaults if that is not known."""
+    saved = {} if embedder is None else (embedder.recipe or {}).get("evaluation", {})
+    try:
+        return EvaluationConfig.model_validate(saved)
+    except ValidationError:
+        return EvaluationConfig()
+
+
 def encode_catalog(
     embedder: Embedder,
     catalog: Catalog,
@@ -173,11 +183,7 @@ def encode_catalog(
     With ``on_error``, which is told of them, images that cannot be read are left out.
     """
     if batch_size is None:
-        saved = (embedder.recipe or {}).get("evaluation")
-        trained = saved.get("batch_size") if isinstance(saved, dict) else None
-        if type(trained) is not int or not 1 <= trained <= LARGEST_BATCH:
-            trained = EvaluationConfig().batch_size
-        batch_size = trained
+        batch_size = saved_evaluation(embedder).batch_size
     check_input(embedder, catalog)
     files: Any = [catalog.file(row) for row in range(len(catalog))]
     if isinstance(catalog, VectorCatalog) and not embedder.takes_images:
