@@ -378,7 +378,7 @@ def test_from_pictures_to_results_by_commands(images, address, tmp_path, monkeyp
     lines = call("search", query, *where, "--model", "model", "--where", "label=class04")
     assert "class04" in lines
     assert "class00  " not in lines
-    assert "2 of 49 images are in groups: 1" in call("duplicates", address, "--threshold", 0.99999)
+    assert "1 group with 2 of 49 images" in call("duplicates", address, "--threshold", 0.99999)
 
 
 def test_without_pymilvus_it_is_said_what_to_install(monkeypatch):

@@ -274,7 +274,7 @@ def test_the_server_follows_the_gallery(own, own_client, monkeypatch):
     assert set(outdated["ids"]) == set(old["ids"]) - {3, 4}
     picture = own.path.parent / "new.png"
     Image.new("RGB", (24, 24), "red").save(picture)
-    (new,) = other.add([picture])
+    (new,) = other.add([picture], labels=[None])
     assert own_client.get(f"/items/{new}").json()["file"] == "new.png"
     assert own_client.get("/gallery").json()["images"] == TOTAL - 1
 

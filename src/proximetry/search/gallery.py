@@ -357,7 +357,7 @@ class Gallery:
             embedded = new.embed(embedder, newest.manifest.embedder, self.path)
         except NothingToAddError:
             return np.arange(0)
-        unlabeled = 0 if renew else embedded.table["label"].null_count
+        unlabeled = 0 if renew or new.has_labels else embedded.table["label"].null_count
         if unlabeled and isinstance(newest, Snapshot) and newest.has_labels:
             new.warn(
                 f"{spaced(unlabeled)} of the images have no class, others in the gallery "
@@ -687,6 +687,7 @@ class NewImages:
     Attributes:
         table: what is known of them.
         vectors: theirs, where an embedder need not make them.
+        has_labels: whether classes were given with a list of files.
         only_files: whether they are files of which nothing else is known.
     """
 
@@ -702,7 +703,8 @@ class NewImages:
         report: Report | None,
     ) -> None:
         self.table = checked_rows(images, labels)
-        self.only_files = labels is None and self.table.column_names == ["path", "label"]
+        self.has_labels = labels is not None
+        self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)
         self.vectors = None if vectors is None else as_vectors(vectors, len(self.table), dim)
         self.bad_images, self.batch_size = bad_images, batch_size
