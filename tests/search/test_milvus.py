@@ -383,5 +383,5 @@ def test_from_pictures_to_results_by_commands(images, address, tmp_path, monkeyp
 
 def test_without_pymilvus_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'proximetry\[milvus\]'"):
+    with pytest.raises(ModuleNotFoundError, match="extra 'milvus'"):
         Gallery.open("milvus://localhost/birds")
