@@ -1,15 +1,17 @@
 """What a run tells: TensorBoard, Weights & Biases, a live display, plain lines."""
 
 import io
+import itertools
 import re
 import signal
 import sys
 import types
 
 import pytest
+import torch
 import yaml
 
-from proximetry.training import Callback, Stopped, train
+from proximetry.training import Callback, Recipe, Stopped, train
 from proximetry.training.reporting import (
     Display,
     PlainDisplay,
@@ -265,6 +267,26 @@ def test_a_live_display_on_a_terminal(recipe, tmp_path, monkeypatch):
     assert "48 of 48" in shown, "images decoded"
     assert "epoch   3" in shown
     assert "img/s" in shown
+
+
+def test_progress_bar_keeps_the_last_loss_of_a_gpu(monkeypatch):
+    display = RichDisplay(io.StringIO())
+    data = types.SimpleNamespace(sampler=range(100), rows={"train": range(200)})
+    state = types.SimpleNamespace(step=0, epoch=0)
+    run = types.SimpleNamespace(recipe=Recipe(), data=data, state=state)
+    gpu, clock, reads = torch.device("cuda"), itertools.count(1), []
+
+    def loss(value):
+        return types.SimpleNamespace(device=gpu, item=lambda: reads.append(value) or value)
+
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with display:
+        display.on_start(run)
+        for state.step in range(1, 50):
+            display.on_step_end(run, loss(float(state.step)))
+            (task,) = display._progress.tasks
+            assert f"loss {reads[-1]:.3f}" in task.fields["figures"]
+    assert reads == [1, 21, 41]  # reading it waits for the GPU
 
 
 def test_the_library_says_nothing_by_itself(recipe, tmp_path, capsys):

@@ -149,7 +149,8 @@ class RichDisplay(PlainDisplay):
             console=Console(file=file),
             transient=True,
         )
-        self._scores = ""
+        self._scores = self._loss = ""
+        self._next_loss = 0
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
@@ -203,7 +204,8 @@ class RichDisplay(PlainDisplay):
             return
         self._drawn = now
         # Reading the loss from a GPU waits for it, so not at every step.
-        shown = f"loss {loss.item():.3f}  " if loss.device.type == "cpu" or step % 20 == 0 else ""
+        if loss.device.type == "cpu" or step >= self._next_loss:
+            self._loss, self._next_loss = f"loss {loss.item():.3f}  ", step + 20
         batch = min(run.recipe.data.batch_size, len(run.data.rows["train"]))
         images = (step - self._first) * batch
         rate = _rate(images / (now - self._began) if images else None)
@@ -211,7 +213,7 @@ class RichDisplay(PlainDisplay):
             self._task,
             completed=step,
             description=f"epoch {run.state.epoch + 1}",
-            figures=f"{shown}{rate}{self._scores}",
+            figures=f"{self._loss}{rate}{self._scores}",
         )
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
