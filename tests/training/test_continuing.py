@@ -226,6 +226,14 @@ def forge(path, change):
     path.write_bytes(sealed(save(load_file(path), {"proximetry": json.dumps(header)})))
 
 
+@pytest.mark.parametrize(("key", "value"), [("batch", 10**9), ("batch", -1), ("step", 3)])
+def test_checkpoint_with_impossible_step_is_rejected(recipe, run, key, value):
+    forge(run.last, lambda header: header["state"]["state"].update({key: value}))
+    run.best.unlink()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        train(recipe, run.path)
+
+
 @pytest.mark.parametrize("key", ["state", "rates", "seconds", "scaler", "recipe", "images"])
 def test_a_checkpoint_without_a_key_is_a_sentence(recipe, run, key):
     run.best.unlink()

@@ -246,7 +246,7 @@ def _describe_epoch(run: Run, seen: int, seconds: float) -> dict[str, Any]:
         "step": state.step,
         "loss": mean,
         "lr": run.updater.optimizer.param_groups[0]["lr"],
-        "images_per_second": round(seen / seconds, 1) if seen else None,
+        "images_per_second": round(seen / seconds, 1) if seen and seconds else None,
         "seconds": round(run.clock.seconds["training"], 3),
     }
 

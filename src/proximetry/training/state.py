@@ -138,7 +138,7 @@ def find_best(run: "Run") -> tuple[Path | None, str]:
 
 
 def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
-    """Refuse a checkpoint of another recipe, or of other images than there are now."""
+    """Reject a checkpoint of another recipe or other images, or with impossible counters."""
     changed = differences(Recipe.load(plain["recipe"]).essence(), run.recipe.essence())
     if changed:
         raise RunError(
@@ -146,6 +146,13 @@ def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
             "back, or start over with --fresh"
         )
     refuse_others(run.folder.path, plain["images"], run.data.fingerprint)
+    epoch, batch, step = (plain["state"][name] for name in ("epoch", "batch", "step"))
+    length = len(run.data.sampler)
+    if not 0 <= batch <= length or step != epoch * length + batch:
+        raise CheckpointError(
+            f"{path} is damaged: step {step} is not batch {batch} of epoch {epoch} with {length} "
+            "batches each. Start over with --fresh."
+        )
     doubt = may_have_changed(plain["images"], run.data.fingerprint)
     if doubt and doubt not in run.data.notes:
         run.report(doubt)
