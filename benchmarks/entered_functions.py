@@ -78,7 +78,7 @@ def main() -> None:
             raise SystemExit("training did not reach its first step")
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
     # Comprehensions are part of the functions they stand in.
     inner = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
     functions = {function for function in entered if not function[1].endswith(inner)}

@@ -60,7 +60,7 @@ class Part(NamedTuple):
     allowed: Mask | None = None
 
     @property
-    def count(self) -> int:
+    def scanned(self) -> int:
         """The number of rows that a search reads."""
         return len(self.vectors) if self.rows is None else len(self.rows)
 
@@ -207,7 +207,7 @@ def _products(
     for part in parts:
         held = len(queries) if part.rows is None else max(len(queries), part.vectors.shape[1])
         size = max(_GROUP, _ENTRIES // max(1, held) // _GROUP * _GROUP)
-        for rows in chunks(part.count, size):
+        for rows in chunks(part.scanned, size):
             chosen: Any = rows if part.rows is None else part.rows[rows]
             products = asked @ torch.from_numpy(part.vectors[chosen]).T
             if part.squares is not None:

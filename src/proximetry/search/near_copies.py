@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageEnhance, ImageOps
 
 from proximetry._common import Steps
 from proximetry.data import ImageError, open_image
 from proximetry.models import Embedder
-from proximetry.search.exact import FloatArray
 from proximetry.search.segments import Version, prepared
 
 SAMPLE = 50
@@ -83,7 +83,7 @@ def measure(now: Version, embedder: Callable[[], Embedder], steps: Steps) -> Mea
     return Measured(float(np.quantile(scores, _MISSED)), others, len({*originals}))
 
 
-def _unusually_near(distances: FloatArray) -> float:
+def _unusually_near(distances: npt.NDArray[np.floating[Any]]) -> float:
     """The distance that few nearest neighbors fall below, whether or not some are copies.
 
     Distances are compared by their logarithms. Median and median absolute deviation change
