@@ -16,8 +16,8 @@ from PIL import Image, ImageFile, features
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from proximetry.data import ImageError, open_image, resize_and_center_crop
-from proximetry.data.images import image_size, resize_image, scaled_size
+from proximetry.data import ImageError, images, open_image, resize_and_center_crop
+from proximetry.data.images import image_size, resize_image, scaled_size, thumbnail
 
 RED, BLUE = (220, 30, 40), (20, 40, 200)
 
@@ -445,6 +445,23 @@ def large_jpeg(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("large") / "large.jpg"
     Image.fromarray(fine).save(file, quality=92, exif=exif)
     return file
+
+
+def test_thumbnails_decode_large_jpeg_files_at_a_reduced_size(large_jpeg, monkeypatch):
+    expected = open_image(large_jpeg)
+    expected.thumbnail((100, 100))
+    finish, decoded = images._finish, []
+
+    def finished(image, name, max_pixels):
+        decoded.append(image.size)
+        return finish(image, name, max_pixels)
+
+    monkeypatch.setattr(images, "_finish", finished)
+    small = thumbnail(large_jpeg, 100)
+    assert decoded == [(401, 302)]
+    assert small.size == expected.size
+    assert np.abs(np.asarray(small, float) - np.asarray(expected, float)).mean() < 1  # gray levels
+    assert thumbnail(large_jpeg, 5000).size == open_image(large_jpeg).size
 
 
 def test_large_jpeg_files_are_decoded_at_the_size_that_scaling_needs(large_jpeg):

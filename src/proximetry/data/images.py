@@ -115,6 +115,15 @@ def open_image(
         return upright
 
 
+def thumbnail(source: Source, side: int) -> Image.Image:
+    """Read one image, its longer side scaled down to at most `side` pixels."""
+    image = open_image(source, size=side)
+    whole = _whole(image)
+    scale = min(1.0, side / max(whole.size))
+    size = [max(1, round(scale * length)) for length in whole.size]
+    return image.resize(size, Image.Resampling.BICUBIC, box=whole.box, reducing_gap=2.0)
+
+
 class _Reduced(NamedTuple):
     """What an image shows that was decoded at a reduced size: the whole, and where that lies."""
 

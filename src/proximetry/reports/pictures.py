@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from proximetry._common import cores
-from proximetry.data import ImageError, open_image
+from proximetry.data.images import ImageError, thumbnail
 from proximetry.reports.markup import Markup, data_uri, el
 
 SIDE = 128
@@ -58,11 +58,9 @@ def sprite(files: Sequence[str]) -> str:
 
 def _small(file: str, side: int) -> Image.Image | None:
     try:
-        image = open_image(file)
+        return thumbnail(file, side)
     except ImageError:
         return None
-    image.thumbnail((side, side))
-    return image
 
 
 def _encoded(image: Image.Image, quality: int = 75) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from proximetry._common import UsageError, atomic_path, atomic_write, chunks, shorten
-from proximetry.data import ImageError, open_image
+from proximetry.data.images import ImageError, thumbnail
 from proximetry.search.result import REMOVED, SearchResult
 
 THUMBNAIL = 160
@@ -103,11 +103,9 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
 def _thumbnail(path: str) -> Image.Image | None:
     """A small version of an image, None for one that cannot be read any more."""
     try:
-        image = open_image(path)
+        return thumbnail(path, THUMBNAIL)
     except ImageError:
         return None
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    return image
 
 
 def _page(rows: Sequence[Sequence[_Cell]], title: str, *, query: bool) -> bytes:

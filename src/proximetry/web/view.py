@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proximetry._common import UsageError
-from proximetry.data import open_image
+from proximetry.data.images import thumbnail
 from proximetry.data.tar_shards import file_state, split_shard_path
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
@@ -169,8 +169,7 @@ def _thumbnail(path: str, state: tuple[int, ...], size: int) -> Picture:
 
 def _picture(path: str, size: int) -> Picture:
     """Decode an image and encode it again: whatever the file is, pixels are what is sent."""
-    image = open_image(path)
-    image.thumbnail((size, size))
+    image = thumbnail(path, size)
     buffer = io.BytesIO()
     if max(image.size) <= _LOSSLESS:
         image.save(buffer, "PNG")
