@@ -5,12 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import uvicorn
 
+from proximetry._common import UsageError
 from proximetry.cli import main
 from proximetry.web import protocol
 from proximetry.web import server as serving
@@ -38,6 +40,8 @@ def test_a_gallery_on_milvus(capsys):
     assert code == 2
     assert "is on Milvus" in told
     assert "proximetry search IMAGE --gallery milvus://host:19530/birds" in told
+    with pytest.raises(UsageError, match="is on Milvus"):
+        serving.serve(Path("milvus://host:19530/birds"))
 
 
 def test_a_port_that_is_in_use(capsys, shared):
@@ -83,6 +87,7 @@ def test_what_is_missing_is_named_with_its_extra(shared):
     missing = ["uvicorn", "python_multipart", "fastapi", "httptools"]
     code = f"""
 import sys
+from proximetry._common import UsageError
 from proximetry.cli import main
 for name in {missing}:
     sys.modules[name] = None

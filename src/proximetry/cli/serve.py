@@ -1,12 +1,10 @@
 """The command that serves the search page of a gallery."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError
 from proximetry.cli.search import GALLERY
 
 
@@ -23,17 +21,9 @@ def serve(
         gallery: folder of the gallery.
         host: name or address to listen on; by default nobody but this machine can reach the page.
         port: port to listen on; 0 takes one that is free.
-        token: what the page and scripts have to bring, needed wherever others can reach it;
-            default: the environment variable PROXIMETRY_TOKEN.
+        token: access token for page and API, required unless the server listens on the loopback
+            only; default: the environment variable PROXIMETRY_TOKEN.
     """
-    from proximetry.search.manifest import is_milvus, read_manifest
-
-    if is_milvus(gallery):
-        raise UsageError(
-            f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
-            f"proximetry search IMAGE --gallery {gallery} --model RUN"
-        )
-    read_manifest(Path(gallery))  # a wrong name is told before torch is imported
     from proximetry.web import serve as run
 
-    run(Path(gallery), host, port, token, report=lambda line: print(line, flush=True))
+    run(gallery, host, port, token, report=lambda line: print(line, flush=True))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._common import UsageError, need, shown
+from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 
 TOKEN = "PROXIMETRY_TOKEN"
@@ -25,7 +26,7 @@ _PATIENCE = 5  # seconds for what is being answered when the server ends
 
 
 def serve(
-    gallery: Path,
+    gallery: str | os.PathLike[str],
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
@@ -37,9 +38,15 @@ def serve(
         gallery: its folder.
         host: a name or address of this machine. Any but those of the loopback need a token.
         port: 0 takes one that is free.
-        token: what clients have to bring; default: $PROXIMETRY_TOKEN, if it is set.
+        token: access token; default: $PROXIMETRY_TOKEN, if it is set.
         report: called with what there is to say.
     """
+    if is_milvus(gallery):
+        raise UsageError(
+            f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
+            f"proximetry search IMAGE --gallery {gallery} --model RUN"
+        )
+    read_manifest(Path(gallery))  # reports a wrong name before torch is imported
     uvicorn = need("uvicorn", "web", "The search page")
     need("python_multipart", "web", "The search page")
     need("fastapi", "web", "The search page")
@@ -60,7 +67,7 @@ def serve(
             f"example to {secrets.token_urlsafe(24)}"
         )
     with _listen(family, address, host) as listening:
-        app = make_app(gallery)
+        app = make_app(Path(gallery))
         port = listening.getsockname()[1]
         name = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
