@@ -118,8 +118,10 @@ def test_what_is_not_allowed_is_not_found(seed, share, k):
     vectors = exact_vectors(draw, 60, "euclidean")
     allowed = draw.random(60) < share
     store, parts = make_store(vectors, "euclidean")
-    found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
     rows = np.flatnonzero(allowed)
+    found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
+    gathered = store.search([parts[0]._replace(rows=rows)], vectors[:3], k)
+    assert np.array_equal(found.places, gathered.places)
     if not len(rows):
         assert (found.places == -1).all()
         assert (found.scores == -np.inf).all()

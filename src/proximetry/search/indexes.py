@@ -231,7 +231,7 @@ class Index:
         if transformed:
             index = faiss.downcast_index(index.index)
         if isinstance(index, faiss.IndexIVF):
-            lists = math.ceil(probes(index.nlist) * self.effort * math.sqrt(wider))
+            lists = math.ceil(probes(index.nlist) * self.effort * wider)
             found = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
             found = faiss.SearchParametersHNSW(efSearch=max(DEPTH * self.effort, 2 * count))
