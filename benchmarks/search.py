@@ -1,11 +1,16 @@
 """Galleries beside plain faiss in the same run: build time, queries per second, recall@10.
 
 python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFlat]
+python -m benchmarks.search --filters [--rows 20000] [--dim 64] [--per-class 100] [--index …]
 
 The vectors lie around class centers, in few of the dimensions, as those of a trained embedder do.
 Plain faiss holds the same index in memory and is asked with the same settings. `faiss` asks for
 10, as one would; `faiss, as many` for as many candidates as a gallery looks at before it computes
 their similarities.
+
+`--filters` measures recall@10 where labels are the clusters: plain, and with filters that allow a
+share of the classes, for queries of allowed classes (near) and of others (far). It does so with
+the default budget for exact scans and, as in galleries beyond it, without any.
 """
 
 import argparse
@@ -23,7 +28,7 @@ import torch
 from benchmarks.measure import Run, alternate, versions
 from proximetry.metrics import binary_codes
 from proximetry.models import Embedder
-from proximetry.search import Gallery, indexes
+from proximetry.search import Gallery, indexes, segments
 from proximetry.search.exact import Part, Store
 from proximetry.search.rows import table
 
@@ -33,6 +38,8 @@ DIM, K = 512, 10
 LATENT = 48
 SPREAD, NOISE = 0.6, 0.15
 KINDS = ("Flat", "HNSW32", "IVF1024,PQ64", "BFlat")
+FILTERED = ("HNSW32", "IVF256,Flat", "IVF256,SQ8", "IVF256,PQ16x4", "SQ8", "BFlat")
+SHARES = (0.05, 0.1, 0.2, 0.5, 0.8)
 BATCHES = {"small": (1, 100, 1000), "large": (1, 100)}
 
 Vectors = npt.NDArray[np.float32]
@@ -154,21 +161,78 @@ def compare(
     return truth
 
 
+def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path) -> None:
+    """Print recall@10 of one index, one line for each share of the classes that is allowed."""
+    draw = np.random.default_rng(0)
+    classes = count // per_class
+    centers = draw.standard_normal((classes, dim), dtype=np.float32)
+
+    def some(labels: npt.NDArray[np.int64]) -> Vectors:
+        noise = draw.standard_normal((len(labels), dim), dtype=np.float32)
+        found = centers[labels] + SPREAD * noise
+        return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True))
+
+    labels = draw.integers(classes, size=count)
+    embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
+    names = [f"/images/{i:07d}.jpg" for i in range(count)]
+    rows = table({"path": names, "label": list(map(str, labels))})
+    start = time.process_time()
+    gallery = Gallery.build(
+        embedder, rows, home / kind.replace(",", "-"), kind, vectors=some(labels)
+    )
+    built = time.process_time() - start
+    (info,) = gallery._now.manifest.segments
+    stored = gallery.vectors(gallery.ids())
+    store = Store([stored], np.array([0, count]), "cosine", 1.001)
+    print(
+        f"\n{kind}: {count} × {dim}, {classes} classes; CPU time to build {built:.0f} s, "
+        f"recall@10 at build time {info.recall:.3f} with effort {info.effort}"
+    )
+    for share in (*SHARES, 1.0):
+        inside = np.arange(classes) < share * classes
+        where = {"label": list(map(str, np.flatnonzero(inside)))} if share < 1 else None
+        part = Part(stored, None, 0, allowed=inside[labels])
+        line = f"  {share:4.2f} of the classes:"
+        for name, chosen in (("near", inside), ("far", ~inside)):
+            if not chosen.any():
+                continue
+            queries = some(draw.choice(np.flatnonzero(chosen), 200))
+            truth = store.search([part], queries, K).places
+            for budget, about in ((segments.SCANNED, ""), (0, " without a budget")):
+                before, segments.SCANNED = segments.SCANNED, budget
+                start = time.process_time()
+                found = gallery.search(queries, K, where=where)
+                spent = (time.process_time() - start) / len(queries)
+                segments.SCANNED = before
+                line += f" {name}{about} {recall(truth, found.ids):.3f} ({spent * 1e3:.2f} ms);"
+        print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
-    parser.add_argument("--index", nargs="+", default=KINDS, help="faiss factory strings")
+    parser.add_argument("--index", nargs="+", help="faiss factory strings")
+    parser.add_argument("--filters", action="store_true", help="recall@10 of filtered searches")
+    parser.add_argument("--rows", type=int, default=20_000, help="vectors for --filters")
+    parser.add_argument("--dim", type=int, default=64, help="dimensions for --filters")
+    parser.add_argument("--per-class", type=int, default=100, help="class size for --filters")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     faiss = indexes.load_faiss()
     faiss.omp_set_num_threads(arguments.threads)
     print(f"{versions()}, faiss {faiss.__version__}")
+    if arguments.filters:
+        with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
+            for kind in arguments.index or FILTERED:
+                shape = arguments.rows, arguments.dim, arguments.per_class
+                measure_filters(kind, *shape, Path(home))
+        return
     for size in [arguments.size] if arguments.size else list(SIZES):
         vectors, queries = data(*SIZES[size], max(BATCHES[size]))
         truth: Any = None
         with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
-            for kind in arguments.index:
+            for kind in arguments.index or KINDS:
                 truth = compare(kind, size, vectors, queries, truth, Path(home))
 
 
