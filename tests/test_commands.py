@@ -473,3 +473,33 @@ def test_null_means_none_for_text_too(call):
     assert found["data"]["root"] is None
     assert found["training"]["wandb"] is None
     assert found["data"]["cache_dir"] == "12"
+
+
+def test_names_cannot_control_the_terminal(call, tmp_path, monkeypatch, embedder):
+    """Class and file names hold an escape sequence and a right-to-left override."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+    make_images(tmp_path / "plain", classes=4, each=3)
+    for number, folder in enumerate(sorted((tmp_path / "plain").iterdir())):
+        place = tmp_path / "images\x1b[31m" / f"{number}\x1b[31m\u202e"
+        place.mkdir(parents=True)
+        for file in folder.iterdir():
+            shutil.copy(file, place / f"\x9b\u2066{file.name}")
+        shutil.copy(file, place / "copy\r.png")
+    images, query = "images\x1b[31m", "images\x1b[31m/0\x1b[31m\u202e/copy\r.png"
+    small = (
+        "--recipe default-cpu --model.backbone small_convnet --model.weights none --model.dim 8 "
+        "--model.image-size 24 --data.batch-size 8 --training.epochs 1 --evaluation.protocol last"
+    )
+    for words in (
+        ["datasets", images],
+        ["train", images, *small.split()],
+        ["evaluate", embedder, images, "--per-class", "--confusions", "3"],
+        ["index", images, "--model", embedder],
+        ["search", query],
+        ["duplicates"],
+    ):
+        text = call(*words)
+        assert r"\x1b[31m" in text or words[0] == "index", words
+        assert not {"\x1b", "\x9b", "\r", "\u202e", "\u2066"} & {*text}, words
+    assert "\x1b" not in call("datasets", "nothing\x1b[31m", code=2)

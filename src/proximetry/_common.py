@@ -86,6 +86,17 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
 
 
+# Controls except tab and newline, marks of text direction, line and paragraph separators.
+_UNPRINTABLE = [*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F]
+_UNPRINTABLE += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in _UNPRINTABLE}
+
+
+def printable(text: str) -> str:
+    """Escape characters that control a terminal or reorder a line."""
+    return text.translate(_ESCAPES)
+
+
 def is_whole(value: Any, least: int = 1) -> bool:
     """Whether a value is a whole number of any integer type, from `least` up; True is none."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
@@ -307,6 +318,8 @@ def check_writable(file: Path) -> None:
 def read_text(path: Path, limit: int) -> str:
     """Read a UTF-8 file of at most `limit` bytes; raises ValueError with its path."""
     try:
+        if path.is_fifo():
+            raise ValueError(f"a pipe instead of a file: {path}. Save its content to a file.")
         with path.open("rb") as file:
             content = file.read(limit + 1)
         if len(content) > limit:

@@ -477,7 +477,7 @@ def test_folder_of_folders(tmp_path):
     assert catalog.labels == ("a", "a", "b")
     assert set(catalog.splits) == {"all"}
     assert catalog.notes == (
-        "2 files are not images in a class folder: top.png, a/readme.txt",
+        "files that are not images in a class folder (2): top.png, a/readme.txt",
         "1 class folders hold no images: empty",
     )
     assert catalog.missing_files() == []
@@ -489,8 +489,7 @@ def test_folders_that_may_be_meant_otherwise_are_told(tmp_path):
     assert Catalog.from_folder(tmp_path).notes == (
         "all images lie in folders below the class folders, as 2024/ant/1.png; the outer ones are "
         "the classes",
-        "1 files are images in a format that is not read; convert them to JPEG or PNG: "
-        "2024/ant/IMG_1.HEIC",
+        "files of an unsupported image format; convert to JPEG or PNG (1): 2024/ant/IMG_1.HEIC",
     )
 
 
@@ -597,7 +596,7 @@ def test_links_to_other_places_are_followed(tmp_path):
     )
     assert catalog.missing_files() == [1]
     assert catalog.notes == (
-        "1 files are not images in a class folder: gone (a broken link)",
+        "files that are not images in a class folder (1): gone (a broken link)",
         "1 links lead to images that are there anyway and are left out: "
         "a/5.png (leads to b/more/deep/2.png)",
     )

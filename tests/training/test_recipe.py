@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 import subprocess
 import sys
@@ -446,7 +447,8 @@ def test_files_that_no_person_writes(tmp_path, kind, load):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
-    for name in ("folder", "missing", 300 * "x"):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe", "missing", 300 * "x"):
         with pytest.raises(RecipeError, match=re.escape(str(tmp_path / name)[:100])):
             read_yaml(tmp_path / name, "recipe")
 

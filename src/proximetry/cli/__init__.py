@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
-from proximetry._common import UsageError, install_hint, shorten, some
+from proximetry._common import UsageError, install_hint, printable, shorten, some
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _complain(error: Exception | str, code: int) -> int:
         from proximetry.cli.output import wrap
 
         text = wrap(text)
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
     return code
 
 

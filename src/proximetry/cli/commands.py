@@ -22,6 +22,7 @@ from proximetry.cli.output import (
     check_document,
     check_out,
     progress_bar,
+    say,
     tell,
 )
 from proximetry.cli.recipe_options import MetricsOptions, RecipeOptions
@@ -96,7 +97,7 @@ def train(
     leads = os.environ.get("RANK", "0") == "0"  # of several processes one prints
     if leads:
         for line in plan.lines:
-            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+            say(line, to_stderr=as_json)
     display = make_display(sys.stderr if as_json else None)
     if dry_run:
         found = check(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
@@ -323,7 +324,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
     if model.takes_images:
         height, width = model.preprocessing.crop
         taken = f"RGB 0…255, float32 [N, 3, {height}, {width}]"
-    print(f"{out}: {taken} → [N, {model.dim}], checked")
+    say(f"{out}: {taken} → [N, {model.dim}], checked")
 
 
 def push(
@@ -347,7 +348,7 @@ def push(
     from proximetry.cli.vectors import load_embedder
 
     address = load_embedder(embedder, "cpu").push_to_hub(repo, license=license, private=private)
-    print(f"{address}: to be named as hub:{repo}")
+    say(f"{address}: to be named as hub:{repo}")
 
 
 def reproduce(
@@ -373,19 +374,19 @@ def reproduce(
     from proximetry.reproduce.table import RunsFailedError
 
     if list_:
-        print(list_tables())
+        say(list_tables())
         return
     if table is None:
         raise UsageError(
             "which table? Name it before the options; `proximetry reproduce --list` lists them"
         )
     try:
-        home = run(table, data, out, options, report=lambda line: print(line, flush=True))
+        home = run(table, data, out, options, report=say)
     except RunsFailedError:
         raise
     except ReproduceError as error:
         raise UsageError(str(error)) from error
-    print(f"results in {home / 'README.md'}")
+    say(f"results in {home / 'README.md'}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -2,14 +2,22 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._common import Progress, UsageError, atomic_write
-from proximetry.cli.output import AsJson, BatchSize, check_document, check_out, progress_bar, tell
+from proximetry.cli.output import (
+    AsJson,
+    BatchSize,
+    check_document,
+    check_out,
+    progress_bar,
+    say,
+    tell,
+)
 from proximetry.cli.processes import processes
 from proximetry.faces.options import BadImages, Keep, Size
 
@@ -55,7 +63,7 @@ def align(
             keep=keep,
             detector=detector,
             progress=report,
-            log=lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True),
+            log=partial(say, to_stderr=as_json),
         )
     document = dataclasses.asdict(found) | {"out": str(found.out), "report": str(found.report)}
     tell(as_json, document, _summary(found, size, keep))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from proximetry._common import Progress, UsageError, check_writable
+from proximetry._common import Progress, UsageError, check_writable, printable
 from proximetry.models.names import LARGEST_BATCH
 
 AsJson = Annotated[
@@ -90,9 +90,14 @@ def check_document(out: Path | None, sources: Sequence[str | PathLike[str]]) -> 
     check_out(out, sources)
 
 
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Print a text; names in it cannot control the terminal. Commands print by no other way."""
+    print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
+
+
 def tell(as_json: bool, document: Any, text: str) -> None:
     """Print the document or the text."""
-    print(json.dumps(document, indent=2) if as_json else text)
+    say(json.dumps(document, indent=2) if as_json else text)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from proximetry._common import UsageError, check_writable
-from proximetry.cli.output import TableColumns, progress_steps
+from proximetry.cli.output import TableColumns, progress_steps, say
 
 
 def report(
@@ -38,5 +38,5 @@ def report(
     with progress_steps() as steps:
         missing = write_report(runs, place, source=data, root=root, columns=columns, steps=steps)
     for reason in missing:
-        print(f"missing: {reason}")
-    print(f"report: {place}")
+        say(f"missing: {reason}")
+    say(f"report: {place}")

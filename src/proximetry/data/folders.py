@@ -36,10 +36,10 @@ def _about_ignored(names: list[str]) -> list[str]:
     unread = [name for name in names if name.lower().endswith(_UNREAD)]
     others = [name for name in names if not name.lower().endswith(_UNREAD)]
     told = [
-        (unread, "images in a format that is not read; convert them to JPEG or PNG"),
-        (others, "not images in a class folder"),
+        (unread, "of an unsupported image format; convert to JPEG or PNG"),
+        (others, "that are not images in a class folder"),
     ]
-    return [f"{len(found)} files are {what}: {some(found)}" for found, what in told if found]
+    return [f"files {what} ({len(found)}): {some(found)}" for found, what in told if found]
 
 
 def is_image(name: str) -> bool:

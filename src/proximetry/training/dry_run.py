@@ -354,7 +354,7 @@ def describe(found: dict[str, Any]) -> str:
             f"{_side(found['image_size'])}"
             f"{found['dim']}{'-d' if m.bits is None else ' bits'}, "
             f"{recipe.loss.name}",
-            f"{t.epochs} epochs, batches of {recipe.data.batch_size}",
+            f"{_count(t.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
         ],
         "weights": [found["weights"]],
         "device": [found["device"].removeprefix("on ")],

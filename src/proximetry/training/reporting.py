@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._common import need, readable_seconds, shorten, spaced, writing
+from proximetry._common import need, printable, readable_seconds, shorten, spaced, writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.training.callbacks import Callback
 from proximetry.training.recipe import Recipe, flatten
@@ -112,7 +112,7 @@ class PlainDisplay(Display):
 
     def message(self, text: str) -> None:
         """Print a line."""
-        print(text, file=self._file, flush=True)
+        print(printable(text), file=self._file, flush=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Print a line per minute."""
@@ -163,7 +163,7 @@ class RichDisplay(PlainDisplay):
 
     def message(self, text: str) -> None:
         """Print above the progress bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(printable(text), markup=False, highlight=False)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Let the bar stand for this part of the preparation."""
