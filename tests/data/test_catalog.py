@@ -478,10 +478,10 @@ def test_folder_of_folders(tmp_path):
     assert set(catalog.splits) == {"all"}
     assert catalog.notes == (
         "files that are not images in a class folder (2): top.png, a/readme.txt",
-        "1 class folders hold no images: empty",
+        "class folders without images (1): empty",
     )
     assert catalog.missing_files() == []
-    assert "note: 2 files" in catalog.describe()
+    assert "note: files that are not images" in catalog.describe()
 
 
 def test_folders_that_may_be_meant_otherwise_are_told(tmp_path):

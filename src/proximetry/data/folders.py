@@ -117,7 +117,7 @@ def scan_folder(root: Path) -> Scan:
         )
     notes += _about_ignored(ignored)
     if empty:
-        notes.append(f"{len(empty)} class folders hold no images: {some(empty)}")
+        notes.append(f"class folders without images ({len(empty)}): {some(empty)}")
     if links:
         notes.append(
             f"{len(links)} links lead to images that are there anyway and are left out: "
