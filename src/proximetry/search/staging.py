@@ -102,7 +102,7 @@ def embed(
     arrays, files, sources = _find(folder, stamps, embedder.dim)
     waiting = np.flatnonzero(sources[:, 0] < 0)
     helpers = _helpers.get()
-    if helpers is not None and len(waiting) > CHUNK:
+    if helpers is not None and helpers.waiting and len(waiting) > CHUNK:
         wanted = [[paths[image] for image in part.tolist()] for part in _parts(waiting)]
         helpers.share(embedder, _Job(wanted, folder, fingerprint, batch_size), progress)
         arrays, files, sources = _find(folder, stamps, embedder.dim)
@@ -169,39 +169,38 @@ class _Job(NamedTuple):
 
 
 class _Helpers:
-    """The other ranks, as rank 0 sees them."""
+    """The other ranks, as rank 0 sees them: they wait for one job and then end."""
 
     def __init__(self) -> None:
-        self.listen = True
+        self.waiting = True
 
     def share(self, embedder: Embedder, job: _Job, progress: Callable[[int, int], None]) -> None:
         """Embed images together."""
-        self.listen = False
-        _tell(job)
+        self.waiting = False
+        _broadcast(job)
         job.stage(embedder, progress)
         dist.barrier()
-        self.listen = True
 
     def dismiss(self) -> None:
-        """Send them home, unless they are at work: then they hear that this rank has failed."""
-        if self.listen:
-            _tell(None)
+        """End the ranks that still wait for a job."""
+        if self.waiting:
+            _broadcast(None)
 
 
 _helpers: ContextVar[_Helpers | None] = ContextVar("_helpers", default=None)
 
 
-def _tell(job: _Job | None) -> _Job | None:
-    """Let all ranks know what rank 0 wants done."""
+def _broadcast(job: _Job | None) -> _Job | None:
+    """Send a job from rank 0 to all ranks; None ends them."""
     box: list[Any] = [job]
     dist.broadcast_object_list(box, src=0)
-    found: _Job | None = box[0]
-    return found
+    received: _Job | None = box[0]
+    return received
 
 
 @contextmanager
 def with_helpers() -> Iterator[None]:
-    """Share with the other ranks what is embedded meanwhile; they call `help_out`."""
+    """Share the embedding of images with the other ranks, which call `help_out`."""
     helpers = _Helpers()
     token = _helpers.set(helpers)
     try:
@@ -216,15 +215,15 @@ def with_helpers() -> Iterator[None]:
 
 
 def help_out(load: Callable[[], Embedder]) -> None:
-    """Embed what rank 0 wants embedded, until it is done."""
-    embedder: Embedder | None = None
-    while (job := _tell(None)) is not None:
-        if embedder is None:
-            embedder = load()
-            if embedder.fingerprint() != job.fingerprint:
-                raise ValueError(f"rank {dist.get_rank()} has another embedder than rank 0")
-        job.stage(embedder, lambda done, total: None)
-        dist.barrier()
+    """Embed the share of this rank; rank 0 builds the gallery without the others."""
+    job = _broadcast(None)
+    if job is None:
+        return
+    embedder = load()
+    if embedder.fingerprint() != job.fingerprint:
+        raise ValueError(f"rank {dist.get_rank()} has another embedder than rank 0")
+    job.stage(embedder, lambda done, total: None)
+    dist.barrier()
 
 
 def _parts(images: IntArray) -> list[IntArray]:
