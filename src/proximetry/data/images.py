@@ -158,11 +158,11 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
-def check_header(file: str, size: Size) -> None:
-    """Raise an ImageError where the header of a file tells that it cannot be read and scaled."""
+def check_header(file: str, size: Size) -> tuple[int, int]:
+    """Return width and height after scaling, or raise an ImageError; reads the header only."""
     width, height = image_size(file)
     _check_size(width, height, file, MAX_PIXELS)
-    _check_scaled(width, height, file, size)
+    return _check_scaled(width, height, file, size)
 
 
 def open_bytes(path: str) -> Stream:

@@ -53,15 +53,13 @@ from proximetry.data.cache_records import InUse, note_use
 from proximetry.data.catalog import Catalog
 from proximetry.data.decoding import ENCODED, Array, check_all, decode_all
 from proximetry.data.images import (
-    MAX_PIXELS,
     ImageError,
     Interpolation,
     Size,
+    check_header,
     check_interpolation,
     described_size,
-    image_size,
     open_bytes,
-    scaled_size,
 )
 from proximetry.data.tar_shards import file_state, shard_members, split_shard_path
 
@@ -402,10 +400,10 @@ def _size(file: str) -> int:
 
 def _scaled_bytes(file: str, size: Size) -> int:
     try:
-        width, height = scaled_size(*image_size(file), size)
+        width, height = check_header(file, size)
     except ImageError:
         return 0
-    return 3 * width * height if width * height <= MAX_PIXELS else 0  # too narrow to scale
+    return 3 * width * height
 
 
 def _check(catalog: Catalog, size: Size, interpolation: str) -> None:

@@ -75,11 +75,9 @@ def serve(
         url, note = f"http://{name}:{port}/", ""
         if token and sys.stdout.isatty():
             url += f"?token={token}"
-        elif token:  # logs should not keep it
-            url, note = (
-                url + "?token=TOKEN",
-                "TOKEN is the access token, printed only to terminals.\n",
-            )
+        elif token:
+            url += "?token=TOKEN"
+            note = "TOKEN is the access token; only a terminal is shown it.\n"
         images = len(app.state.service.view.current())
         report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\n{note}Ctrl-C ends it.")
         # open_image has limits of its own; the log is not for clients to fill.
