@@ -386,7 +386,7 @@ OPTIONS = [
     (["--device", "cpu"], {}),
     (["--recipe", "glyphs"], {}),
     (["--optimizer.lr", "0.5"], {"optimizer.lr": 0.5}),
-    (["--schedule.at", "3", "5"], {"schedule.at": [3, 5]}),
+    (["--schedule.at", "3,5"], {"schedule.at": [3, 5]}),
     (["--model.flip-tta"], {"model.flip_tta": True}),
     (["--data.flip", "false"], {"data.flip": False}),
     (["--training.cuda-graph", "auto"], {"training.cuda_graph": "auto"}),

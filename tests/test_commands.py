@@ -287,9 +287,9 @@ def test_evaluate_tells_of_known_classes_and_copies(call, embedder, images, tmp_
     assert data(call, "evaluate", embedder, table)["notes"] == []
 
 
-def test_a_table_without_rows_is_told(call, embedder, tmp_path):
+def test_evaluate_rejects_a_table_without_rows(call, embedder, tmp_path):
     (tmp_path / "t.csv").write_text("path,label\n")
-    assert "t.csv holds no images" in call("evaluate", embedder, tmp_path / "t.csv", code=2)
+    assert "no rows" in call("evaluate", embedder, tmp_path / "t.csv", code=2)
 
 
 def test_embed_leaves_out_what_never_ends_and_names_it(call, embedder, hostile, tmp_path):
