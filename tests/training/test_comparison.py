@@ -166,7 +166,7 @@ def test_training_selects_by_what_evaluation_finds(server, table, cache, tmp_pat
         ("aabb", "bbgg", {"clustering": True}, "clustering takes one set, but"),
         ("aabb", "bbbb", {"clustering": True}, None),
         ("aabbcd", "bbbbbb", {"verification": True}, None),
-        ("aabbc", "bbbbb", {"verification": True}, "take four classes"),
+        ("aabbc", "bbbbb", {"verification": True}, "four classes"),
         ("abababcd", "bbggbbgg", {"verification": True}, "verification takes one set, but"),
         ("aabb", "nnnn", {"clustering": True}, None),
     ],

@@ -216,7 +216,8 @@ def test_evaluate_prints_verification_error_and_threshold(tmp_path, capsys):
         options = ["--verification", "--similarity", similarity]
         assert main(["evaluate", str(tmp_path / "v.npz"), *options, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        expected = verify_classes(torch.tensor(vectors), labels, similarity=similarity)
+        names = labels.astype(str)
+        expected = verify_classes(torch.tensor(vectors), names, similarity=similarity)
         assert found["verification"]["accuracy"] == found["metrics"]["verification"]
         assert found["verification"]["standard_error"] == pytest.approx(expected.standard_error)
         assert found["verification"]["threshold"] == pytest.approx(expected.threshold)
