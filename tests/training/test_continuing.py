@@ -527,5 +527,5 @@ def test_embeddings_that_are_not_finite_are_told_with_their_images(recipe, tmp_p
 
     recipe = with_(recipe, "model", normalize=False)
     recipe = with_(recipe, "evaluation", similarity="euclidean")
-    with pytest.raises(RunError, match=r"embeddings of \d+ images have NaN .*overflows on the"):
+    with pytest.raises(RunError, match=r"embeddings of \d+ images have NaN .*overflows"):
         train(recipe, tmp_path / "run", callbacks=[Poison()])

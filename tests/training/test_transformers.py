@@ -179,7 +179,7 @@ def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp
         ),
         (
             {"backbone": "small_convnet", "optimizer": {"layer_decay": 0.75}},
-            "optimizer.layer_decay must be 1: small_convnet does not tell its layers apart",
+            "optimizer.layer_decay must be 1: small_convnet",
         ),
         (
             {"backbone": "small_convnet", "model": {"lora_rank": 4}},

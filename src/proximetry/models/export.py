@@ -54,8 +54,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
             expected = network(sample).cpu()
         if not torch.isfinite(expected).all():
             raise ValueError(
-                f"the embedder gives NaN or infinite values: {why_not_finite(embedder)}; nothing "
-                "was written"
+                f"the embedder returns NaN or infinite values: {why_not_finite(embedder)}"
             )
         model = _export(network, sample[:2], opset)
     onnx.helper.set_model_props(model, _metadata(embedder))

@@ -430,7 +430,7 @@ def make_embedder(
         except NoFeatureMapError as error:
             embedder = Embedder.create(**given | {"pooling": "auto"})
             pooling = embedder.architecture.pooling
-            report(f"pooling {pooling} instead of {m.pooling}: {error.reason}")
+            report(f"pooling {pooling} instead of {m.pooling}: {error}")
     for note in notes:
         report(str(note.message))
     if m.weights == "auto" and embedder.takes_images:
