@@ -378,7 +378,7 @@ def test_weights_come_from_the_folder_of_another_run(capsys, home):
     for wrong, message in (
         (
             {"model_weights": "runs/flowers", "model_backbone": "resnet18"},
-            "runs/flowers/embedder holds weights for small_convnet, not for resnet18",
+            "weights for small_convnet, not for resnet18",
         ),
         ({"model_weights": "runs"}, "runs is not a saved embedder"),
     ):

@@ -58,7 +58,7 @@ def test_exported_graph_equals_torch(tmp_path, capfd, backbone, settings):
     assert before.keys() == {"resize", "crop", "interpolation"}
     assert Preprocessing.from_json({**before, **inside}) == embedder.preprocessing
     assert "must not be applied again" in props["input"]
-    assert ("whatever the shape" in props["resize"]) == ("squash" in settings)
+    assert ("aspect ratio" in props["resize"]) == ("squash" in settings)
     assert json.loads(props["architecture"]) == embedder.architecture.to_json()
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert json.loads(props["graph"]) == {

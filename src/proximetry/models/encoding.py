@@ -1,4 +1,4 @@
-"""From images to vectors, batch by batch, whatever turns pixels into vectors."""
+"""Embed images or tensors batch by batch, with any function from pixels to vectors."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -29,30 +29,30 @@ def embed_images(
     on_error: OnError | None,
     blame: Callable[[], str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the numbers of images and their vectors on the CPU, all of them finite.
+    """Yield indices of images and their vectors on the CPU.
 
     Args:
-        embed: from uint8 [B, 3, H, W] to vectors [B, dim].
+        embed: maps uint8 [B, 3, H, W] to vectors [B, dim].
         images: see `Embedder.encode`.
-        preprocessing: what `embed` takes.
-        device: where it takes it.
-        batch_size: images per pass.
+        preprocessing: of the images.
+        device: device of `embed`.
+        batch_size: images per batch.
         concat_flip: append the vector of the horizontal flip.
-        on_error: called with the number of an image that cannot be read, and why, in order; it is
-            then left out. None raises a ValueError.
-        blame: says why a vector may not be finite, which is a ValueError.
+        on_error: called with the index of an unreadable image and the error, in order; the image
+            is skipped. None raises a ValueError.
+        blame: explains vectors that are not finite, in a ValueError.
     """
     for batch, pixels in _read_batches(images, preprocessing, batch_size, on_error):
         pixels = pixels.to(device)
         views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
         vectors = torch.cat([embed(view) for view in views], 1).cpu()
-        finite = torch.isfinite(vectors).all(1).tolist()
-        if not all(finite):
-            place, name = batch[finite.index(False)]
+        bad = _first_nonfinite(vectors)
+        if bad is not None:
+            index, name = batch[bad]
             raise ValueError(
-                f"the embedding of image {place}{name} has NaN or infinite values: {blame()}"
+                f"the embedding of image {index}{name} has NaN or infinite values: {blame()}"
             )
-        yield [place for place, _ in batch], vectors
+        yield [index for index, _ in batch], vectors
 
 
 def embed_tensors(
@@ -63,7 +63,7 @@ def embed_tensors(
     batch_size: int,
     blame: Callable[[], str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the numbers of vectors or other tensors and their embeddings, as `embed_images`."""
+    """Yield indices of vectors or other tensors and their embeddings, as `embed_images`."""
     for part in chunks(len(tensors), batch_size):
         batch = (
             torch.as_tensor(np.array(tensors[part]))
@@ -71,32 +71,33 @@ def embed_tensors(
             else tensors[part]
         )
         vectors = embed(batch.to(device)).cpu()
-        finite = torch.isfinite(vectors).all(1).tolist()
-        if not all(finite):
-            place = part.start + finite.index(False)
+        bad = _first_nonfinite(vectors)
+        if bad is not None:
             raise ValueError(
-                f"the embedding of row {place} has NaN or infinite values: so has the row, or "
-                f"{blame()}"
+                f"the embedding of row {part.start + bad} has NaN or infinite values: so has the "
+                f"row, or {blame()}"
             )
         yield list(range(part.start, part.start + len(batch))), vectors
+
+
+def _first_nonfinite(vectors: Tensor) -> int | None:
+    finite = torch.isfinite(vectors).all(1).tolist()
+    return None if all(finite) else finite.index(False)
 
 
 def _read_batches(
     images: Iterable[ImageSource], preprocessing: Preprocessing, size: int, on_error: OnError | None
 ) -> Iterator[tuple[list[tuple[int, str]], Tensor]]:
-    """Yield numbers and names of images and a uint8 batch of them.
-
-    The next batch is being read while the network works on this one.
-    """
+    """Yield indices and names of images and a uint8 batch of them; reads one batch ahead."""
     numbered = iter(enumerate(images))
 
     def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor | Exception]:
-        place, image = item
+        index, image = item
         name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
         try:
-            return (place, name), preprocessing.pixels(image)
+            return (index, name), preprocessing.pixels(image)
         except (TypeError, ValueError) as error:
-            return (place, name), error
+            return (index, name), error
 
     pool = ThreadPoolExecutor(min(8, cores()))
     try:
@@ -104,15 +105,15 @@ def _read_batches(
         while ahead:
             batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            kept: dict[tuple[int, str], Tensor] = {}
-            for (place, name), found in (future.result() for future in batch):
-                if isinstance(found, Tensor):
-                    kept[place, name] = found
+            readable: dict[tuple[int, str], Tensor] = {}
+            for (index, name), result in (future.result() for future in batch):
+                if isinstance(result, Tensor):
+                    readable[index, name] = result
                 elif on_error is None:
-                    raise ValueError(f"image {place}: {found}") from found
+                    raise ValueError(f"image {index}: {result}") from result
                 else:
-                    on_error(place, found)  # in the thread of the caller, in order
-            if kept:
-                yield list(kept), torch.stack(list(kept.values()))
+                    on_error(index, result)  # in the calling thread
+            if readable:
+                yield list(readable), torch.stack(list(readable.values()))
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
+        pool.shutdown(cancel_futures=True)
