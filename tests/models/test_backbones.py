@@ -212,24 +212,6 @@ def test_explicit_pooling_warns_about_dropped_layers(pooling, width, tmp_path):
     assert again.fingerprint() == embedder.fingerprint()
 
 
-@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_vit3"])
-def test_token_pooling_is_timms(name):
-    torch.manual_seed(0)
-    embedder = Embedder.create(name, None, weights="none", normalize=False).eval()
-    assert embedder.architecture.pooling == "token"
-    reference = timm.create_model(name, num_classes=0).eval()
-    reference.load_state_dict(embedder.backbone.state_dict())
-    pixels = torch.randn(2, 3, 160, 160)
-    with torch.inference_mode():
-        torch.testing.assert_close(embedder(pixels), reference(pixels))
-
-
-def test_transformer_with_another_image_size():
-    embedder = Embedder.create("test_vit", 16, weights="none", image_size=96)
-    assert embedder.preprocessing.crop == (96, 96)
-    assert embedder(torch.randn(1, 3, 96, 96)).shape == (1, 16)
-
-
 def test_pooling_must_match_the_backbone():
     with pytest.raises(ValueError, match="feature map"):
         Embedder.create("test_vit", weights="none", pooling="gem")

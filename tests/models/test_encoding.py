@@ -52,6 +52,7 @@ def test_encode_equals_torchvision(embedder):
     assert found.shape == (7, 8)
     assert (found.dtype, found.device.type) == (torch.float32, "cpu")
     assert not found.is_inference()
+    assert embedder.encode([], concat_flip=True).shape == (0, 16)
     expected = torch.stack([reference(embedder, image) for image in images])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -245,15 +246,6 @@ def test_evaluating_nested_and_overlapping(data):
     assert [part.training for network in networks for part in network.modules()] == modes
 
 
-def test_evaluating_keeps_modes_set_inside(embedder):
-    own = copy.deepcopy(embedder)
-    own.encode([image_of(1)], progress=lambda done: own.train())
-    assert own.training
-    with evaluating(own):
-        own.head.train()
-    assert own.head.training
-
-
 def test_encode_of_one_lazy_image_many_times(embedder):
     """Pillow decodes on first access, which only one thread may do."""
     file = io.BytesIO()
@@ -271,12 +263,6 @@ def test_encode_in_half_precision(embedder):
     torch.testing.assert_close(found, embedder.encode([image_of(1)]), rtol=0.1, atol=0.1)
 
 
-def test_encode_progress(embedder):
-    seen = []
-    embedder.encode([image_of(seed) for seed in range(5)], 2, progress=seen.append)
-    assert seen == [2, 4, 5]
-
-
 def test_on_error_is_called_in_order_in_the_calling_thread(embedder, monkeypatch):
     read = type(embedder.preprocessing).pixels
 
@@ -292,11 +278,6 @@ def test_on_error_is_called_in_order_in_the_calling_thread(embedder, monkeypatch
     )
     assert errors == [(i, get_ident()) for i in (0, 1, 4, 5)]
     assert seen == [4, 6]
-
-
-def test_encode_of_no_images(embedder):
-    assert embedder.encode([]).shape == (0, 8)
-    assert embedder.encode([], concat_flip=True).shape == (0, 16)
 
 
 def test_encode_reports_index_of_unreadable_images(embedder, tmp_path):
@@ -341,13 +322,10 @@ def test_encode_rejects_nonfinite_embeddings(embedder, tmp_path, bad):
         overflowing.encode([image_of(1)])
 
 
-def test_encode_rejects_a_single_image(embedder, tmp_path):
+def test_encode_rejects_single_images_and_bad_batch_sizes(embedder, tmp_path):
     for one in ("a.png", tmp_path, image_of(1), np.zeros((9, 9, 3), np.uint8), b"x"):
         with pytest.raises(ValueError, match=r"write \[image\]"):
             embedder.encode(one)
-
-
-def test_encode_rejects_bad_batch_size(embedder):
     for batch_size in (0, None, 1.5):
         with pytest.raises(ValueError, match=f"batch_size .* got {batch_size}"):
             embedder.encode([image_of(1)], batch_size=batch_size)

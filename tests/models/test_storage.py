@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
+from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 from tests.processes import Process
 
 
@@ -33,6 +34,7 @@ def equal(one, other):
         ("test_vit", {"similarity": "euclidean", "flip_tta": True, "tta_crops": [0.875, 0.5]}),
         ("test_convnext", {"pooling": "avg+max", "normalize": False}),
         ("sphereface20", {}),
+        ("tiny_dinov3", {"pooling": "cls-avg"}),
         ("small_convnet", {"resize": 70}),
     ],
 )

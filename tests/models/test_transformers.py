@@ -62,14 +62,6 @@ def test_cls_avg_applies_fc_norm_to_both_parts():
     torch.testing.assert_close(parts.std(1, correction=0), torch.full((4,), 3.0), rtol=0.01, atol=0)
 
 
-def test_save_and_load_transformer(tmp_path):
-    embedder = made("tiny_dinov3", pooling="cls-avg")
-    embedder.save(tmp_path / "embedder")
-    loaded = Embedder.load(tmp_path / "embedder")
-    assert loaded.architecture.pooling == "cls-avg"
-    assert torch.equal(loaded.encode(images()), embedder.encode(images()))
-
-
 @pytest.mark.parametrize(
     ("backbone", "side", "sizes"),
     [

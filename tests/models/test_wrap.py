@@ -36,6 +36,9 @@ def test_save_and_load_wrapped_network(tmp_path):
     again = Embedder.load(tmp_path / "e", module=Net())
     assert again.fingerprint() == embedder.fingerprint()
     assert again.class_names == ["a"]
+    plain = Embedder.wrap(net := Net(), PIXELS, 8, normalize=False).eval()
+    pixels = PIXELS.normalize(PIXELS.pixels(image())[None])
+    assert torch.equal(plain(pixels), net.eval()(pixels))
     assert torch.equal(again.encode(images), embedder.encode(images))
     assert {path.suffix for path in (tmp_path / "e").iterdir()} == {".json", ".safetensors"}
     with pytest.raises(ValueError, match=r"module=Net\("):
@@ -44,13 +47,6 @@ def test_save_and_load_wrapped_network(tmp_path):
         Embedder.load(tmp_path / "e", module=Net(9))
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
         Embedder.load(tmp_path / "e", module=Net)
-
-
-def test_wrapped_network_equals_module():
-    net = Net()
-    pixels = PIXELS.pixels(image())[None]
-    found = Embedder.wrap(net, PIXELS, 8, normalize=False).eval()(PIXELS.normalize(pixels))
-    assert torch.equal(found, net.eval()(PIXELS.normalize(pixels)))
 
 
 def test_export_wrapped_network(tmp_path):

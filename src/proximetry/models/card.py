@@ -85,11 +85,6 @@ def _plain(value: object) -> str:
     return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
 
 
-def _table(head: str, rows: Mapping[str, str]) -> str:
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    return "\n".join([f"| {head} | |", "|---|---|", *lines])
-
-
 def _use(embedder: Embedder, repo_id: str) -> str:
     what = "images" if embedder.takes_images else str(embedder.preprocessing)
     inputs = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
@@ -150,7 +145,8 @@ def _training(embedder: Embedder) -> str:
         "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
     }
     recipe = "\n\nThe full recipe is in `embedder.json`." if embedder.recipe else ""
-    return "## Training\n\n" + _table("network", rows) + recipe
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines]) + recipe
 
 
 def _pixels(embedder: Embedder) -> str:
@@ -158,13 +154,9 @@ def _pixels(embedder: Embedder) -> str:
     if not embedder.takes_images:
         return f"## Preprocessing\n\nNone: the input is float32 {wanted}."
     height, width = wanted.crop
-    rows = {
-        "resize": f"{described_size(wanted.resize)} pixels, {wanted.interpolation}",
-        "center crop": f"{height} × {width}",
-        "channels": wanted.channels,
-        "scale, mean, std": f"{wanted.scale:.6g}, {list(wanted.mean)}, {list(wanted.std)}",
-    }
-    return (
-        "## Preprocessing\n\n`encode` does all of it; ONNX files of `proximetry export` do all but "
-        "resizing and cropping.\n\n" + _table("step", rows)
-    )
+    return f"""## Preprocessing
+
+Resize to {described_size(wanted.resize)} pixels ({wanted.interpolation}), center crop \
+{height} × {width}, {wanted.channels} × {wanted.scale:.6g}, mean {list(wanted.mean)}, std \
+{list(wanted.std)}. `encode` does all of it; ONNX files of `proximetry export` do all but resizing \
+and cropping."""

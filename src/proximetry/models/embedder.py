@@ -43,7 +43,7 @@ from proximetry.models.backbones import (
 )
 from proximetry.models.backbones.vectors import build_for_vectors
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.encoding import embed_images, embed_tensors
+from proximetry.models.encoding import embed_images
 from proximetry.models.names import (
     OWN,
     VECTOR_BACKBONES,
@@ -260,8 +260,6 @@ class Embedder(nn.Module):
         Raises:
             ValueError: if the module fails or does not return finite vectors [B, dim].
         """
-        if isinstance(module, cls):
-            raise ValueError("module is already an Embedder")
         if not isinstance(module, nn.Module):
             what = "a class: write Net()" if isinstance(module, type) else shown(module)
             raise ValueError(f"module must be a torch.nn.Module, got {what}")
@@ -415,23 +413,16 @@ class Embedder(nn.Module):
             if on_error is not None:
                 on_error(index, error)
 
-        shared: Any = {
-            "device": self._weight.device,
-            "batch_size": batch_size,
-            "blame": lambda: why_not_finite(self),
-        }
-        if isinstance(images, np.ndarray | Tensor) and not self.takes_images:
-            batches = embed_tensors(self.embed, images, **shared)
-        else:
-            batches = embed_images(
-                self.embed,
-                images,
-                self.preprocessing,
-                concat_flip=concat_flip,
-                on_error=on_error and skip,
-                **shared,
-            )
-        for indices, vectors in batches:
+        for indices, vectors in embed_images(
+            self.embed,
+            images,
+            self.preprocessing,
+            device=self._weight.device,
+            batch_size=batch_size,
+            concat_flip=concat_flip,
+            on_error=on_error and skip,
+            blame=lambda: why_not_finite(self),
+        ):
             results.append(convert(vectors))
             done += len(indices)
             if progress is not None:
@@ -716,8 +707,8 @@ def why_not_finite(embedder: Embedder) -> str:
             "clipping or float32."
         )
     return (
-        "its weights are finite, but an activation overflows. Use float32 and check mean, std and "
-        "scale of the preprocessing."
+        "its weights are finite: an activation overflows, or the input is not finite. Use float32 "
+        "and check mean, std and scale of the preprocessing."
     )
 
 

@@ -4,24 +4,23 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from proximetry._common import chunks, cores
-from proximetry.models.preprocessing import ImageSource, Preprocessing
+from proximetry.models.preprocessing import ImageSource, Input, Tensors
 
-Array = npt.NDArray[Any]
 OnError = Callable[[int, Exception], None]
+_Labels = list[tuple[int, str]]
+"""Index and description of each item of a batch."""
 
 
 def embed_images(
     embed: Callable[[Tensor], Tensor],
     images: Iterable[ImageSource],
-    preprocessing: Preprocessing,
+    preprocessing: Input,
     *,
     device: torch.device,
     batch_size: int,
@@ -42,62 +41,42 @@ def embed_images(
             is skipped. None raises a ValueError.
         blame: explains vectors that are not finite, in a ValueError.
     """
-    for batch, pixels in _read_batches(images, preprocessing, batch_size, on_error):
+    if isinstance(preprocessing, Tensors) and isinstance(images, np.ndarray | Tensor):
+        batches = _slice(images, batch_size)
+    else:
+        batches = _read(images, preprocessing, batch_size, on_error)
+    for labels, pixels in batches:
         pixels = pixels.to(device)
         views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
         vectors = torch.cat([embed(view) for view in views], 1).cpu()
-        bad = _first_nonfinite(vectors)
-        if bad is not None:
-            index, name = batch[bad]
-            raise ValueError(
-                f"the embedding of image {index}{name} has NaN or infinite values: {blame()}"
-            )
-        yield [index for index, _ in batch], vectors
+        finite = torch.isfinite(vectors).all(1).tolist()
+        if not all(finite):
+            _, label = labels[finite.index(False)]
+            raise ValueError(f"the embedding of {label} has NaN or infinite values: {blame()}")
+        yield [index for index, _ in labels], vectors
 
 
-def embed_tensors(
-    embed: Callable[[Tensor], Tensor],
-    tensors: Array | Tensor,
-    *,
-    device: torch.device,
-    batch_size: int,
-    blame: Callable[[], str],
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield indices of vectors or other tensors and their embeddings, as `embed_images`."""
-    for part in chunks(len(tensors), batch_size):
+def _slice(rows: np.ndarray | Tensor, size: int) -> Iterator[tuple[_Labels, Tensor]]:
+    for part in chunks(len(rows), size):
         batch = (
-            torch.as_tensor(np.array(tensors[part]))
-            if isinstance(tensors, np.ndarray)
-            else tensors[part]
+            torch.as_tensor(np.array(rows[part])) if isinstance(rows, np.ndarray) else rows[part]
         )
-        vectors = embed(batch.to(device)).cpu()
-        bad = _first_nonfinite(vectors)
-        if bad is not None:
-            raise ValueError(
-                f"the embedding of row {part.start + bad} has NaN or infinite values: so has the "
-                f"row, or {blame()}"
-            )
-        yield list(range(part.start, part.start + len(batch))), vectors
+        yield [(part.start + i, f"row {part.start + i}") for i in range(len(batch))], batch
 
 
-def _first_nonfinite(vectors: Tensor) -> int | None:
-    finite = torch.isfinite(vectors).all(1).tolist()
-    return None if all(finite) else finite.index(False)
-
-
-def _read_batches(
-    images: Iterable[ImageSource], preprocessing: Preprocessing, size: int, on_error: OnError | None
-) -> Iterator[tuple[list[tuple[int, str]], Tensor]]:
-    """Yield indices and names of images and a uint8 batch of them; reads one batch ahead."""
+def _read(
+    images: Iterable[ImageSource], preprocessing: Input, size: int, on_error: OnError | None
+) -> Iterator[tuple[_Labels, Tensor]]:
+    """Yield uint8 batches of images; reads one batch ahead."""
     numbered = iter(enumerate(images))
 
     def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor | Exception]:
         index, image = item
         name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
         try:
-            return (index, name), preprocessing.pixels(image)
+            return (index, f"image {index}{name}"), preprocessing.pixels(image)
         except (TypeError, ValueError) as error:
-            return (index, name), error
+            return (index, ""), error
 
     pool = ThreadPoolExecutor(min(8, cores()))
     try:
@@ -106,13 +85,13 @@ def _read_batches(
             batch = ahead
             ahead = [pool.submit(read, item) for item in islice(numbered, size)]
             readable: dict[tuple[int, str], Tensor] = {}
-            for (index, name), result in (future.result() for future in batch):
+            for label, result in (future.result() for future in batch):
                 if isinstance(result, Tensor):
-                    readable[index, name] = result
+                    readable[label] = result
                 elif on_error is None:
-                    raise ValueError(f"image {index}: {result}") from result
+                    raise ValueError(f"image {label[0]}: {result}") from result
                 else:
-                    on_error(index, result)  # in the calling thread
+                    on_error(label[0], result)  # in the calling thread
             if readable:
                 yield list(readable), torch.stack(list(readable.values()))
     finally:
