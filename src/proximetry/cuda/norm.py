@@ -89,7 +89,7 @@ def _join_statistics(
     momentum, rows, C, programs,
     BM: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Combine the statistics of the parts (Chan et al. 1979); update the running statistics."""
+    """Combine the statistics of the parts; update the running statistics."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     origin = tl.load(parts + c, mask=c < C, other=0.0)
     total = tl.zeros((BP, BC), tl.float32)
