@@ -8,12 +8,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from markupsafe import escape
 
 from proximetry import cli
 from proximetry.cli.demo import make_gallery, make_report
 from proximetry.data import open_dataset
-from proximetry.reports import RunRecord, examine, report, report_page, write_report
-from proximetry.reports.markup import el
+from proximetry.reports import RunRecord, evaluate_run, report, report_page, write_report
+from proximetry.reports.page import Section, bold
+from proximetry.reports.page import page as make_page
 from proximetry.search import Gallery
 from proximetry.training import Recipe, RunFolder, train
 from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table
@@ -67,12 +69,13 @@ def test_names_are_text_whatever_they_hold(page, comparison):
 
 
 @pytest.mark.parametrize("value", ['"><script>', "a & b <i>", "caf\udce9", "bell\x07", "&lt;"])
-def test_elements_escape_what_is_not_markup(value):
-    made = Page(f"<p>{el('b', value, title=value)}</p>".encode())
-    assert [tag for tag, _ in made.elements] == ["p", "b"]
-    said = value.replace("\udce9", "?").replace("\x07", "�")
-    assert made.text == said
-    assert made.all("b") == [{"title": said}]
+def test_templates_escape_hostile_text(value):
+    sections = [Section("Queries", bold(value))]
+    page = Page(make_page(value, sections, heading=value, about=value, notes=[value]))
+    assert_alone(page)
+    shown = value.replace("\udce9", "?").replace("\x07", "�")
+    assert page.text.count(shown) == 5
+    assert page.all("i") == []
 
 
 def test_tables_hold_the_figures_of_the_run(page, records, found):
@@ -110,34 +113,34 @@ def test_tiles_compare_with_the_untrained_model(records, found):
 def test_tiles_show_the_figures_of_other_data(records, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
     table.write_text(table.read_text().replace(",class1", ",room1"))
-    findings = examine(records[0], str(table))
-    assert not findings.agrees
-    shown = tiles(report_page(records[0], findings))
+    result = evaluate_run(records[0], str(table))
+    assert not result.agrees
+    shown = tiles(report_page(records[0], result))
     for name in ("recall@1", "MAP@R"):
         figure, below = shown[name]
-        assert figure == f"{100 * findings.scores[name.lower()]:.1f} %"
+        assert figure == f"{100 * result.scores[name.lower()]:.1f} %"
         assert below.endswith("; other, split test")
 
 
 def test_pictures_show_file_names(records, found, comparison, runs):
-    findings = found[0]
-    page = report_page(records[0], findings).decode()
-    for query in findings.worst(3):
-        row = int(findings.queries[query])
-        path = findings.catalog.paths[row]
-        assert f'<span class="path">{el("b", path)[3:-4]}</span>' in page
+    result = found[0]
+    page = report_page(records[0], result).decode()
+    for query in result.worst(3):
+        row = int(result.queries[query])
+        path = result.catalog.paths[row]
+        assert f'<span class="path">{escape(path)}</span>' in page
         assert any(
-            a.get("title") == findings.catalog.file(row) for a in Page(page.encode()).all("div")
+            a.get("title") == result.catalog.file(row) for a in Page(page.encode()).all("div")
         )
     assert 'class="path"' in page[page.index("Most confused classes") :]
     assert any(a.get("class") == "path" for a in comparison.all("span"))
 
 
 def test_every_class_with_its_recall(page, found):
-    findings = found[0]
-    hits, labels = {}, findings.catalog.labels
+    result = found[0]
+    hits, labels = {}, result.catalog.labels
     for query, label in enumerate(labels):
-        hits.setdefault(label, []).append(bool(findings.neighbors.hits[query, 0]))
+        hits.setdefault(label, []).append(bool(result.neighbors.hits[query, 0]))
     table = {row[0]: row[1:3] for row in page.table("Every class")}
     assert table == {
         label: [str(len(own)), f"{100 * sum(own) / len(own):.1f}"] for label, own in hits.items()
@@ -231,7 +234,7 @@ def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
 
 def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
-    other = examine(records[1], str(table))
+    other = evaluate_run(records[1], str(table))
     assert other.catalog.paths == found[0].catalog.paths
     assert not found[0].compares_like(other)
     # One folder by another name is the same.
@@ -245,11 +248,11 @@ def test_binary_codes_are_among_the_metrics(home, table):
     recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
     train(recipe, home / "bits")
     record = RunRecord.read(home / "bits")
-    findings = examine(record)
+    result = evaluate_run(record)
     results = record.results["selected"]["test"]["codes"]
-    assert findings.agrees
-    assert findings.scores["codes"] == pytest.approx(results, abs=1e-12)
-    for one in (findings, replace(findings, agrees=False)):
+    assert result.agrees
+    assert result.scores["codes"] == pytest.approx(results, abs=1e-12)
+    for one in (result, replace(result, agrees=False)):
         caption = "Metrics of the test set" if one.agrees else "Metrics of the images of this"
         rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
         for name in ("recall@1", "MAP@R", "ndcg@4"):
@@ -456,20 +459,20 @@ def test_a_loss_of_ones_own_need_have_no_proxies(home, table, tmp_path):
 
 def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
     record = RunRecord.read(run)
-    findings = examine(record)
+    result = evaluate_run(record)
     test = open_dataset("csv", table).filter(split="test")
-    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    (line,) = make_gallery(run, result.embedder, test, result.vectors)
     assert line == f"Gallery: {run / 'gallery'}"
     assert len(Gallery.open(run / "gallery")) == len(test)
-    assert make_gallery(run, findings.embedder, test, findings.vectors) == [line]
-    assert make_report(run, findings.vectors) == [f"Report:  {run / 'report.html'}"]
+    assert make_gallery(run, result.embedder, test, result.vectors) == [line]
+    assert make_report(run, result.vectors) == [f"Report:  {run / 'report.html'}"]
     assert Page((run / "report.html").read_bytes()).table("Every class")
     shutil.rmtree(run / "gallery")
     for name in [*sys.modules]:
         if name.startswith("proximetry.search."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    (line,) = make_gallery(run, result.embedder, test, result.vectors)
     assert line.startswith("Gallery: left out; ")
     assert "pip install '.[" in line
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from proximetry.reports.markup import Markup, el, join
+from markupsafe import Markup
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
@@ -13,6 +13,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 38
 # Lines differ by dashes and by the shape of their points too.
 _DASHES = ("", "7 4", "2 3", "9 3 2 3", "12 4", "4 4")
 STYLES = len(_DASHES)
+
+
+def el(tag: str, *children: str, **attributes: object) -> Markup:
+    """Return an SVG element; None attributes are omitted, `_` in names is `-`."""
+    settings = Markup("").join(
+        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), value)
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return Markup("<{}{}>{}</{}>").format(tag, settings, Markup("").join(children), tag)
 
 
 def plain(value: float) -> str:
@@ -169,7 +179,7 @@ def _line(
     return el("g", *parts, class_=f"line s{style + 1}")
 
 
-def _marker(style: int, x: float, y: float, what: object = "") -> Markup:
+def _marker(style: int, x: float, y: float, what: str = "") -> Markup:
     if style % 3 == 0:
         return el("circle", what, cx=_n(x), cy=_n(y), r="3.2")
     if style % 3 == 1:
@@ -195,7 +205,7 @@ def _describe(lines: Mapping[str, Sequence[Point]], shown: Format, x_label: str)
 def _figure(title: str, about: str, drawn: Sequence[Markup], legend: Markup) -> Markup:
     picture = el(
         "svg",
-        join(drawn),
+        *drawn,
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         role="img",
         aria_label=f"{title}. {about}",

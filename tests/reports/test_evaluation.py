@@ -14,27 +14,26 @@ from proximetry import cli
 from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, RetrievalResult
 from proximetry.models import Embedder
-from proximetry.reports import RunRecord, examine
-from proximetry.reports.findings import MAPPED
-from proximetry.reports.pictures import Pictures
+from proximetry.reports import RunRecord, evaluate_run
+from proximetry.reports.evaluation import MAPPED
 from proximetry.reports.proxies import _as_trained, find_proxies, find_use
 from proximetry.reports.sections import classes_section, confused_pairs
 from proximetry.training import train
 from tests.reports.conftest import make_recipe
 
 
-def rankings(findings):
+def rankings(result):
     """The other images of each image, nearest first, one by one."""
-    vectors = findings.vectors.double().numpy()
+    vectors = result.vectors.double().numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = vectors @ vectors.T
     rows = range(len(vectors))
     return [sorted(set(rows) - {q}, key=lambda i: -cosines[q, i]) for q in rows], cosines
 
 
-def average_precision(findings, query, order):
+def average_precision(result, query, order):
     """MAP@R by hand."""
-    labels = findings.catalog.labels
+    labels = result.catalog.labels
     positives = sum(label == labels[query] for label in labels) - 1
     found, total = 0, 0.0
     for place, row in enumerate(order[:positives], 1):
@@ -45,11 +44,11 @@ def average_precision(findings, query, order):
 
 
 def test_figures_are_those_of_the_results(records, found):
-    for record, findings in zip(records, found, strict=True):
-        assert findings.agrees
-        assert findings.notes == []
-        assert findings.split == "test"
-        assert findings.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
+    for record, result in zip(records, found, strict=True):
+        assert result.agrees
+        assert result.notes == []
+        assert result.split == "test"
+        assert result.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
 
 
 def test_intervals_are_those_of_evaluate(runs, table, found, capsys):
@@ -59,14 +58,14 @@ def test_intervals_are_those_of_evaluate(runs, table, found, capsys):
 
 
 def test_worst_and_best_queries(found):
-    findings = found[0]
-    orders, cosines = rankings(findings)
-    labels = findings.catalog.labels
-    score = [average_precision(findings, q, order) for q, order in enumerate(orders)]
+    result = found[0]
+    orders, cosines = rankings(result)
+    labels = result.catalog.labels
+    score = [average_precision(result, q, order) for q, order in enumerate(orders)]
     nearest = [cosines[q, order[0]] for q, order in enumerate(orders)]
     for chosen, key in (
-        (findings.worst(4), lambda q: (score[q], -nearest[q])),
-        (findings.best(4), lambda q: (-score[q], nearest[q])),
+        (result.worst(4), lambda q: (score[q], -nearest[q])),
+        (result.best(4), lambda q: (-score[q], nearest[q])),
     ):
         expected = {}
         for query in sorted(range(len(labels)), key=key):
@@ -75,21 +74,21 @@ def test_worst_and_best_queries(found):
 
 
 def test_the_place_of_the_first_right_image(found):
-    findings = found[0]
-    labels = findings.catalog.labels
-    for query, order in enumerate(rankings(findings)[0]):
+    result = found[0]
+    labels = result.catalog.labels
+    for query, order in enumerate(rankings(result)[0]):
         place = next(i for i, row in enumerate(order, 1) if labels[row] == labels[query])
-        assert findings.first_positive(query) == place
+        assert result.first_positive(query) == place
 
 
 def test_confused_classes(found):
-    findings = found[1]
-    labels, counts = findings.catalog.labels, Counter()
-    for query, order in enumerate(rankings(findings)[0]):
+    result = found[1]
+    labels, counts = result.catalog.labels, Counter()
+    for query, order in enumerate(rankings(result)[0]):
         if labels[query] != labels[order[0]]:
             counts[labels[query], labels[order[0]]] += 1
     assert counts
-    pairs = confused_pairs(findings)
+    pairs = confused_pairs(result)
     assert {(a, b): n for a, b, n, _ in pairs} | {(b, a): n for a, b, _, n in pairs if n} == counts
     assert all(there >= back for _, _, there, back in pairs)
     sums = [there + back for _, _, there, back in pairs]
@@ -103,17 +102,17 @@ def test_roles_keep_queries_and_gallery_apart(found, records, table, tmp_path):
         lines[row] = f"{line},{extra}"
     shutil.copytree(table.parent / "images", tmp_path / "images")
     (tmp_path / "roles.csv").write_text("\n".join(lines))
-    findings = examine(records[0], str(tmp_path / "roles.csv"))
-    assert len(findings.neighbors) == 6
-    catalog = findings.catalog
+    result = evaluate_run(records[0], str(tmp_path / "roles.csv"))
+    assert len(result.neighbors) == 6
+    catalog = result.catalog
     for query in range(6):
-        row = findings.queries[query]
-        others = [findings.gallery[i] for i in findings.neighbors.ids[query]]
+        row = result.queries[query]
+        others = [result.gallery[i] for i in result.neighbors.ids[query]]
         assert row not in others
         right = [catalog.labels[other] == catalog.labels[row] for other in others]
-        assert right == findings.neighbors.hits[query].tolist()
-    assert not findings.agrees
-    assert "so the figures differ" in findings.notes[-1]
+        assert right == result.neighbors.hits[query].tolist()
+    assert not result.agrees
+    assert "so the figures differ" in result.notes[-1]
 
 
 def test_proxies_are_those_of_the_selected_epoch(records):
@@ -127,18 +126,18 @@ def test_proxies_are_those_of_the_selected_epoch(records):
         assert found.rivals == pytest.approx(record.results["last"]["proxies"])
 
 
-def training_images(findings, table):
+def training_images(result, table):
     whole = Catalog.from_csv(table)
-    return whole.filter(labels=findings.embedder.class_names)
+    return whole.filter(labels=result.embedder.class_names)
 
 
 def test_how_many_proxies_training_images_choose(records, found, table):
-    record, findings = records[0], found[0]
-    proxies, train_set = find_proxies(record), training_images(findings, table)
-    use = find_use(proxies, findings.embedder, train_set)
+    record, result = records[0], found[0]
+    proxies, train_set = find_proxies(record), training_images(result, table)
+    use = find_use(proxies, result.embedder, train_set)
     assert use.images == len(train_set)
     files = [train_set.file(row) for row in range(len(train_set))]
-    vectors = findings.embedder.encode(files).double().numpy()
+    vectors = result.embedder.encode(files).double().numpy()
     chosen, effective = [], []
     for number, name in enumerate(proxies.names):
         own = proxies.weight[number].double().numpy()
@@ -159,21 +158,21 @@ def test_proxies_meet_the_embedder_as_it_was_trained_not_its_pca(home, table):
     recipe = make_recipe(table, home / "cache", model={"pca_dim": 4}, training={"epochs": 1})
     train(recipe, home / "pca")
     record = RunRecord.read(home / "pca")
-    findings = examine(record)
-    assert findings.agrees
+    result = evaluate_run(record)
+    assert result.agrees
     proxies = find_proxies(record)
     assert proxies.weight.shape[2] == 8
-    trained = _as_trained(proxies, findings.embedder)
-    files = [findings.catalog.file(row) for row in range(len(findings.catalog))]
-    whole, reduced = trained.encode(files), findings.vectors
+    trained = _as_trained(proxies, result.embedder)
+    files = [result.catalog.file(row) for row in range(len(result.catalog))]
+    whole, reduced = trained.encode(files), result.vectors
     assert (whole.shape[1], reduced.shape[1]) == (8, 4)
     # The reduced vectors are a linear function of the others, up to their lengths.
     axes = torch.linalg.lstsq(
-        trained.head.weight.detach().T, findings.embedder.head.weight.detach().T
+        trained.head.weight.detach().T, result.embedder.head.weight.detach().T
     )
     guess = torch.nn.functional.normalize(whole @ axes.solution)
     torch.testing.assert_close(guess, reduced, atol=1e-4, rtol=0)
-    assert find_use(proxies, findings.embedder, training_images(findings, table)).images
+    assert find_use(proxies, result.embedder, training_images(result, table)).images
 
 
 def test_proxies_meet_an_embedder_without_a_head(home, table, tmp_path):
@@ -181,9 +180,9 @@ def test_proxies_meet_an_embedder_without_a_head(home, table, tmp_path):
     embedder = Embedder.create("small_convnet", None, weights="none", image_size=24)
     train(recipe, tmp_path / "run", embedder=embedder)
     record = RunRecord.read(tmp_path / "run")
-    findings, proxies = examine(record), find_proxies(record)
-    vectors = _as_trained(proxies, findings.embedder).encode([findings.catalog.file(0)])
-    torch.testing.assert_close(vectors, findings.vectors[:1])
+    result, proxies = evaluate_run(record), find_proxies(record)
+    vectors = _as_trained(proxies, result.embedder).encode([result.catalog.file(0)])
+    torch.testing.assert_close(vectors, result.vectors[:1])
 
 
 def test_checkpoints_that_do_not_fit_are_told_in_a_sentence(home, table, records, tmp_path):
@@ -197,7 +196,7 @@ def test_checkpoints_that_do_not_fit_are_told_in_a_sentence(home, table, records
     train(recipe, tmp_path / "lora")
     record = RunRecord.read(tmp_path / "lora")
     with pytest.raises(ValueError, match="run with LoRA hold its adapters, not the embedder"):
-        _as_trained(find_proxies(record), examine(record).embedder)
+        _as_trained(find_proxies(record), evaluate_run(record).embedder)
 
 
 def test_without_the_best_checkpoint_the_last_will_do(run):
@@ -207,7 +206,7 @@ def test_without_the_best_checkpoint_the_last_will_do(run):
 
 
 def many_classes(count):
-    """Findings on two images each of so many classes, which need not exist."""
+    """Evaluation of two images each of so many classes, which need not exist."""
     labels = tuple(f"class {row // 2}" for row in range(2 * count))
     catalog = Catalog(tuple(f"{row}.png" for row in range(2 * count)), labels, ("all",) * 2 * count)
     draw = np.random.default_rng(0)
@@ -232,7 +231,7 @@ def many_classes(count):
 def test_eleven_thousand_classes_are_all_there_and_the_page_stays_small(found):
     catalog, neighbors, evaluation = many_classes(11_000)
     rows = np.arange(len(catalog))
-    findings = replace(
+    result = replace(
         found[0],
         catalog=catalog,
         neighbors=neighbors,
@@ -240,15 +239,15 @@ def test_eleven_thousand_classes_are_all_there_and_the_page_stays_small(found):
         queries=rows,
         gallery=rows,
     )
-    pictures = Pictures()
-    content = classes_section(findings, pictures).content
+    unreadable = []
+    content = classes_section(result, unreadable).content
     assert len(content) < 1_500_000
     assert all(f">class {number}<" in content for number in range(11_000))
-    assert pictures.unreadable > 0
+    assert unreadable
     assert "not readable" in content
-    sample = findings.sample()
+    sample = result.sample()
     assert len(sample) == len(set(sample.tolist())) == MAPPED
-    assert np.array_equal(sample, findings.sample())
+    assert np.array_equal(sample, result.sample())
     assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
 
 

@@ -42,7 +42,7 @@ _ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Findings:
+class RunEvaluation:
     """The evaluation of an embedder, and what it is made of.
 
     Attributes:
@@ -144,7 +144,7 @@ class Findings:
         similarity = self.embedder.architecture.similarity
         return rows, map_embeddings(self.vectors[rows], similarity=similarity)
 
-    def compares_like(self, other: Findings) -> bool:
+    def compares_like(self, other: RunEvaluation) -> bool:
         """Whether both have the same queries and look for them among the same images."""
         mine, theirs = self.catalog, other.catalog
         return (mine.labels, mine.queries, mine.galleries, self._files) == (
@@ -160,7 +160,7 @@ class Findings:
         return [os.path.realpath(self.catalog.file(row)) for row in range(len(self.catalog))]
 
 
-def examine(
+def evaluate_run(
     record: RunRecord,
     source: str | None = None,
     root: Path | None = None,
@@ -168,7 +168,7 @@ def examine(
     *,
     columns: Mapping[str, str] | None = None,
     vectors: Tensor | None = None,
-) -> Findings:
+) -> RunEvaluation:
     """Evaluate the embedder of a run on the images the run was evaluated on.
 
     Args:
@@ -221,7 +221,7 @@ def examine(
         every if role is None else np.flatnonzero(role)
         for role in (catalog.queries, catalog.galleries)
     )
-    return Findings(
+    return RunEvaluation(
         embedder,
         catalog,
         split,
