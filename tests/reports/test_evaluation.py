@@ -1,4 +1,4 @@
-"""What a report says, against computations that share nothing with it."""
+"""Values of a report against independent computations."""
 
 import json
 import shutil
@@ -185,7 +185,7 @@ def test_proxies_meet_an_embedder_without_a_head(home, table, tmp_path):
     torch.testing.assert_close(vectors, result.vectors[:1])
 
 
-def test_checkpoints_that_do_not_fit_are_told_in_a_sentence(home, table, records, tmp_path):
+def test_checkpoint_of_another_architecture_is_rejected(home, table, records, tmp_path):
     proxies = find_proxies(records[0])
     other = Embedder.create("test_vit", 8, weights="none", image_size=32)
     with pytest.raises(ValueError, match=r"\.safetensors does not fit the embedder$"):
@@ -199,7 +199,7 @@ def test_checkpoints_that_do_not_fit_are_told_in_a_sentence(home, table, records
         _as_trained(find_proxies(record), evaluate_run(record).embedder)
 
 
-def test_without_the_best_checkpoint_the_last_will_do(run):
+def test_proxies_fall_back_to_last_checkpoint(run):
     (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
     record = RunRecord.read(run)
     assert find_proxies(record).epoch == record.results["last"]["epoch"]

@@ -1,4 +1,4 @@
-"""The page itself: complete without other files, safe with names of strangers, honest."""
+"""The pages: self-contained, escaped, with the numbers of the run."""
 
 import re
 import shutil
@@ -54,13 +54,13 @@ def assert_alone(page):
     assert policy.startswith("default-src 'none'; img-src data:;")
 
 
-def test_both_pages_need_nothing_else(page, comparison):
+def test_pages_are_self_contained(page, comparison):
     assert_alone(page)
     assert_alone(comparison)
     assert "http" not in re.sub(r"http-equiv", "", " ".join(page.text.split()))
 
 
-def test_names_are_text_whatever_they_hold(page, comparison):
+def test_hostile_class_and_file_names_are_escaped(page, comparison):
     assert HOSTILE in page.text
     assert any(HOSTILE in row[0] for row in page.table("Every class"))
     assert any(attributes.get("title", "").endswith(FILE) for _, attributes in page.elements)
@@ -159,7 +159,7 @@ def test_every_epoch_is_in_the_curves(page, records):
         assert any(label.startswith(title) for label in charts), title
 
 
-def test_pictures_have_words_and_marks(page, found):
+def test_images_have_alt_text_and_marks(page, found):
     shown = [a for a in page.all("img") if a.get("class") != "sprite"]
     assert all(a["alt"] for a in shown)
     asked = page.text.count("MAP@R 1") + page.text.count("MAP@R 0")
@@ -177,7 +177,7 @@ def test_origin_has_recipe_versions_command_and_seed(page, records):
     assert environment["git"]["commit"] in page.text
 
 
-def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, records, found):
+def test_comparison_reports_paired_differences(comparison, records, found):
     rows = {row[0]: row[1:] for row in comparison.table("Metrics in percent, 24 queries")}
     one, other = (f.scores["map@r"] for f in found)
     first, second, difference = rows["MAP@R"]
@@ -309,7 +309,7 @@ def test_of_two_stages_the_second_is_reported(run, tmp_path, call):
 
 
 @pytest.mark.parametrize("stage", ["first", "second"])
-def test_of_two_stages_that_were_cut_off_the_present_one_is_reported(run, tmp_path, call, stage):
+def test_interrupted_two_stage_run_reports_current_stage(run, tmp_path, call, stage):
     """Also between the two, when the first has its results."""
     place = (tmp_path / "two").mkdir() or run.rename(tmp_path / "two" / f"{stage}-stage")
     if stage == "second":
@@ -322,7 +322,7 @@ def test_of_two_stages_that_were_cut_off_the_present_one_is_reported(run, tmp_pa
         assert f"called again with {tmp_path / 'two'}\n" in told
 
 
-def test_a_run_that_held_nothing_out(home, table, tmp_path, call):
+def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     lines = [line for line in table.read_text().splitlines() if not line.endswith(",test")]
     shutil.copytree(table.parent / "images", tmp_path / "images")
     (tmp_path / "train.csv").write_text("\n".join(lines))
@@ -341,7 +341,7 @@ def test_images_that_were_named_must_be_there(moved, tmp_path, call):
     assert not (moved / "report.html").exists()
 
 
-def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tmp_path, call):
+def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path, call):
     place, new = RunFolder(moved).recipe, tmp_path / "new" / "images.csv"
     recipe = Recipe.load(place).override({"data.columns.label": "kind", "data.bad_images": "skip"})
     recipe.save(place)
@@ -357,15 +357,15 @@ def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tm
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 
 
-def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, call):
+def test_unreadable_images_are_skipped(moved, tmp_path, call):
     (tmp_path / "new/images/class11/0.png").write_bytes(b"no image")
     call(moved, "--data", tmp_path / "new/images.csv")
     text = Page((moved / "report.html").read_bytes()).text
-    assert "1 images cannot be read and are left out" in text
+    assert "1 images cannot be read" in text
     assert "figures differ" in text
 
 
-def test_a_run_that_was_cut_off(home, table, tmp_path, call):
+def test_interrupted_run(home, table, tmp_path, call):
     recipe = make_recipe(table, home / "cache", evaluation={"untrained": False})
     killed_at(6, recipe, tmp_path / "cut")
     told = call(tmp_path / "cut")
@@ -384,7 +384,7 @@ def test_a_run_that_was_cut_off(home, table, tmp_path, call):
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
-def test_what_is_damaged_is_named_and_the_rest_is_there(run, call, name):
+def test_damaged_files_are_listed_as_missing(run, call, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\n")
     told = call(run)
@@ -393,7 +393,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_there(run, call, name):
     assert Page((run / "report.html").read_bytes()).table("Every class")
 
 
-def test_mistakes_are_one_sentence(run, tmp_path, call):
+def test_usage_errors(run, tmp_path, call):
     for words, said in (
         ([], "which run?"),
         ([tmp_path / "none"], f"there is no folder {tmp_path / 'none'}"),
@@ -407,7 +407,7 @@ def test_mistakes_are_one_sentence(run, tmp_path, call):
     assert not (run / "report.html").exists()
 
 
-def test_the_old_report_stays_until_the_new_one_is_whole(run, monkeypatch, call):
+def test_report_is_written_atomically(run, monkeypatch, call):
     (run / "report.html").write_text("old")
     monkeypatch.setattr(report, "report_page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -450,7 +450,7 @@ def test_a_run_without_proxies(records, found):
     assert b'id="proxies"' not in content
 
 
-def test_a_loss_of_ones_own_need_have_no_proxies(home, table, tmp_path):
+def test_custom_loss_without_proxies(home, table, tmp_path):
     recipe = make_recipe(table, home / "cache", training={"epochs": 1})
     train(recipe, tmp_path / "own", loss=lambda x, labels: x.var(0).sum())
     assert write_report([tmp_path / "own"], tmp_path / "page.html") == []

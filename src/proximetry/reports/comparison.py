@@ -1,4 +1,4 @@
-"""Runs side by side: figures, curves, recipes, and the queries that one finds and another not."""
+"""Sections of a comparison of runs: metrics, curves, queries, recipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _range = Markup('<span class="range">{}</span>').format
 def comparison_sections(
     names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
 ) -> list[Section]:
-    """The parts of a comparison."""
+    """Return the sections of a comparison."""
     sections = [_metrics(names, records, found), _curves(names, records)]
     queries = _queries(names, found)
     if queries is not None:
@@ -202,7 +202,7 @@ def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[in
     """Of these queries those whose scores differ most, at most one of a class."""
     mine, theirs = first.evaluation.scores, other.evaluation.scores
     ranking = next((name for name in (first.ranking, *mine) if name in theirs), None)
-    # Runs may have no score in common; then queries come in the order of the catalogue.
+    # Runs may have no score in common; then queries come in the order of the catalog.
     apart = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
     chosen: dict[int, int] = {}
     for query in queries[np.argsort(-np.abs(apart[queries]), kind="stable")]:

@@ -1,4 +1,4 @@
-"""What the embedder of a run finds on the images it was evaluated on, query by query."""
+"""Evaluate the embedder of a run again, query by query."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from proximetry.training.evaluator import doubts, encode_readable, means, score_
 Rows = npt.NDArray[np.int64]
 
 NEIGHBORS = 8
-"""Shown beside a query."""
+"""Number of images beside a query."""
 MAPPED = 1500
-"""Images on a map at most."""
+"""Maximum number of images on a map."""
 _OF_A_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4
@@ -43,7 +43,7 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class RunEvaluation:
-    """The evaluation of an embedder, and what it is made of.
+    """The evaluation of the embedder of a run.
 
     Attributes:
         embedder: the one that was evaluated.
@@ -54,10 +54,10 @@ class RunEvaluation:
         scores: the means of those.
         neighbors: the nearest images of each query.
         train: the images that the run was trained on, if they are among the same data.
-        queries: the rows of the catalogue that are queries.
+        queries: the rows of the catalog that are queries.
         gallery: the rows that are searched.
         agrees: whether the figures are those of the selected epoch in the run's results.
-        notes: what there is to say about the images and the figures.
+        notes: warnings about the images and the figures.
     """
 
     embedder: Embedder
@@ -123,7 +123,7 @@ class RunEvaluation:
         return None if ranks is None else round(1 / float(ranks[query]))
 
     def sample(self) -> Rows:
-        """The rows of the catalogue for a map: all, or as many as fit, drawn with seed 0.
+        """Return the rows of the catalog for a map: all, or a sample drawn with seed 0.
 
         Of many classes some, with enough images each to see whether they lie together.
         """
@@ -139,13 +139,13 @@ class RunEvaluation:
         return np.sort(chosen[:MAPPED])
 
     def map(self) -> tuple[Rows, npt.NDArray[np.float32]]:
-        """Rows of the catalogue, and their places within the unit square."""
+        """Return rows of the catalog and their points in the unit square."""
         rows = self.sample()
         similarity = self.embedder.architecture.similarity
         return rows, map_embeddings(self.vectors[rows], similarity=similarity)
 
     def compares_like(self, other: RunEvaluation) -> bool:
-        """Whether both have the same queries and look for them among the same images."""
+        """Return whether both have the same queries and the same gallery."""
         mine, theirs = self.catalog, other.catalog
         return (mine.labels, mine.queries, mine.galleries, self._files) == (
             theirs.labels,
@@ -156,7 +156,7 @@ class RunEvaluation:
 
     @cached_property
     def _files(self) -> list[str]:
-        """Where the images lie, for two folders may hold other images under the same names."""
+        """Resolved paths: two folders may contain different images with the same names."""
         return [os.path.realpath(self.catalog.file(row)) for row in range(len(self.catalog))]
 
 
@@ -177,10 +177,10 @@ def evaluate_run(
         root: where the images of the dataset lie now.
         steps: called with (what, done, total) now and then.
         columns: what a table calls its columns, if `source` is one; default: as in the recipe.
-        vectors: what the embedder makes of the images, where that is known.
+        vectors: the embeddings of the images, if they are known.
 
     Raises:
-        ValueError: if there is nothing to evaluate, or its images cannot be read, and why.
+        ValueError: if there is nothing to evaluate, or the images cannot be read.
     """
     embedder = Embedder.load(record.folder.embedder, device=resolve_device())
     wanted = record.recipe.evaluation
@@ -192,7 +192,7 @@ def evaluate_run(
             embedder, catalog, progress=lambda done, total: steps("embedding", done, total)
         )
         if bad:
-            notes.append(f"{len(bad)} images cannot be read and are left out: {some(bad, 3)}")
+            notes.append(f"{len(bad)} images cannot be read and are skipped: {some(bad, 3)}")
             check_comparison(catalog, wanted.metrics)
     catalog = with_needed_roles(catalog)
     similarity = embedder.architecture.similarity

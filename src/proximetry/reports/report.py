@@ -25,7 +25,7 @@ from proximetry.reports.sections import (
 )
 
 _ABSENT = (ValueError, OSError, ModuleNotFoundError)
-"""What is raised where images, checkpoints or an extra are not there."""
+"""Raised if images, checkpoints or an extra are missing."""
 
 
 def write_report(
@@ -39,7 +39,7 @@ def write_report(
 ) -> list[str]:
     """Write the report of a run, or of several compared, all or nothing.
 
-    What is not there, such as images that were moved, is left out and named.
+    Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
         runs: folders of runs; the others are compared with the first.
@@ -63,7 +63,7 @@ def write_report(
         try:
             found.append(evaluate_run(record, source, root, steps, columns=columns))
         except _ABSENT as error:
-            # Who names images wants them, or to be told why not.
+            # Explicitly named images must be readable.
             if source is not None or root is not None:
                 raise
             found.append(None)
@@ -92,7 +92,7 @@ def _sentence(error: Exception) -> str:
 
 
 def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
-    """Return the report of one run; what turns out to be missing is added to the record."""
+    """Return the report of one run; missing inputs are added to `record.missing`."""
     unreadable: list[str] = []
     notes = [] if run is None else run.notes
     sections = [metrics_section(record, run), curves_section(record)]
@@ -131,7 +131,7 @@ def _attempt(record: RunRecord, what: str, make: Callable[[], Section]) -> list[
 
 
 def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[Section]:
-    """What is known of the proxies; how they are used needs the training images too."""
+    """Return the section on proxies; their use needs the training images too."""
     found = use = None
     what = "Proxies"
     try:
@@ -168,7 +168,7 @@ def comparison_page(records: Sequence[RunRecord], found: Sequence[RunEvaluation 
 
 
 def _different_names(records: Sequence[RunRecord]) -> list[str]:
-    """The names of folders; their paths where names are the same."""
+    """Return the names of folders, or their paths if names are equal."""
     names = [record.name for record in records]
     if len(set(names)) == len(names):
         return names
