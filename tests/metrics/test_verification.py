@@ -18,9 +18,7 @@ from proximetry.metrics import (
     pair_similarities,
     read_pairs,
     roc,
-    set_similarities,
     tar_at_far,
-    templates,
     verify,
     verify_classes,
 )
@@ -279,11 +277,11 @@ def test_read_pairs(tmp_path):
     [
         ("2\t2\n", "two\t2\n", "line 1: expected the number of folds"),
         ("2\t2\n", "0\t2\n", "line 1: expected the number of folds"),
-        ("2\t2\n", "2\t3\n", r"promises 2 × 2 × 3 = 12 pairs, the file has 8"),
+        ("2\t2\n", "2\t3\n", "the file has 8"),
         ("Bo\t3\t1\n", "Bo\t3\n", r"line 3: expected 'name i j' \(same person\)"),
         ("Bo\t3\t1\n", "Bo\t3\tCy\t1\n", "line 3: expected 'name i j'"),
-        ("Bo\t3\t1\n", "Bo\t3\tx\n", "line 3: 'x' is no image number"),
-        ("Bo\t3\t1\n", "Bo\t3\t0\n", "line 3: '0' is no image number"),
+        ("Bo\t3\t1\n", "Bo\t3\tx\n", "line 3: .*'x'"),
+        ("Bo\t3\t1\n", "Bo\t3\t0\n", "line 3: .*'0'"),
         ("Bo\t3\t1\n", "Bo\t3\t3\n", "line 3: .* an image with itself"),
         ("Ann_A\t1\tBo\t3", "Ann_A\t1\t3", r"line 4: expected 'name1 i name2 j'"),
         ("Ann_A\t1\tBo\t3", "Bo\t1\tBo\t3", "line 4: .* different people"),
@@ -295,78 +293,6 @@ def test_malformed_pairs_are_named(tmp_path, old, new, message):
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
         read_pairs(path)
-
-
-def test_templates_are_normalised_weighted_means(monkeypatch):
-    monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 12, "cuda": 12})
-    rng = np.random.default_rng(0)
-    vectors, weights = rng.normal(size=(20, 5)), rng.random(20)
-    ids = np.array([f"video {i}" for i in rng.integers(0, 6, 20)])
-    for given_weights in (None, weights, torch.tensor(weights)):
-        pooled = templates(vectors, ids, given_weights)
-        assert pooled.ids.tolist() == sorted(set(ids))
-        for i, name in enumerate(pooled.ids):
-            used = weights if given_weights is not None else np.ones(20)
-            mean = np.average(vectors[ids == name], axis=0, weights=used[ids == name])
-            np.testing.assert_allclose(
-                pooled.vectors[i].numpy(), mean / np.linalg.norm(mean), atol=1e-14
-            )
-            assert pooled.counts[i] == (ids == name).sum()
-    wanted = [[ids[3], ids[5]], [ids[0], ids[3]]]
-    assert pooled.ids[pooled.rows(wanted)].tolist() == wanted
-    with pytest.raises(ValueError, match="no template 'nobody'"):
-        pooled.rows(["nobody"])
-
-
-def test_bad_input_to_templates():
-    vectors = torch.randn(4, 3)
-    with pytest.raises(ValueError, match="template_ids has 3 entries"):
-        templates(vectors, [0, 0, 1])
-    with pytest.raises(ValueError, match="all weights of template 1 are 0"):
-        templates(vectors, [0, 0, 1, 1], [1, 1, 0, 0])
-    with pytest.raises(ValueError, match="row 2"):
-        templates(vectors, [0, 0, 1, 1], [1, 1, -1, 0])
-    with pytest.raises(ValueError, match="one per row"):
-        templates(vectors, [0, 0, 1, 1], [1, 1])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    pooling=st.sampled_from(["mean", "max"]),
-    tile=st.sampled_from([1, 100, 2**21]),
-)
-def test_sets_are_compared_frame_by_frame(seed, pooling, tile):
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 25))
-    vectors, ids = rng.normal(size=(count, 4)), rng.integers(0, 5, count) * 1000 - 7
-    pairs = rng.choice(ids, (9, 2))
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    reduce = {"mean": np.mean, "max": np.max}[pooling]
-    expected = [reduce(unit[ids == a] @ unit[ids == b].T) for a, b in pairs]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_lists, "_TILE", {"cpu": tile, "cuda": tile})
-        found = set_similarities(vectors, ids, pairs, pooling=pooling)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
-
-
-def test_no_mean_cosine_of_sets_is_beyond_one():
-    generator = torch.Generator().manual_seed(9)
-    frame = torch.randn(20, 24, generator=generator, dtype=torch.float64)[:1]
-    for sign in (1, -1):
-        sets = torch.cat([frame.expand(9, -1), sign * frame.expand(3, -1)])
-        found = set_similarities(sets, [0] * 9 + [1] * 3, [[0, 1], [1, 1]])
-        assert found.abs().max() <= 1
-
-
-def test_bad_input_to_set_similarities():
-    vectors, ids = torch.randn(4, 3), ["a", "a", "b", "b"]
-    with pytest.raises(ValueError, match="'median'"):
-        set_similarities(vectors, ids, [["a", "b"]], pooling="median")
-    with pytest.raises(ValueError, match="no template 'c'"):
-        set_similarities(vectors, ids, [["a", "b"], ["a", "c"]])
-    with pytest.raises(ValueError, match=r"\[M, 2\]"):
-        set_similarities(vectors, ids, ["a", "b"])
 
 
 @settings(deadline=None, max_examples=50)
@@ -406,7 +332,7 @@ def test_classes_are_verified_by_drawn_pairs():
     nothing = verify_classes(np.random.default_rng(0).normal(size=(200, 8)), labels)
     assert nothing.accuracy == pytest.approx(0.5, abs=0.03)
     for few in ([0, 0, 1, 1, 2], [0, 0, 1, 2, 3]):
-        with pytest.raises(ValueError, match="takes four classes, two of them with two images"):
+        with pytest.raises(ValueError, match="four classes"):
             draw_pairs(few)
     for wrong in ({"folds": 1}, {"pairs": -5}):
         with pytest.raises(ValueError, match="must be a whole number from"):
