@@ -80,7 +80,7 @@ def batches(count, size=12):
 
 @pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_memory_restored_from_its_state_goes_on_bit_for_bit(name, steps):
+def test_a_memory_restored_from_its_state_resumes_bit_for_bit(name, steps):
     """Before the memory of 32 is full and after; the fourth batch of 12 wraps around."""
     first = PairLoss(name, memory=32, dim=5)
     for x, y in batches(steps):
@@ -91,18 +91,6 @@ def test_a_memory_restored_from_its_state_goes_on_bit_for_bit(name, steps):
         assert torch.equal(first(x, y), second(x, y))
     for key, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[key])
-
-
-def test_a_state_without_the_count_keeps_what_it_remembers():
-    first = PairLoss("contrastive", memory=32, dim=5)
-    for x, y in batches(2):
-        first(x, y)
-    state = first.state_dict()
-    del state["remembered"]
-    second = PairLoss("contrastive", memory=32, dim=5)
-    second.load_state_dict(state)
-    x, y = batches(3)[2]
-    assert torch.equal(first(x, y), second(x, y))
 
 
 @pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
@@ -213,35 +201,32 @@ def test_objects_have_a_memory_too():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PairLoss("tripet"), "did you mean 'triplet'"),
+        (lambda: PairLoss("tripet"), "'triplet'"),
         (lambda: PairLoss("triplet", marign=1.0), "marign"),
-        (lambda: PairLoss("vicreg"), "is given as an object"),
-        (lambda: PairLoss(peer.SupConLoss), r"must be made first: SupConLoss\(…\)"),
-        (lambda: PairLoss(None), "the loss must be an object of .*, got NoneType"),
-        (lambda: PairLoss("triplet", miner="semihard"), "the miner must be an object .*, got str"),
-        (lambda: PairLoss("triplet", miner=BatchHardMiner), "the miner must be made first"),
-        (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss has no setting 'temp"),
-        (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss has no cross-batch"),
-        (
-            lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)),
-            "give the loss inside it, with memory= and dim=",
-        ),
+        (lambda: PairLoss("vicreg"), "objects"),
+        (lambda: PairLoss(peer.SupConLoss), "SupConLoss"),
+        (lambda: PairLoss(None), "loss .* None"),
+        (lambda: PairLoss("triplet", miner="semihard"), "miner .* 'semihard'"),
+        (lambda: PairLoss("triplet", miner=BatchHardMiner), "BatchHardMiner"),
+        (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss .* 'temperature'"),
+        (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss .* memory"),
+        (lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)), "CrossBatchMemory"),
         (
             lambda: PairLoss(peer.ContrastiveLoss(reducer=DoNothingReducer()))(
                 torch.ones(2, 3), torch.zeros(2).long()
             ),
-            "ContrastiveLoss gives no single number",
+            "reducer",
         ),
         (lambda: PairLoss("triplet", memory=3), "needs dim"),
-        (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair. takes no settings"),
-        (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* got 0"),
+        (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair"),
+        (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* 0"),
         (lambda: PairLoss("triplet")(torch.zeros(2, 3), torch.zeros(3).long()), "2 embeddings"),
         (
             lambda: PairLoss("triplet", memory=4, dim=5)(torch.zeros(2, 3), torch.zeros(2).long()),
-            "embeddings have 3 dimensions, the loss was made for 5",
+            "3 dimensions",
         ),
     ],
 )
-def test_bad_use(call, message):
+def test_pair_loss_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -29,7 +29,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     """
 
     use = "To reproduce the original; for new work ProxyNCA++."
-    form = LossForm("single", by="sample", join="others")
+    form = LossForm("single", by="sample", join="nca")
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
