@@ -1,4 +1,4 @@
-"""Proxy-Anchor and the multi-proxy anchor family: logarithms of 1 + Σ, positives pulled apart."""
+"""Proxy-Anchor and multi-proxy anchor losses."""
 
 from dataclasses import InitVar
 from typing import Literal, get_args
