@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pytorch_metric_learning import losses as peer
-from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.reducers import DoNothingReducer, MeanReducer
 
@@ -101,17 +101,6 @@ def test_a_batch_larger_than_the_memory_is_compared_with_itself(name):
         assert loss(x, y).item() == pytest.approx(PairLoss(name)(x, y).item())
 
 
-def test_the_memory_keeps_the_newest_of_a_larger_batch():
-    """What follows a large batch is what follows its last part in a fresh memory."""
-    (x, y), small = batch(size=12, dtype=torch.float32), batch(size=4, seed=2, dtype=torch.float32)
-    loss, expected = (PairLoss("contrastive", memory=7, dim=5) for _ in range(2))
-    for part in (slice(0, 3), slice(3, 12)):
-        loss(x[part], y[part])
-    expected(x[5:], y[5:])
-    for _ in range(3):
-        assert loss(*small).item() == pytest.approx(expected(*small).item())
-
-
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_ignored_labels_leave_the_value_and_gradient_of_the_others(name):
     x, y = batch(size=24, dtype=torch.float32)
@@ -165,19 +154,6 @@ def test_loss_objects_give_their_own_values(make_loss):
     assert list(PairLoss(loss).parameters()) == list(loss.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [
-        ("sup_con", peer.SupConLoss(temperature=0.1)),
-        ("nt_xent", peer.NTXentLoss(temperature=0.07)),
-        ("circle", peer.CircleLoss(m=0.4, gamma=80)),
-    ],
-)
-def test_names_for_contrastive_losses(name, loss):
-    x, y = batch(size=24, dtype=torch.float32)
-    assert torch.equal(PairLoss(name)(x, y), PairLoss(loss)(x, y))
-
-
 def test_any_miner_with_a_name_or_an_object():
     x, y = batch(size=24, dtype=torch.float32)
     miner = BatchHardMiner()
@@ -186,16 +162,6 @@ def test_any_miner_with_a_name_or_an_object():
     assert PairLoss("triplet", miner=miner)(x, y).item() == pytest.approx(expected)
     assert PairLoss(plain, miner=miner)(x, y).item() == pytest.approx(expected)
     assert PairLoss("triplet")(x, y).item() != pytest.approx(expected)
-
-
-def test_objects_have_a_memory_too():
-    first = PairLoss("contrastive", memory=32, dim=5)
-    cosine = CosineSimilarity()
-    inside = peer.ContrastiveLoss(pos_margin=1.0, neg_margin=0.5, distance=cosine)
-    second = PairLoss(inside, memory=32, dim=5)
-    for x, y in batches(4):
-        assert torch.equal(first(x, y), second(x, y))
-    assert second.state_dict()["remembered"] == 48
 
 
 @pytest.mark.parametrize(

@@ -252,12 +252,6 @@ def test_smoothed_labels_are_those_of_cross_entropy(
     assert_same(*found)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SMOOTH)))
-def test_losses_without_a_softmax_refuse_smoothed_labels(name):
-    with pytest.raises(ValueError, match=f"loss '{name}' has no setting 'label_smoothing'"):
-        make(name, label_smoothing=0.1)
-
-
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
