@@ -272,9 +272,9 @@ def test_bad_weights_are_refused(weights, message):
 
 def test_other_bad_calls_are_refused():
     x, y = batch(dtype=torch.float32)
-    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum', 'none', got 'av"):
+    with pytest.raises(ValueError, match="'avg'"):
         make("arcface")(x, y, reduction="avg")
-    with pytest.raises(ValueError, match=r"label_smoothing must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match="label_smoothing"):
         make("arcface", label_smoothing=1.5)
     for name in NAMES:
         with pytest.raises(ValueError, match=r"label -2 .*and ignores the label -1"):

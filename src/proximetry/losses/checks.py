@@ -49,42 +49,24 @@ def check(kind: str) -> Callable[[Callable[[str, Any], T]], Check[T]]:
     return lambda function: Check(kind, function)
 
 
-@check("float")
-def finite(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject anything that is not a number of at most `LARGEST`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    number = float(value)
-    if abs(number) > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST:g}, got {value!r}")
-    return number
+def number(kind: str, low: float, high: float, expected: str) -> Check[float]:
+    """Return a check that accepts real numbers from ``low`` to ``high`` as floats."""
+
+    def convert(name: str, value: Any) -> float:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_real and low <= float(value) <= high):
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
+        return float(value)
+
+    return Check(kind, convert)
 
 
-@check("float > 0")
-def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject zero, negative numbers and those below 1e-30."""
-    number = finite(name, value)
-    if number < 1 / LARGEST:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return number
-
-
-@check("float ≥ 0")
-def non_negative(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject negative numbers."""
-    number = finite(name, value)
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
-    return number
-
-
-@check("−2 ≤ float ≤ 2")
-def cosine_margin(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject more than cosines can differ by."""
-    number = finite(name, value)
-    if abs(number) > 2:
-        raise ValueError(f"{name} must be between -2 and 2, as cosines differ, got {value!r}")
-    return number
+finite = number("float", -LARGEST, LARGEST, f"a finite number of at most {LARGEST:g}")
+positive = number("float > 0", 1 / LARGEST, LARGEST, f"positive and at most {LARGEST:g}")
+non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
+cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
+fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
+angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
 
 
 @check("int ≥ 1")
@@ -93,15 +75,6 @@ def count(name: str, value: Any) -> int:
     if not is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
-
-
-@check("0 ≤ float ≤ 1")
-def fraction(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject anything outside 0…1."""
-    number = finite(name, value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
-    return number
 
 
 @check("bool")
