@@ -28,7 +28,8 @@ _EXPORTS = {
     "evaluation": "Evaluation evaluate evaluate_codes evaluate_queries score_result",
     "identification": "Identification identify",
     "intervals": "Interval",
-    "pair_lists": "DrawnPairs PairList draw_pairs pair_similarities read_pairs verify_classes",
+    "pair_lists": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs "
+    "set_similarities templates verify_classes",
     "projection": "map_embeddings",
     "reranking": "expand_queries k_reciprocal_distances",
     "retrieval": "RetrievalResult retrieve",

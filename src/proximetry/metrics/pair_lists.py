@@ -1,11 +1,11 @@
-"""Pairs for verification: read or drawn at random, and their similarities."""
+"""Pairs for verification: read or drawn at random, their similarities, and templates of frames."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +14,28 @@ from torch import Tensor
 
 from proximetry.metrics.inputs import (
     Embeddings,
+    FloatArray,
     FloatSimilarity,
     IntArray,
     Labels,
     as_array,
     as_count,
+    as_embeddings,
     as_labels,
     as_vectors,
     bounds_of_lengths,
     check_similarity,
     encode,
     fit_float32,
+    full_precision,
     normalize,
     tiles,
 )
 from proximetry.metrics.verification import Verification, verify
 
-# Values gathered or multiplied at once.
+Pooling = Literal["mean", "max"]
+
+# Values gathered or multiplied together.
 _TILE = {"cpu": 2**21, "cuda": 2**26}
 
 
@@ -234,10 +239,15 @@ def _similarity(left: Tensor, right: Tensor, similarity: FloatSimilarity) -> Ten
     return (left - right).square().sum(1).sqrt().neg()
 
 
-def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
+def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
     array = as_array(pairs, "pairs")
     if array.ndim != 2 or array.shape[1] != 2 or not len(array):
         raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
+    return array
+
+
+def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
+    array = _pair_array(pairs)
     if array.dtype.kind not in "iu":
         raise ValueError(f"pairs must be integers (row numbers), got {array.dtype}")
     outside = np.flatnonzero(((array < 0) | (array >= count)).any(1))
@@ -247,3 +257,95 @@ def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
             f"pair {first} is {tuple(array[first].tolist())}, outside the rows 0 to {count - 1}"
         )
     return torch.from_numpy(array.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Templates:
+    """One vector per template, in the order of ``ids``; ``counts`` is the number of frames."""
+
+    vectors: Tensor
+    ids: npt.NDArray[Any]
+    counts: IntArray
+
+    def rows(self, ids: npt.ArrayLike) -> IntArray:
+        """Return the row of each template id, for ``pair_similarities``; any shape."""
+        return _rows_of(self.ids, np.asarray(ids))
+
+
+def _rows_of(known: npt.NDArray[Any], ids: npt.NDArray[Any]) -> IntArray:
+    (known_codes, codes), _ = encode(known, as_labels(ids.reshape(-1), ids.size, "pairs"))
+    rows = np.searchsorted(known_codes, codes)  # both are sorted the same way
+    unknown = known_codes[np.minimum(rows, len(known) - 1)] != codes
+    if unknown.any():
+        raise ValueError(f"unknown template {ids.reshape(-1)[unknown][0].item()!r}")
+    return rows.reshape(ids.shape).astype(np.int64)
+
+
+def templates(
+    embeddings: Embeddings,
+    template_ids: Labels,
+    weights: Tensor | npt.ArrayLike | None = None,
+) -> Templates:
+    """Pool the frames of each video (or the photos of each person) into one unit vector.
+
+    This is the (weighted) mean of the rows with the same template id, scaled to length 1. Rows are
+    not normalized first. ``weights`` are numbers ≥ 0, such as the quality of each frame.
+    """
+    vectors = as_embeddings(embeddings)
+    (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
+    pooled = normalize(_pool(vectors, codes, _shares(weights, codes, ids)))
+    return Templates(pooled, ids, np.bincount(codes))
+
+
+def _shares(
+    weights: Tensor | npt.ArrayLike | None, codes: IntArray, ids: npt.NDArray[Any]
+) -> FloatArray:
+    """Return each row's share in its template; the shares of a template sum to 1."""
+    if weights is None:
+        weights = np.ones(len(codes))
+    values = as_array(weights, "weights").astype(np.float64)
+    if values.shape != codes.shape:
+        raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise ValueError(f"weights must be finite and not negative; row {wrong[0]} is not")
+    totals = np.bincount(codes, values)
+    if (totals == 0).any():
+        raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
+    return values / totals[codes]
+
+
+def _pool(vectors: Tensor, codes: IntArray, shares: FloatArray) -> Tensor:
+    """Return the weighted mean of the rows of each template."""
+    index, share = (torch.from_numpy(of).to(vectors.device) for of in (codes, shares))
+    size = int(codes.max()) + 1, vectors.shape[1]
+    sums = torch.zeros(size, dtype=torch.float64, device=vectors.device)
+    for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):
+        sums.index_add_(0, index[tile], vectors[tile].double() * share[tile, None])
+    return sums.to(vectors.dtype)
+
+
+def set_similarities(
+    embeddings: Embeddings,
+    template_ids: Labels,
+    pairs: Tensor | npt.ArrayLike,
+    *,
+    pooling: Pooling = "mean",
+) -> Tensor:
+    """Return the mean or maximum cosine over all pairs of frames of two templates.
+
+    ``pairs`` is [M, 2] of template ids.
+    """
+    if pooling not in get_args(Pooling):
+        raise ValueError(f'pooling must be "mean" or "max", got {pooling!r}')
+    vectors = normalize(as_embeddings(embeddings))
+    (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
+    index = _rows_of(ids, _pair_array(pairs))
+    if pooling == "mean":  # the product of the mean frames
+        pooled = _pool(vectors, codes, _shares(None, codes, ids))
+        return pair_similarities(pooled, index, similarity="dot").clamp_(-1, 1)
+    by_template = torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)
+    frames = torch.split(vectors[by_template], np.bincount(codes).tolist())
+    with full_precision(vectors.device):
+        largest = [(frames[a] @ frames[b].T).amax() for a, b in index.tolist()]
+    return torch.stack(largest).clamp_(-1, 1)
