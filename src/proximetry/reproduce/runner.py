@@ -27,7 +27,14 @@ from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import Run, make_run, plan
-from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
+from proximetry.reproduce.records import (
+    RUNS,
+    Record,
+    Results,
+    check_same,
+    make_record,
+    read_records,
+)
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
 from proximetry.training.data import divide
@@ -137,8 +144,8 @@ def reproduce(
 ) -> Path:
     """Run every row of a published table that is not done yet; return the folder of its results.
 
-    The folder ``out/<table>`` gets one JSON file per run, README.md with ours beside the published
-    figures, and the pictures. A command that was cut off is simply given again.
+    The folder ``out/<table>`` gets the runs (runs.jsonl), README.md with ours beside the published
+    figures, and the images of plots. To resume an interrupted command, repeat it.
 
     Args:
         table: the name of a shipped table, a YAML file, or a table.
@@ -157,8 +164,8 @@ def reproduce(
     if chosen.figure is not None:  # not after hours of training
         need("matplotlib", "train", "drawing the pictures of this table")
     if options.render:
-        if not any(home.glob("*.json")):
-            raise ReproduceError(f"{home} holds no results to render; --out says where they are")
+        if not (home / RUNS).exists():
+            raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
         asked = None if options.selection is None else chosen.selected_rows(options.selection)
         _write(chosen, home, (), asked)
         return home
@@ -196,7 +203,7 @@ def reproduce(
             finally:
                 _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
         except KeyboardInterrupt:  # also one that comes while the page is written
-            done = len(list(home.glob("*.json")))
+            done = len(read_records(home))
             raise Interrupted(
                 f"stopped and saved; {done} runs are done in {home}, and the same command continues"
             ) from None
@@ -412,14 +419,13 @@ def _check_existing(
     """Read what is done; refuse to mix it with what is asked for if the recipes differ."""
     records = read_records(home, table)
     for name, record in records.items():
-        path = home / f"{name}.json"
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
         if record.epochs_given and run.recipe.training.epochs == AUTO:
             raise ReproduceError(
-                f"{path} was made with --epochs {record.recipe['training']['epochs']}; give it "
-                "again, or use another --out"
+                f"{home / RUNS}: {name} was made with --epochs "
+                f"{record.recipe['training']['epochs']}. Pass it again, or use another --out"
             )
-        check_same(path, record.recipe, run)
+        check_same(f"{home / RUNS}: {name}", record.recipe, run)
     return records
 
 
