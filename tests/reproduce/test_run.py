@@ -303,7 +303,7 @@ def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path
     assert "--parallel" not in said
     home = tmp_path / "small"
     log = home / "work" / "proxy-anchor-seed1.log"
-    assert f"seed 1: RuntimeError: a mistake (the whole of it is in {log})" in said
+    assert f"seed 1: RuntimeError: a mistake (log: {log})" in said
     assert "in failing" in log.read_text()
     assert "\n" not in said
     assert list(read_records(home)) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
@@ -325,9 +325,9 @@ def test_results_that_cannot_be_read_are_a_failure(data, cache, tmp_path):
 @pytest.mark.parametrize(
     ("code", "log", "sentence"),
     [
-        (-9, "", "was killed by signal 9, as happens when memory runs out; it can be continued"),
-        (-15, "", "its process was killed by signal 15; it can be continued"),
-        (130, "stopped after step 3", "it was stopped from outside, and saved"),
+        (-9, "", "was killed by signal 9, as happens when memory runs out; it can be resumed"),
+        (-15, "", "its process was killed by signal 15; it can be resumed"),
+        (130, "stopped after step 3", "it was stopped by a signal, and saved"),
         (1, "one\nno such folder\n\n", "no such folder"),
         (1, "", "its process ended with code 1"),
         (1, "RuntimeError: CUDA error: out of memory", "this machine has too little memory"),
@@ -385,7 +385,7 @@ def test_a_run_without_memory_beside_others_is_done_later(cache, data, tmp_path,
     home = run_table(table, data, tmp_path, lines.append, crowd.start, parallel=4, seeds=(0, 1, 2))
     assert len(read_records(home)) == 6
     assert max(crowd.sizes) == room
-    assert any("run again by itself, and until then at most" in line for line in lines)
+    assert any("run again separately, and until then at most" in line for line in lines)
     assert lines[-1].endswith("0 left")
 
 

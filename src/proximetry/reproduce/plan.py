@@ -143,10 +143,10 @@ def _check(table: Table, recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """Return a recipe of so many epochs; frozen epochs, drops and evaluation interval scale.
+    """Scale a recipe to another number of epochs.
 
-    Each is rounded to whole epochs, at least one; a step that would not be a whole number of epochs
-    becomes milestones.
+    Frozen epochs, learning-rate drops and evaluation interval scale too, rounded to whole epochs,
+    at least one; a step that would not be a whole number of epochs becomes milestones.
     """
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")

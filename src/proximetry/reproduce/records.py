@@ -148,11 +148,10 @@ def read_runs(folder: Path) -> list[Record]:
             if (record.table, record.id) in runs:
                 raise ValueError(f"{record.id} is a duplicate")
         except ValueError as error:
-            invalid = isinstance(error, ValidationError)
-            reason = validation_sentence(error, Record) if invalid else error
+            sentence = isinstance(error, ValidationError) and validation_sentence(error, Record)
             raise ReproduceError(
-                f"{path}, line {number}: invalid run ({reason}). Remove the line to run it again, "
-                "or use another --out"
+                f"{path}, line {number}: invalid run ({sentence or error}). Remove the line to run "
+                "it again, or use another --out"
             ) from error
         runs[record.table, record.id] = record
     return list(runs.values())
