@@ -434,7 +434,7 @@ def _check_begun(job: Job) -> None:
     try:
         parse_json(folder.environment.read_text(encoding="utf-8"))
         recipe = read_yaml(folder.recipe, "recipe")
-        begun = folder.results.exists() or bool(folder.newest())
+        begun = folder.inspect() is not None
     except (OSError, ValueError):
         begun = False
     if begun:

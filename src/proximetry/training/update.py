@@ -66,6 +66,7 @@ class Updater:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         world: World,
+        *,
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
         stage: Stage = "pixels",
