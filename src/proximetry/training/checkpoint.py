@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
 def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write modules, optimiser and plain state."""
+    """Write modules, optimizer and plain state."""
     tensors: dict[str, Tensor] = {}
     for part, module in modules.items():
         for name, tensor in module.state_dict().items():
@@ -75,7 +75,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Read modules and, if given, the optimiser back; return the plain state.
+    """Read modules and, if given, the optimizer back; return the plain state.
 
     Before anything is changed, ``check`` may refuse the state.
     """
@@ -128,7 +128,7 @@ def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 def _lay_out(optimizer: Optimizer) -> None:
-    """Give the state of each parameter its memory format, by which fused optimisers go."""
+    """Give the state of each parameter its memory format, by which fused optimizers go."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

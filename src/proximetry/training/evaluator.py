@@ -119,6 +119,7 @@ def score_embedder(
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
+    *,
     vectors: Tensor | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
     """Score every query as `evaluate_embedder` does; also return what was compared.

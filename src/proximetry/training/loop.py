@@ -55,7 +55,7 @@ class Run:
 
     @property
     def again(self) -> str:
-        """How a stopped run goes on."""
+        """How to resume a stopped run."""
         how = " without --fresh (resume=False)" if self.fresh else ""
         return f"the same command{how} continues it"
 
@@ -71,7 +71,7 @@ class Run:
         self.finishing = True
 
     def modules(self) -> dict[str, nn.Module]:
-        """What a checkpoint holds besides the optimiser."""
+        """Return what a checkpoint holds besides the optimizer."""
         u = self.updater
         parts: dict[str, nn.Module] = {"embedder": u.embedder, "loss": u.objective}
         return parts if u.average is None else {**parts, "average": u.average}

@@ -93,7 +93,7 @@ def train(
         device: cpu, cuda or cuda:1; None takes CUDA where there is a GPU.
         resume: whether to continue a run that is in the folder; else it is removed.
         display: shows progress.
-        callbacks: called while the run goes on; see `Callback`.
+        callbacks: called during the run; see `Callback`.
     """
     if not isinstance(recipe, Recipe):
         given = type(recipe).__name__
@@ -462,7 +462,7 @@ def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Callable[[str], No
 def make_optimizer(
     o: OptimizerConfig, embedder: Embedder, objective: Objective
 ) -> torch.optim.Optimizer:
-    """The optimiser with a learning rate for each part."""
+    """Make the optimizer with a learning rate for each part."""
     groups = parameter_groups(
         embedder,
         objective,

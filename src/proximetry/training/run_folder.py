@@ -68,7 +68,7 @@ _OTHERWISE = "choose another folder, or start over with --fresh"
 
 
 class RunError(ValueError):
-    """A run that cannot start or go on, and why."""
+    """A run that cannot start or be resumed, and why."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint holds besides weights and optimiser."""
+"""The state of a run besides weights and optimizer; saving and restoring it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,7 +91,7 @@ def save_state(path: Path, run: "Run") -> None:
 
 
 def _plain_state(run: "Run") -> dict[str, Any]:
-    """Return plain values that do not change when the run goes on."""
+    """Return a copy of the state in plain values."""
     state = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in vars(run.state).items()
