@@ -733,7 +733,7 @@ def _build(name: str, preprocessing: Input) -> nn.Module:
 
 
 def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a network that is far larger than its saved weights, before it takes the memory."""
+    """Reject a network that is far larger than its saved weights, before memory is allocated."""
     needed = 0
     with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # takes no memory
         state = _build(name, preprocessing).state_dict()
