@@ -16,27 +16,30 @@ from benchmarks.results_page import (
     HOME,
     OF_TEST_IMAGES,
     PAGE,
+    STUDIES,
     TOLERANCES,
     make_page,
     repeats,
     same_losses,
+    searches,
     spread,
+    study_page,
 )
 from benchmarks.results_page import twins as find_twins
 from proximetry.reproduce.options import ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run, scale
-from proximetry.reproduce.records import Record, Results, check_same, read_records
+from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_runs
 from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
 from proximetry.training.automatic import choose_epochs, keep_choices
 from proximetry.training.recipe import AUTO, Recipe, plain_values
 
 ROOT = Path(__file__).parents[1]
-SEARCHES = tuple(ROOT / "benchmarks" / name for name in ("record", "defaults", "regularface"))
-# Tables run again with half of their epochs.
-HALF = ROOT / "benchmarks" / "half"
+# Tables that were also run with fewer epochs.
+SHORTER = ROOT / "benchmarks" / "30-epochs"
 # Folders of results that are not those of a table.
 OTHERS = ("faces",)
+UPDATE = "Run python -m benchmarks.results_page."
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
 _PATH = re.compile(r'(?<![\w./])(~?/|[A-Za-z]:\\\\)\w[^\s"]*')
 
@@ -57,49 +60,57 @@ BEST = (
 )
 
 
-def folders() -> dict[Path, Table]:
-    """Every folder of results with its table."""
-    found = {path: Table.load(path.name) for path in (*_tables(), *_tables(HALF))}
-    for path in _searches():
-        found[path] = Table.load(path.parents[1] / f"{path.name}.yaml")
-    return found
-
-
 def check_folder(home: Path, table: Table) -> Iterator[str]:
-    """The page says what the files say, and the files belong to the rows of the table."""
+    """The page of a table matches its runs, and these match its rows."""
     try:
         results = Results.read(table, home)
     except ReproduceError as error:
         yield str(error)
         return
-    if not results.runs:
-        yield f"{home} holds no runs"
     if (home / "README.md").read_text(encoding="utf-8") != page(results):
-        yield f"{home / 'README.md'} is not what its JSON files say; render it anew"
+        yield f"{home / 'README.md'} does not match {RUNS}. Render it again."
+    yield from check_runs(home, results)
+
+
+def check_study(home: Path) -> Iterator[str]:
+    """The page of a study matches its runs, and these its tables; none uses the test set."""
+    if (home / "README.md").read_text(encoding="utf-8") != study_page(home):
+        yield f"{home / 'README.md'} does not match {RUNS}. {UPDATE}"
+    for results in searches(home):
+        yield from check_runs(home, results)
+        for record in results.everything:
+            seen = any("test" in line for line in (record.last, *record.curve))
+            if seen or record.kind != "held_out":
+                yield f"{home / RUNS}: {record.table}: {record.id} uses the test set"
+
+
+def check_runs(home: Path, results: Results) -> Iterator[str]:
+    """There are runs, made with the recipes of their rows."""
+    table = results.table
+    if not results.runs:
+        yield f"{home / RUNS} holds no runs of {table.name}"
     for record in results.everything:
         row = table.row(record.row)
         epochs = record.recipe["training"]["epochs"]
-        automatic = table.epochs(row) == AUTO and not record.epochs_given
-        options = ReproduceOptions(epochs=None if automatic else epochs)
+        options = ReproduceOptions(epochs=epochs if record.epochs_given else None)
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
-        path = home / f"{run.id}.json"
-        if not path.exists():
-            yield f"{home / record.id}.json should be called {path.name}"
+        name = f"{home / RUNS}: {record.id}"
         try:
-            check_same(path, record.recipe, run)
+            check_same(name, record.recipe, run)
         except ReproduceError as error:
             yield str(error)
-        # Runs that hold classes out do not tell how many images are left to train on.
+        # Runs with held-out classes do not record the number of training images.
+        automatic = table.epochs(row) == AUTO and not record.epochs_given
         if automatic and record.kind == "full" and record.images is not None:
             batch_size = record.recipe["data"]["batch_size"]
             usual = choose_epochs(record.images["train"], batch_size, record.device != "CPU")
             if epochs != usual:
-                yield f"{path} says nothing of --epochs and has {epochs} epochs, not {usual}"
+                yield f"{name} has {epochs} epochs without --epochs, not {usual}"
 
 
 def check_paths(home: Path = ROOT / "benchmarks") -> Iterator[str]:
     """No JSON file names a place on somebody's machine."""
-    for file in sorted(home.rglob("*.json")):
+    for file in sorted([*home.rglob("*.json"), *home.rglob("*.jsonl")]):
         found = _PATH.search(file.read_text(encoding="utf-8"))
         if found:
             yield f"{file} names a place on somebody's machine: {found[0]}"
@@ -108,7 +119,7 @@ def check_paths(home: Path = ROOT / "benchmarks") -> Iterator[str]:
 def check_page() -> Iterator[str]:
     """docs/results.md is up to date."""
     if PAGE.read_text(encoding="utf-8") != make_page():
-        yield f"{PAGE} is not up to date; python -m benchmarks.results_page writes it"
+        yield f"{PAGE} is not up to date. {UPDATE}"
 
 
 def check_repeats(records: Iterable[Record]) -> Iterator[str]:
@@ -169,15 +180,6 @@ def check_settings() -> Iterator[str]:
                 yield f"{name}, {row.name}: not the published setting: {found}"
 
 
-def check_searches() -> Iterator[str]:
-    """What was chosen in a search was chosen on held-out classes."""
-    for home in _searches():
-        for name, record in read_records(home).items():
-            seen = any("test" in line for line in (record.last, *record.curve))
-            if seen or record.kind != "held_out":
-                yield f"{home / name}.json: a search must not look at the test set"
-
-
 def check_best_recipes() -> Iterator[str]:
     """The records are of the best recipes, which train as runs of their searches did."""
     # Birds were scaled up a little further than in their search.
@@ -185,10 +187,10 @@ def check_best_recipes() -> Iterator[str]:
         best, table = f"best-{name}", Table.load(f"record-{name}")
         if table.recipe_values(table.row(best)) != plain_values(best):
             yield f"{table.name}: row {best} is not the recipe of that name"
-        search = ROOT / "benchmarks" / "record" / "results" / f"{name}-large"
-        tried = (Recipe.load(record.recipe) for record in read_records(search).values())
+        runs = [run for run in read_runs(STUDIES[0]) if run.table == f"{name}-large"]
+        tried = (Recipe.load(run.recipe) for run in runs)
         if not any(trains_alike(Recipe.load(best), one, untried) for one in tried):
-            yield f"{best} does not train as any run in {search} did"
+            yield f"{best} does not train as any run of {name}-large"
 
 
 def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> bool:
@@ -252,8 +254,8 @@ def check_readme(records: Iterable[Record]) -> Iterator[str]:
 def check_faces() -> Iterator[str]:
     """The pages on faces repeat the figures of the JSON files."""
     home = HOME / "faces"
-    files = (home / f"lfw-{name}.json" for name in ("verify", "identify"))
-    verified, identified = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    values = json.loads((home / "lfw.json").read_text(encoding="utf-8"))
+    verified, identified = values["verify"], values["identify"]
     accuracy = f"{100 * verified['accuracy']:.2f} ± {100 * verified['standard_error']:.2f} %"
     folds = " | ".join(f"{100 * fold['accuracy']:.2f}" for fold in verified["folds"])
     rates = [f"{100 * identified['rank'][k]:.2f} %" for k in ("1", "5", "10", "100")]
@@ -274,31 +276,25 @@ def _unsaid(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 def complaints() -> Iterator[str]:
     """Everything that is wrong."""
-    for home, table in folders().items():
-        yield from check_folder(home, table)
-    runs = [record for home in _tables() for record in _full_runs(home)]
+    for home in (*_tables(HOME), *_tables(SHORTER)):
+        yield from check_folder(home, Table.load(home.name))
+    for home in STUDIES:
+        yield from check_study(home)
+    every = (read_runs(home) for home in _tables(HOME))
+    runs = [run for found in every for run in found if run.kind == "full"]
     yield from check_paths()
     yield from check_page()
     yield from check_repeats(runs)
     yield from check_twins(runs)
     yield from check_published()
     yield from check_settings()
-    yield from check_searches()
     yield from check_best_recipes()
     yield from check_readme(runs)
     yield from check_faces()
 
 
-def _tables(home: Path = HOME) -> list[Path]:
+def _tables(home: Path) -> list[Path]:
     return [path for path in sorted(home.iterdir()) if path.is_dir() and path.name not in OTHERS]
-
-
-def _searches() -> list[Path]:
-    return [path for search in SEARCHES for path in _tables(search / "results")]
-
-
-def _full_runs(home: Path) -> list[Record]:
-    return [record for record in read_records(home).values() if record.kind == "full"]
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     proximetry train IMAGES/train runs/few --recipe default-cpu --model.pca-dim null \
         --evaluation.protocol last
-    python -m benchmarks.few_images runs/few IMAGES --out benchmarks/defaults/few_images.json
+    python -m benchmarks.few_images runs/few IMAGES --out few_images.json
 
 IMAGES has train/ and eval/, folders of classes, which are different ones. `prior` is how much
 of the second moments of the head is added to those of the images (`proximetry.models.pca`).

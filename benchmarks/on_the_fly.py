@@ -39,7 +39,7 @@ from proximetry.training.loop import Run
 from proximetry.training.objective import Objective
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display
-from proximetry.training.run import make_embedder, make_optimizer, prepare
+from proximetry.training.run import RunContext, make_embedder, make_optimizer, prepare
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.update import autocast
 
@@ -213,7 +213,7 @@ def main() -> None:
             make_images(images, arguments.count, arguments.format, arguments.size)
         world = join_processes(arguments.device)
         recipe = make_recipe(images, home, arguments)
-        run = prepare(recipe, RunFolder(home / "run"), world, Display())
+        run = prepare(recipe, RunFolder(home / "run"), RunContext(world))
         place = "gpu" if world.device.type == "cuda" else "pixels"
         cached = ImageData(run.recipe, run.updater.embedder.preprocessing, world, Display())
         started = time.perf_counter()

@@ -1,23 +1,25 @@
-"""Write docs/results.md from the runs in benchmarks/results.
+"""Write docs/results.md and the pages of searches from their runs.
 
 python -m benchmarks.results_page
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from proximetry.reproduce.page import grid, overview
-from proximetry.reproduce.records import Record, Results
+from proximetry.reproduce.page import grid, overview, page
+from proximetry.reproduce.records import Record, Results, read_runs
 from proximetry.reproduce.statistics import Verdict, examine
 from proximetry.reproduce.table import Table, shipped_tables
 from proximetry.training.recipe import Recipe
 
 HOME = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+STUDIES = tuple(Path(__file__).parent / name for name in ("record", "defaults", "regularface"))
 
-_BEGIN = Path(__file__).with_suffix(".md")
+_GENERATED = "<!-- Generated from runs.jsonl by python -m benchmarks.results_page. -->\n"
 
 # How far runs of one recipe and seed on one GPU may differ: loss (relative) and recall@1 (points)
 # at any epoch, and recall@1 at the last one.
@@ -25,10 +27,11 @@ TOLERANCES = 0.01, 1.0, 0.5
 
 
 def make_page() -> str:
-    """The whole page, from the JSON files alone."""
+    """The whole page: its introduction as it is, the rest from the runs alone."""
+    introduction = PAGE.read_text(encoding="utf-8").partition("\n| claims |")[0]
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("record-"))
     every = [Results.read(Table.load(name), HOME / name) for name in names]
-    parts = [_BEGIN.read_text(encoding="utf-8"), in_short(every)]
+    parts = [introduction, in_short(every)]
     parts += [
         overview(results, f"../benchmarks/results/{results.table.name}")
         for results in every
@@ -40,6 +43,19 @@ def make_page() -> str:
     if again:
         parts.append("\n".join(["## The same training again\n", *again]))
     return "\n".join(parts)
+
+
+def searches(home: Path) -> list[Results]:
+    """The tables of a study, each with its runs."""
+    tables, runs = map(Table.load, sorted(home.glob("*.yaml"))), read_runs(home)
+    return [Results(table, [run for run in runs if run.table == table.name]) for table in tables]
+
+
+def study_page(home: Path) -> str:
+    """The page of a study: its text as it is, then a section for each table."""
+    text = (home / "README.md").read_text(encoding="utf-8").partition(_GENERATED)[0]
+    sections = [re.sub("^#", "##", page(results), flags=re.MULTILINE) for results in searches(home)]
+    return "\n".join([f"{text}{_GENERATED}\n", *sections])
 
 
 def in_short(every: Iterable[Results]) -> str:
@@ -154,7 +170,8 @@ def _about_twins(group: Sequence[Record]) -> str:
 
 def main() -> None:
     PAGE.write_text(make_page(), encoding="utf-8")
-    print(f"written: {PAGE.name}")
+    for home in STUDIES:
+        (home / "README.md").write_text(study_page(home), encoding="utf-8")
 
 
 if __name__ == "__main__":

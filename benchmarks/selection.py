@@ -2,7 +2,7 @@
 
     for seed in 0 1 2; do proximetry train IMAGES runs/cub-$seed --training.seed $seed \
         --evaluation.watch-test; done
-    python -m benchmarks.selection runs/cub-* --out benchmarks/defaults/selection.json
+    python -m benchmarks.selection runs/cub-* --out selection.json
 
 IMAGES has train/ and test/ with different classes. The test set is evaluated for the curve alone;
 the difference is that between its MAP@R at the selected epoch and at its best epoch.

@@ -25,8 +25,7 @@ from proximetry.metrics import Metrics, evaluate
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
 from proximetry.training.recipe import Recipe
-from proximetry.training.reporting import Display
-from proximetry.training.run import prepare
+from proximetry.training.run import RunContext, prepare
 from proximetry.training.run_folder import RunFolder
 
 
@@ -142,7 +141,7 @@ def main() -> None:
         recipe = make_recipe(root, cache, arguments)
         folder = RunFolder(Path(home, "run"))
         started = time.perf_counter()
-        run = prepare(recipe, folder, join_processes(), Display())
+        run = prepare(recipe, folder, RunContext(join_processes()))
         first = time.perf_counter() - started
         pixels, _ = next(iter(run.data.batches(0, 0)))
         steps = len(run.data.sampler)

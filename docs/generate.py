@@ -33,10 +33,10 @@ SIMILARITIES = {
     "mean": "mean of K proxies",
 }
 JOINS = {
-    "apart": "apart, log(1 + Σ)",
-    "together": "together, log(1 + Σ)",
+    "separate": "separate, log(1 + Σ)",
+    "joint": "joint, log(1 + Σ)",
     "softmax": "softmax",
-    "others": "softmax, positive left out of the sum",
+    "nca": "softmax, positive excluded from the sum",
 }
 
 

@@ -363,7 +363,7 @@ def test_a_transformer_takes_the_place_of_a_convolutional_network(capsys, home):
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
     code, out, err = call(capsys, home / "flowers", *small(**changes))
     assert code == 0, err
-    assert "pooling token instead of gem: vit_tiny_patch16_224 gives tokens" in out
+    assert "pooling token instead of gem" in out
     assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
@@ -378,9 +378,9 @@ def test_weights_come_from_the_folder_of_another_run(capsys, home):
     for wrong, message in (
         (
             {"model_weights": "runs/flowers", "model_backbone": "resnet18"},
-            "runs/flowers/embedder holds weights for small_convnet, not for resnet18",
+            "weights for small_convnet, not for resnet18",
         ),
-        ({"model_weights": "runs"}, "runs is no saved embedder"),
+        ({"model_weights": "runs"}, "runs is not a saved embedder"),
     ):
         code, _, err = call(capsys, images, "out", *small(**wrong))
         assert code == 2

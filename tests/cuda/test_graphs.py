@@ -1,4 +1,4 @@
-"""CUDA graphs give what the network gives, and leave no trace of their recording."""
+"""CUDA graphs equal the network, and recording has no side effects."""
 
 import copy
 import gc
@@ -21,6 +21,18 @@ def make_network(device="cuda"):
 
 def make_batch(count=5, device="cuda"):
     return torch.randn(count, 3, 8, 8, device=device)
+
+
+@pytest.fixture
+def record_with(monkeypatch):
+    """Replace the recording of torch, on the CPU."""
+
+    def replace(record):
+        monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    return replace
 
 
 @on_gpu
@@ -55,17 +67,15 @@ def test_training_on_the_gpu_is_the_networks():
         torch.testing.assert_close(found, expected)
 
 
-def test_recording_draws_no_random_numbers(monkeypatch):
-    """A run that continues records later than the whole one did, and must drop the same units."""
+def test_recording_restores_random_state_and_buffers(record_with):
+    """A resumed run records at another step, and dropout must not change."""
 
     def record(module, arguments, allow_unused_input):
         for _ in range(3):  # as torch does, to warm up
             module(*arguments)
         return module
 
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    record_with(record)
     network, batch = make_network("cpu"), make_batch(device="cpu")
     plain, graphed = copy.deepcopy(network), GraphedNetwork(network)
     results = []
@@ -77,9 +87,8 @@ def test_recording_draws_no_random_numbers(monkeypatch):
         assert torch.equal(found, value)
 
 
-def test_no_garbage_is_collected_while_recording(monkeypatch):
-    """An older graph that waits to be collected must be gone by then: freed during the recording
-    of another one, it would invalidate that."""
+def test_no_garbage_collection_during_recording(record_with):
+    """Freeing an older graph would invalidate the recording."""
 
     class OldGraph:
         def __init__(self):
@@ -92,9 +101,7 @@ def test_no_garbage_is_collected_while_recording(monkeypatch):
         found.append((waiting() is None, gc.isenabled()))
         return module
 
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    record_with(record)
     GraphedNetwork(make_network("cpu"))(make_batch(device="cpu"))
     assert found == [(True, False)]
     assert gc.isenabled()
@@ -115,7 +122,7 @@ def test_stream_mismatch_warning_is_restored(enabled):
 
 
 @on_gpu
-def test_the_gpu_records_again_beside_graphs_that_are_garbage():
+def test_recording_beside_garbage_graphs():
     network = make_network()
     for _ in range(20):
         graphed = GraphedNetwork(network)
@@ -123,18 +130,19 @@ def test_the_gpu_records_again_beside_graphs_that_are_garbage():
         graphed.me = graphed  # garbage from the next turn on
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_recording_that_fails_is_told_or_raised(monkeypatch, told):
+@pytest.mark.parametrize("reported", [True, False])
+def test_failed_recording_is_reported_or_raised(record_with, reported):
     def record(module, arguments, allow_unused_input):
         module(*arguments)  # moves the running statistics
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    record_with(record)
     lines, network, batch = [], make_network("cpu"), make_batch(device="cpu")
-    plain, graphed = copy.deepcopy(network), GraphedNetwork(network, lines.append if told else None)
-    if not told:
+    plain, graphed = (
+        copy.deepcopy(network),
+        GraphedNetwork(network, lines.append if reported else None),
+    )
+    if not reported:
         with pytest.raises(RuntimeError, match="not permitted"):
             graphed(batch)
         return
@@ -148,7 +156,7 @@ def test_a_recording_that_fails_is_told_or_raised(monkeypatch, told):
 
 
 @on_gpu
-def test_a_network_that_cannot_be_recorded_on_the_gpu_goes_on():
+def test_network_that_cannot_be_recorded_runs_without_graph():
     class Waits(nn.Module):
         def __init__(self):
             super().__init__()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pytorch_metric_learning import losses as peer
-from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.reducers import DoNothingReducer, MeanReducer
 
@@ -80,7 +80,7 @@ def batches(count, size=12):
 
 @pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_memory_restored_from_its_state_goes_on_bit_for_bit(name, steps):
+def test_a_memory_restored_from_its_state_resumes_bit_for_bit(name, steps):
     """Before the memory of 32 is full and after; the fourth batch of 12 wraps around."""
     first = PairLoss(name, memory=32, dim=5)
     for x, y in batches(steps):
@@ -93,35 +93,12 @@ def test_a_memory_restored_from_its_state_goes_on_bit_for_bit(name, steps):
         assert torch.equal(value, second.state_dict()[key])
 
 
-def test_a_state_without_the_count_keeps_what_it_remembers():
-    first = PairLoss("contrastive", memory=32, dim=5)
-    for x, y in batches(2):
-        first(x, y)
-    state = first.state_dict()
-    del state["remembered"]
-    second = PairLoss("contrastive", memory=32, dim=5)
-    second.load_state_dict(state)
-    x, y = batches(3)[2]
-    assert torch.equal(first(x, y), second(x, y))
-
-
 @pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "triplet"])
 def test_a_batch_larger_than_the_memory_is_compared_with_itself(name):
     x, y = batch(size=12, dtype=torch.float32)
     loss = PairLoss(name, memory=7, dim=5)
     for _ in range(2):  # whatever was remembered
         assert loss(x, y).item() == pytest.approx(PairLoss(name)(x, y).item())
-
-
-def test_the_memory_keeps_the_newest_of_a_larger_batch():
-    """What follows a large batch is what follows its last part in a fresh memory."""
-    (x, y), small = batch(size=12, dtype=torch.float32), batch(size=4, seed=2, dtype=torch.float32)
-    loss, expected = (PairLoss("contrastive", memory=7, dim=5) for _ in range(2))
-    for part in (slice(0, 3), slice(3, 12)):
-        loss(x[part], y[part])
-    expected(x[5:], y[5:])
-    for _ in range(3):
-        assert loss(*small).item() == pytest.approx(expected(*small).item())
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -177,19 +154,6 @@ def test_loss_objects_give_their_own_values(make_loss):
     assert list(PairLoss(loss).parameters()) == list(loss.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [
-        ("sup_con", peer.SupConLoss(temperature=0.1)),
-        ("nt_xent", peer.NTXentLoss(temperature=0.07)),
-        ("circle", peer.CircleLoss(m=0.4, gamma=80)),
-    ],
-)
-def test_names_for_contrastive_losses(name, loss):
-    x, y = batch(size=24, dtype=torch.float32)
-    assert torch.equal(PairLoss(name)(x, y), PairLoss(loss)(x, y))
-
-
 def test_any_miner_with_a_name_or_an_object():
     x, y = batch(size=24, dtype=torch.float32)
     miner = BatchHardMiner()
@@ -200,48 +164,35 @@ def test_any_miner_with_a_name_or_an_object():
     assert PairLoss("triplet")(x, y).item() != pytest.approx(expected)
 
 
-def test_objects_have_a_memory_too():
-    first = PairLoss("contrastive", memory=32, dim=5)
-    cosine = CosineSimilarity()
-    inside = peer.ContrastiveLoss(pos_margin=1.0, neg_margin=0.5, distance=cosine)
-    second = PairLoss(inside, memory=32, dim=5)
-    for x, y in batches(4):
-        assert torch.equal(first(x, y), second(x, y))
-    assert second.state_dict()["remembered"] == 48
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PairLoss("tripet"), "did you mean 'triplet'"),
+        (lambda: PairLoss("tripet"), "'triplet'"),
         (lambda: PairLoss("triplet", marign=1.0), "marign"),
-        (lambda: PairLoss("vicreg"), "is given as an object"),
-        (lambda: PairLoss(peer.SupConLoss), r"must be made first: SupConLoss\(…\)"),
-        (lambda: PairLoss(None), "the loss must be an object of .*, got NoneType"),
-        (lambda: PairLoss("triplet", miner="semihard"), "the miner must be an object .*, got str"),
-        (lambda: PairLoss("triplet", miner=BatchHardMiner), "the miner must be made first"),
-        (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss has no setting 'temp"),
-        (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss has no cross-batch"),
-        (
-            lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)),
-            "give the loss inside it, with memory= and dim=",
-        ),
+        (lambda: PairLoss("vicreg"), "objects"),
+        (lambda: PairLoss(peer.SupConLoss), "SupConLoss"),
+        (lambda: PairLoss(None), "loss .* None"),
+        (lambda: PairLoss("triplet", miner="semihard"), "miner .* 'semihard'"),
+        (lambda: PairLoss("triplet", miner=BatchHardMiner), "BatchHardMiner"),
+        (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss .* 'temperature'"),
+        (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss .* memory"),
+        (lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)), "CrossBatchMemory"),
         (
             lambda: PairLoss(peer.ContrastiveLoss(reducer=DoNothingReducer()))(
                 torch.ones(2, 3), torch.zeros(2).long()
             ),
-            "ContrastiveLoss gives no single number",
+            "reducer",
         ),
         (lambda: PairLoss("triplet", memory=3), "needs dim"),
-        (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair. takes no settings"),
-        (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* got 0"),
+        (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair"),
+        (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* 0"),
         (lambda: PairLoss("triplet")(torch.zeros(2, 3), torch.zeros(3).long()), "2 embeddings"),
         (
             lambda: PairLoss("triplet", memory=4, dim=5)(torch.zeros(2, 3), torch.zeros(2).long()),
-            "embeddings have 3 dimensions, the loss was made for 5",
+            "3 dimensions",
         ),
     ],
 )
-def test_bad_use(call, message):
+def test_pair_loss_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()

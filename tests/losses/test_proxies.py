@@ -246,23 +246,6 @@ def test_parameter_groups_without_proxies_where_that_is_meant():
     assert [g["name"] for g in groups] == ["backbone", "head"]
 
 
-def test_parameter_groups_refuse_what_would_go_wrong():
-    model = nn.Linear(4, 5)
-    with pytest.raises(ValueError, match="none of the losses has proxies"):
-        parameter_groups(model, lr=1e-3)
-    with pytest.raises(ValueError, match="none of the losses has proxies"):
-        parameter_groups(model, nn.Linear(2, 2), lr=1e-3)
-    loss = make("proxy_anchor")
-    with pytest.raises(ValueError, match="given twice"):
-        parameter_groups(nn.ModuleList([model, loss]), loss, lr=1e-3)
-    with pytest.raises(ValueError, match="given twice"):
-        parameter_groups(model, loss, loss, lr=1e-3)
-    with pytest.raises(ValueError, match="lr must be positive, got 0"):
-        parameter_groups(model, loss, lr=0)
-    with pytest.raises(ValueError, match="Linear does not"):
-        parameter_groups(model, loss, lr=1e-3, head_lr_multiplier=10.0)
-
-
 def test_training_a_few_steps_separates_classes():
     """The proxies and a linear model learn a small problem with every loss."""
     generator = torch.Generator().manual_seed(0)
@@ -281,3 +264,19 @@ def test_training_a_few_steps_separates_classes():
             optimizer.step()
         assert value.item() < first, name
         assert (loss.similarities(model(data)).argmax(1) == y).float().mean() > 0.95, name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, loss: parameter_groups(model, lr=1e-3), "proxies"),
+        (lambda model, loss: parameter_groups(model, nn.Linear(2, 2), lr=1e-3), "proxies"),
+        (lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1), "twice"),
+        (lambda model, loss: parameter_groups(model, loss, loss, lr=1e-3), "twice"),
+        (lambda model, loss: parameter_groups(model, loss, lr=0), "lr .* 0"),
+        (lambda model, loss: parameter_groups(model, loss, lr=1, head_lr_multiplier=9), "Linear"),
+    ],
+)
+def test_parameter_groups_reject_invalid_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(nn.Linear(4, 5), make("proxy_anchor"))

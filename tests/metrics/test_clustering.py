@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proximetry.metrics import ami, cluster, clustering, kmeans, nmi, pairwise_f1
 
-labellings = st.integers(2, 60).flatmap(
+labelings = st.integers(2, 60).flatmap(
     lambda size: st.tuples(
         *(st.lists(st.integers(0, 12), min_size=size, max_size=size) for _ in range(2))
     )
@@ -29,7 +29,7 @@ def pairs_by_hand(true, pred):
 
 
 @settings(max_examples=150, deadline=None)
-@given(labellings)
+@given(labelings)
 def test_scores_equal_scikit_learn(both):
     true, pred = both
     for average in ("arithmetic", "geometric"):
@@ -40,7 +40,7 @@ def test_scores_equal_scikit_learn(both):
 
 
 @settings(max_examples=60, deadline=None)
-@given(labellings)
+@given(labelings)
 def test_pairwise_f1_counts_pairs(both):
     true, pred = both
     right, together, belong = pairs_by_hand(true, pred)
@@ -54,7 +54,7 @@ def test_pairwise_f1_counts_pairs(both):
 
 
 @settings(max_examples=60, deadline=None)
-@given(labellings, st.randoms(use_true_random=False))
+@given(labelings, st.randoms(use_true_random=False))
 def test_scores_are_symmetric_and_blind_to_names(both, random):
     true, pred = both
     names = random.sample(["p", "q", "Σ", *map(str, range(10))], 13)
@@ -109,15 +109,6 @@ def test_corner_cases_of_scores():
     assert nmi([0, 0, 1, 1], [0, 1, 0, 1]) == 0.0
 
 
-def test_labels_of_any_kind():
-    numbers = [3, 3, -1, -1, 7]
-    huge = torch.tensor(numbers) + 2**53  # float64 could not tell these apart
-    words = [f"class {value}" for value in numbers]
-    other = np.array([0, 1, 1, 1, 2], dtype=np.uint8)
-    for score in (nmi, ami, pairwise_f1):
-        assert score(huge, other) == score(words, other) == score(numbers, other)
-
-
 def test_bad_labels():
     with pytest.raises(ValueError, match="labels_pred has 2 entries"):
         nmi([0, 1, 2], [0, 1])
@@ -131,9 +122,9 @@ def test_bad_labels():
 
 def blobs(classes, each, width=8, spread=0.1, seed=0):
     rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(classes, width)) * 3
+    centers = rng.normal(size=(classes, width)) * 3
     labels = rng.permutation(np.repeat(np.arange(classes), each))
-    return (centres[labels] + spread * rng.normal(size=(len(labels), width))), labels
+    return (centers[labels] + spread * rng.normal(size=(len(labels), width))), labels
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,21 +135,21 @@ def blobs(classes, each, width=8, spread=0.1, seed=0):
     share=st.floats(0, 1),
     whole=st.booleans(),
 )
-def test_kmeans_keeps_its_promises(seed, rows, width, share, whole):
-    """Against the definition: means, nearest centres, inertia; with duplicates and N = k too."""
+def test_kmeans_matches_its_definition(seed, rows, width, share, whole):
+    """Against the definition: means, nearest centers, inertia; with duplicates and N = k too."""
     rng = np.random.default_rng(seed)
     values = rng.integers(0, 3, (rows, width)) * 1.0 if whole else rng.normal(size=(rows, width))
     clusters = max(1, round(share * rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clustering, "_TILE", {"cpu": 16, "cuda": 16})
         result = kmeans(values, clusters, seed=seed % 1000)
-    assigned, centres = result.assignments.numpy(), result.centers.numpy()
+    assigned, centers = result.assignments.numpy(), result.centers.numpy()
     used = np.unique(assigned)
     assert result.converged
     assert len(used) == min(clusters, len(np.unique(values, axis=0)))
     for j in used:
-        np.testing.assert_allclose(centres[j], values[assigned == j].mean(0), atol=1e-12)
-    apart = ((values[:, None] - centres[None]) ** 2).sum(2)
+        np.testing.assert_allclose(centers[j], values[assigned == j].mean(0), atol=1e-12)
+    apart = ((values[:, None] - centers[None]) ** 2).sum(2)
     own = apart[np.arange(rows), assigned]
     assert (own <= apart[:, used].min(1) + 1e-12).all()
     assert result.inertia == pytest.approx(own.sum(), abs=1e-10)
@@ -173,13 +164,8 @@ def test_kmeans_finds_blobs(dtype):
     assert result.centers.dtype == (dtype if dtype == torch.float64 else torch.float32)
 
 
-@pytest.mark.parametrize("share", [8, 1])
-def test_start_draws_in_proportion_to_the_squared_distance(share, monkeypatch):
-    """How often each set of centres comes up, against the probabilities written out.
-
-    Also where the later centres are drawn ahead, from distances that are out of date.
-    """
-    monkeypatch.setattr(clustering, "_SHARE_AHEAD", share)
+def test_initial_centers_follow_the_squared_distance():
+    """How often each set of centers is drawn, against the probabilities written out."""
     points = torch.tensor([[0.0], [1.0], [3.0], [9.0], [11.0]], dtype=torch.float64)
     expected: dict[frozenset[float], float] = {}
 
@@ -199,18 +185,18 @@ def test_start_draws_in_proportion_to_the_squared_distance(share, monkeypatch):
     draws = 1000
     found = dict.fromkeys(expected, 0)
     for _ in range(draws):
-        found[frozenset(clustering._start(points, 4, 1, generator)[:, 0].tolist())] += 1
+        found[frozenset(clustering._initial_centers(points, 4, 1, generator)[:, 0].tolist())] += 1
     for key, probability in expected.items():
         error = math.sqrt(probability * (1 - probability) / draws)
         assert abs(found[key] / draws - probability) < 5 * error + 1e-9
 
 
-def test_start_keeps_to_the_device_of_the_rows(monkeypatch):
-    """Fake tensors know their device and refuse to mix two; they have no values to draw from."""
+def test_initial_centers_stay_on_the_device(monkeypatch):
+    """Fake tensors know their device and cannot mix two."""
     monkeypatch.setattr(torch, "randint", lambda *_, **__: np.array([3]))
     with FakeTensorMode():
         rows = torch.ones(5, 2, device="cuda")
-        assert clustering._start(rows, 1, 2, torch.Generator()).device.type == "cuda"
+        assert clustering._initial_centers(rows, 1, 2, torch.Generator()).device.type == "cuda"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -232,7 +218,7 @@ def test_kmeans_is_repeatable():
     assert short.inertia >= first.inertia
 
 
-def test_kmeans_leaves_its_input_alone_and_does_not_mind_offsets_or_scale():
+def test_kmeans_is_invariant_to_offset_and_scale():
     values, _ = blobs(6, 10, spread=1.0)
     tensor = torch.from_numpy(values)
     before = tensor.clone()
@@ -252,8 +238,8 @@ def test_kmeans_leaves_its_input_alone_and_does_not_mind_offsets_or_scale():
 
 def test_empty_clusters_are_filled_from_the_farthest_rows():
     rows = torch.tensor([[0.0], [0.1], [0.2], [5.0], [0.0]])
-    centres = torch.tensor([[0.05], [9.0], [-9.0]])
-    filled = clustering._fill_empty(rows, centres, torch.zeros(5, dtype=torch.int64))
+    centers = torch.tensor([[0.05], [9.0], [-9.0]])
+    filled = clustering._fill_empty(rows, centers, torch.zeros(5, dtype=torch.int64))
     assert filled.tolist() == [0, 0, 2, 1, 0]
     copies = torch.ones(4, 1)
     kept = clustering._fill_empty(copies, torch.ones(2, 1), torch.zeros(4, dtype=torch.int64))

@@ -90,12 +90,12 @@ def test_equals_brute_force(
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(1, 30), asked=st.integers(1, 12), seed=st.integers(0, 10**6))
-def test_query_and_gallery_equal_brute_force(rows: int, asked: int, seed: int) -> None:
+@given(rows=st.integers(1, 30), count=st.integers(1, 12), seed=st.integers(0, 10**6))
+def test_query_and_gallery_equal_brute_force(rows: int, count: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     gallery = draw.integers(-2, 3, (rows, 3)).astype(np.float32)
-    queries = draw.integers(-2, 3, (asked, 3)).astype(np.float32)
-    labels, query_labels = draw.integers(0, 6, rows), draw.integers(0, 7, asked)
+    queries = draw.integers(-2, 3, (count, 3)).astype(np.float32)
+    labels, query_labels = draw.integers(0, 6, rows), draw.integers(0, 7, count)
     query_labels[0] = labels[0]
     lists = brute.rankings(queries, gallery, "euclidean", same_set=False)
     expected, without = brute.evaluate(lists, query_labels, labels, CUTOFFS)
@@ -119,16 +119,6 @@ def test_cosine_equals_brute_force(dtype: torch.dtype) -> None:
     lists = brute.rankings(plain, plain, "cosine", same_set=True)
     expected, without = brute.evaluate(lists, labels, labels, CUTOFFS)
     assert_equal(evaluate(vectors, labels, metrics=EVERYTHING), expected, without)
-
-
-def test_millions_of_distinct_labels_stay_distinct() -> None:
-    # More values than float32 can tell apart: neighbouring labels would merge into false hits.
-    count = 3000
-    labels = np.repeat(2**24 + np.arange(count // 2), 2)
-    vectors = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
-    evaluation = evaluate_queries(vectors, labels)
-    assert set(evaluation.positives) == {1}
-    assert len(evaluation.classes) == count // 2
 
 
 TABLE_3 = [
@@ -203,8 +193,8 @@ def test_cutoffs_are_ordered_and_may_come_as_a_list() -> None:
     assert chosen == Metrics(recall_at=(1, 10))
 
 
-def test_the_choice_of_metrics_needs_no_torch() -> None:
-    """A recipe and the help of the command line read `Metrics` and should answer at once."""
+def test_metrics_class_does_not_import_torch() -> None:
+    """Recipes and the command-line help import `Metrics`."""
     program = """
 import sys
 from proximetry.metrics import Metrics
@@ -219,7 +209,7 @@ assert "torch" in sys.modules and not hasattr(metrics, "nonsense")
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_asking_for_less_changes_nothing() -> None:
+def test_fewer_metrics_give_the_same_values() -> None:
     """Short lists and counted ranks give what long lists give."""
     draw = np.random.default_rng(0)
     vectors, labels = draw.integers(-2, 3, (120, 3)).astype(np.float32), draw.integers(0, 50, 120)
@@ -231,16 +221,7 @@ def test_asking_for_less_changes_nothing() -> None:
             assert long[name] == value, name
 
 
-def test_one_large_class_among_small_ones() -> None:
-    draw = np.random.default_rng(4)
-    vectors = draw.integers(-3, 4, (150, 4)).astype(np.float32)
-    labels = np.concatenate([np.zeros(100, dtype=int), np.arange(50) // 2 + 1])
-    lists = brute.rankings(vectors, vectors, "dot", same_set=True)
-    expected, without = brute.evaluate(lists, labels, labels, CUTOFFS)
-    assert_equal(evaluate(vectors, labels, similarity="dot", metrics=EVERYTHING), expected, without)
-
-
-def test_queries_without_positive_are_left_out_and_counted() -> None:
+def test_queries_without_positive_are_skipped_and_counted() -> None:
     vectors = np.array([[0.0], [1.0], [5.0], [6.0], [20.0]], dtype=np.float32)
     evaluation = evaluate_queries(vectors, ["a", "a", "b", "c", "d"], similarity="euclidean")
     means = evaluation.mean()
@@ -306,17 +287,15 @@ def test_scores_of_a_result_equal_those_of_evaluate() -> None:
     assert np.array_equal(some, found.scores["recall@5"][:10])
 
 
-def test_a_result_with_short_lists_says_so() -> None:
+def test_score_result_needs_long_lists() -> None:
     vectors = np.arange(20, dtype=np.float32)[:, None]
     labels = np.arange(20) % 2
     result = retrieve(vectors, labels, k=1, similarity="euclidean")
     for change, message in (
-        ({"recall_at": (4,)}, "recall@4 needs lists of 4, but these hold 1; retrieve with k=4"),
-        ({"ndcg_at": (5,)}, "ndcg@5 needs lists of 5"),
-        ({"at_r": True}, "r_precision needs lists of 9"),
-        ({"mrr": True}, "mrr needs lists that reach the first positive"),
-        ({"clustering": True}, "clustering takes embeddings"),
-        ({"clustering": True, "verification": True}, "clustering and verification takes"),
+        ({"recall_at": (4,)}, "recall@4.*k=4"),
+        ({"at_r": True}, "r_precision.* 9"),
+        ({"mrr": True}, "mrr"),
+        ({"clustering": True, "verification": True}, "clustering and verification"),
     ):
         with pytest.raises(ValueError, match=message):
             score_result(result, replace(RECALL, **change))
@@ -328,10 +307,8 @@ def test_complete_lists_answer_any_k() -> None:
     assert result.complete
     chosen = replace(RECALL, recall_at=(1000,), precision_at=(100,))
     assert score_result(result, chosen).mean()["recall@1000"] == 1.0
-    ignoring = retrieve(
-        np.eye(5, dtype=np.float32), [0, 0, 0, 1, 1], k=2, ignore_groups=[0, 0, 1, 0, 0]
-    )
-    few = ignoring[0]
+    groups = [0, 0, 1, 0, 0]
+    few = retrieve(np.eye(5, dtype=np.float32), [0, 0, 0, 1, 1], k=2, ignore_groups=groups)[0]
     assert few.ids.tolist() == [[2, -1]]
     assert score_result(few, chosen).mean()["precision@100"] == 0.01
 
@@ -339,18 +316,16 @@ def test_complete_lists_answer_any_k() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recall_at": (0,)}, "recall_at must hold whole numbers from 1 up, got 0"),
-        ({"ndcg_at": (1.5,)}, "ndcg_at must hold whole numbers from 1 up, got 1.5"),
-        ({"map_at": (True,)}, "map_at must hold whole numbers"),
-        ({"recall_at": "5"}, "recall_at .* got '5'"),
-        ({"recall_at": ("5",)}, "recall_at .* got '5'"),
-        ({"recall_at": None}, "recall_at .* got None"),
-        ({"recall_at": 1.5}, "recall_at .* got 1.5"),
-        ({"recall_at": 10**9}, "recall_at .* got 1000000000"),
-        ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "no score is asked for"),
+        ({"recall_at": (0,)}, "recall_at .* 0"),
+        ({"ndcg_at": (1.5,)}, "ndcg_at .* 1.5"),
+        ({"map_at": (True,)}, "map_at .* True"),
+        ({"recall_at": "5"}, "recall_at .* '5'"),
+        ({"recall_at": None}, "recall_at .* None"),
+        ({"recall_at": 10**9}, "recall_at .* 1000000000"),
+        ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "recall_at"),
     ],
 )
-def test_bad_choices_are_refused(change: dict[str, Any], message: str) -> None:
+def test_metrics_rejects_invalid_cutoffs(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Metrics(**change)
 
@@ -381,16 +356,17 @@ def test_meta_tensors_are_rejected(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": None}, "labels must be a sequence of integers or strings, got None"),
-        ({"similarity": "l1"}, "unknown similarity 'l1'"),
-        ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "takes one set"),
-        ({"similarity": "hamming"}, "not the packed codes"),
+        ({"labels": None}, "labels .* None"),
+        ({"similarity": "l1"}, "'l1'"),
+        ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "one set"),
+        ({"similarity": "hamming"}, "packed codes"),
     ],
 )
-def test_bad_requests_are_refused(change: dict[str, Any], message: str) -> None:
+def test_evaluate_rejects_invalid_arguments(change: dict[str, Any], message: str) -> None:
     request: dict[str, Any] = {"embeddings": np.eye(4), "labels": [0, 0, 1, 1]} | change
-    with pytest.raises(ValueError, match=message):
-        evaluate(**request, metrics=Metrics(clustering=True))
+    for metrics in (Metrics(clustering=True), Metrics(verification=True)):
+        with pytest.raises(ValueError, match=message):
+            evaluate(**request, metrics=metrics)
 
 
 def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -400,7 +376,7 @@ def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
-def test_verification_comes_along_when_asked() -> None:
+def test_verification_metric() -> None:
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(80, 4)), np.repeat(list("abcdefgh"), 10)
     vectors += np.eye(8)[:, :4].repeat(10, axis=0) * 2
@@ -409,17 +385,9 @@ def test_verification_comes_along_when_asked() -> None:
         expected = verify_classes(vectors, labels, similarity=similarity)
         assert found["verification"] == expected.accuracy
         assert 0.5 < expected.accuracy < 1
-    with pytest.raises(ValueError, match="verification takes one set"):
-        evaluate(
-            vectors,
-            labels,
-            queries=vectors,
-            query_labels=labels,
-            metrics=Metrics(verification=True),
-        )
 
 
-def test_clustering_comes_along_when_asked() -> None:
+def test_clustering_metrics() -> None:
     draw = np.random.default_rng(0)
     labels = np.repeat(["x", "y", "z"], 20)
     centres = {"x": 0.0, "y": 2.0, "z": 4.0}

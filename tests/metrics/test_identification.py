@@ -154,9 +154,9 @@ def test_groups_keep_distractors_away_too():
     assert ranks[1, 0] == 2
     # Of another person are the third row for the other three and these for it, but not the first.
     assert identify(rows, labels, ignore_groups=groups).impostor_pairs == 6 - 2
-    with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
+    with pytest.raises(ValueError, match="gallery_ignore_groups"):
         identify(rows, labels, rows, labels, ignore_groups=groups)
-    with pytest.raises(ValueError, match="gallery_ignore_groups goes with a gallery"):
+    with pytest.raises(ValueError, match="gallery_ignore_groups"):
         identify(rows, labels, gallery_ignore_groups=groups)
 
 
@@ -290,15 +290,6 @@ def test_cmc_and_rates():
         result.cmc(0)
 
 
-def test_lengths_do_not_matter_for_the_cosine():
-    torch.manual_seed(0)
-    probes, distractors, labels = torch.randn(8, 5), torch.randn(30, 5), torch.arange(8) // 2
-    expected = identify(probes, labels, distractors=distractors).ranks
-    lengths = 2.0 ** torch.arange(-70, 74, 18)[:, None]  # squares leave float32's range
-    result = identify(probes * lengths, labels, distractors=distractors * 2.0**-100)
-    assert torch.equal(result.ranks, expected)
-
-
 def test_zero_vectors_have_cosine_zero():
     result = identify(
         torch.zeros(1, 3), [0], torch.ones(1, 3), [0], distractors=torch.tensor([[1.0, 2, 3]])
@@ -306,40 +297,30 @@ def test_zero_vectors_have_cosine_zero():
     assert result.ranks.tolist() == [2]  # 0 against 0: a tie
 
 
-def test_bad_input():
-    probes, labels = torch.eye(4), [0, 0, 1, 1]
-    with pytest.raises(ValueError, match="'manhattan'"):
-        identify(probes, labels, similarity="manhattan")
-    for rank in (0, 1.5, None, "1"):
-        with pytest.raises(ValueError, match=f"ranks .* got {rank!r}"):
-            identify(probes, labels, ranks=(rank,))
-    with pytest.raises(ValueError, match="ranks"):
-        identify(probes, labels, ranks=())
-    with pytest.raises(ValueError, match="far must be above 0"):
-        identify(probes, labels, far=(0.0,))
-    with pytest.raises(ValueError, match="together"):
-        identify(probes, labels, gallery=probes)
-    with pytest.raises(ValueError, match="mate"):
-        identify(probes, [0, 1, 2, 3])
-    with pytest.raises(ValueError, match="mate"):
-        identify(probes, labels, probes, [5, 6, 7, 8])
-    with pytest.raises(ValueError, match="probe_labels has 3 entries"):
-        identify(probes, labels[:3])
-    with pytest.raises(ValueError, match="gallery_labels has 3 entries"):
-        identify(probes, labels, probes, labels[:3])
-    with pytest.raises(ValueError, match="dimensions"):
-        identify(probes, labels, torch.ones(2, 5), [0, 1])
-    with pytest.raises(ValueError, match="distractors has 3 dimensions"):
-        identify(probes, labels, distractors=torch.ones(2, 3))
-    with pytest.raises(ValueError, match="block 1 must be a matrix"):
-        identify(probes, labels, distractors=[torch.ones(2, 4), torch.ones(4)])
-    with pytest.raises(ValueError, match="distractors is empty"):
-        identify(probes, labels, distractors=torch.ones(0, 4))
-    with pytest.raises(ValueError, match="distractors is empty"):
-        identify(probes, labels, distractors=[])
-    broken = torch.ones(6, 4)
-    broken[5, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"block 1 has NaN .* 5"):
-        identify(probes, labels, distractors=[torch.ones(2, 4), broken])
-    with pytest.raises(ValueError, match=r"probes has NaN .* 5"):
-        identify(broken, [*labels, 2, 2])
+BROKEN = torch.ones(6, 4).index_fill(0, torch.tensor(5), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"similarity": "manhattan"}, "'manhattan'"),
+        *(({"ranks": (rank,)}, f"ranks .* {rank!r}") for rank in (0, 1.5, None, "1")),
+        ({"ranks": ()}, "ranks"),
+        ({"far": (0.0,)}, "far"),
+        ({"gallery": torch.eye(4)}, "together"),
+        ({"probe_labels": [0, 1, 2, 3]}, "mate"),
+        ({"gallery": torch.eye(4), "gallery_labels": [5, 6, 7, 8]}, "mate"),
+        ({"probe_labels": [0, 0, 1]}, "probe_labels has 3 entries"),
+        ({"gallery": torch.eye(4), "gallery_labels": [0, 0, 1]}, "gallery_labels has 3 entries"),
+        ({"gallery": torch.ones(2, 5), "gallery_labels": [0, 1]}, "dimensions"),
+        ({"distractors": torch.ones(2, 3)}, "distractors has 3 dimensions"),
+        ({"distractors": [torch.ones(2, 4), torch.ones(4)]}, "block 1"),
+        ({"distractors": torch.ones(0, 4)}, "distractors is empty"),
+        ({"distractors": []}, "distractors is empty"),
+        ({"distractors": [torch.ones(2, 4), BROKEN]}, "block 1 has NaN .* 5"),
+        ({"probes": BROKEN, "probe_labels": [0, 0, 1, 1, 2, 2]}, "probes has NaN .* 5"),
+    ],
+)
+def test_identify_rejects_invalid_input(change, message):
+    with pytest.raises(ValueError, match=message):
+        identify(**{"probes": torch.eye(4), "probe_labels": [0, 0, 1, 1], **change})

@@ -65,7 +65,7 @@ def test_nearest_breaks_ties_by_index(
 
 def self_task(vectors: torch.Tensor, codes: torch.Tensor, similarity: Similarity) -> Task:
     everyone, classes = torch.arange(len(vectors)), codes.unique().numpy()
-    return Task(vectors, vectors, codes, codes, classes, similarity, own=everyone)
+    return Task(vectors, vectors, codes, codes, classes, similarity, self_index=everyone)
 
 
 @pytest.fixture

@@ -161,20 +161,6 @@ def test_inputs_of_all_kinds_agree() -> None:
     assert np.array_equal(retrieve(swapped, numbers, similarity="dot").ids, plain.ids)
 
 
-def test_a_refusal_of_labels_is_short() -> None:
-    vectors = whole_numbers(3, 300)
-    for labels in (
-        dict.fromkeys(range(300), "a class with a long name"),
-        (f"class {n}" for n in range(300)),
-        Column(np.arange(300) / 2),
-        Column([None, *range(299)]),
-    ):
-        with pytest.raises(ValueError, match="labels must be") as refusal:
-            retrieve(vectors, labels)
-        assert len(str(refusal.value)) < 200
-        assert "\n" not in str(refusal.value)
-
-
 def test_labels_above_float32_stay_apart() -> None:
     # 2^24 and 2^24 + 1 are one number in float32.
     labels = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 1, 2**62, 2**62 + 1])
@@ -258,11 +244,6 @@ def test_products_of_any_size(scale: float) -> None:
     scaled = retrieve(stored * np.float32(scale), labels, similarity="dot")
     assert np.array_equal(scaled.ids, plain.ids)
     np.testing.assert_array_equal(scaled.similarities, plain.similarities * scale**2)
-
-
-def test_one_item_and_far_queries() -> None:
-    found = retrieve(np.array([[3.0, 4.0]]), queries=np.array([[0.0, 0.0]]), similarity="euclidean")
-    assert found.similarities.tolist() == [[-5.0]]
 
 
 def test_gradients_and_inputs_are_left_alone() -> None:
@@ -371,9 +352,9 @@ def test_searching_needs_no_labels(tmp_path: Path) -> None:
         assert np.array_equal(plain.similarities, known.similarities)
         assert plain.positives is None
         for name in ("hits", "labels", "query_labels", "gallery_labels"):
-            with pytest.raises(ValueError, match="made without labels"):
+            with pytest.raises(ValueError, match="without labels"):
                 getattr(plain, name)
-        with pytest.raises(ValueError, match="made without labels"):
+        with pytest.raises(ValueError, match="without labels"):
             score_result(plain, Metrics(recall_at=(1,)))
         again = RetrievalResult.load(plain[2:5].save(tmp_path / "plain.npz"))
         assert np.array_equal(again.ids, plain.ids[2:5])
@@ -384,59 +365,51 @@ def test_searching_needs_no_labels(tmp_path: Path) -> None:
 
 
 GOOD = np.eye(4, dtype=np.float32)
+PAIRED = {"queries": GOOD, "query_labels": [0, 1, 0, 1]}
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
-    ({"embeddings": GOOD[0]}, "must be a matrix"),
+    ({"embeddings": GOOD[0]}, "matrix"),
     ({"embeddings": GOOD[:0], "labels": []}, "embeddings is empty"),
     ({"embeddings": GOOD[:, :0]}, "embeddings is empty"),
-    ({"embeddings": GOOD.tolist()}, "torch tensor or a NumPy array, got list"),
-    ({"embeddings": GOOD.astype(np.int64)}, "must be floating point, got torch.int64"),
-    ({"embeddings": GOOD.astype(str)}, "must hold numbers"),
-    ({"embeddings": GOOD.astype(np.complex64)}, "must hold numbers"),
-    ({"labels": [1, 2, 3]}, "labels has 3 entries for 4 items"),
-    ({"labels": np.zeros((4, 1), dtype=int)}, "one entry per item"),
-    ({"labels": [1.0, 2.0, 1.0, 2.0]}, "integers or strings, got float64"),
-    ({"labels": ["a", 1, "b", 2]}, "mixes strings"),
+    ({"embeddings": GOOD.tolist()}, "got list"),
+    ({"embeddings": GOOD.astype(np.int64)}, "torch.int64"),
+    ({"embeddings": GOOD.astype(np.complex64)}, "complex64"),
+    ({"labels": [1, 2, 3]}, "labels has 3 entries for 4"),
+    ({"labels": np.zeros((4, 1), dtype=int)}, r"\(4, 1\)"),
+    ({"labels": [1.0, 2.0, 1.0, 2.0]}, "float64"),
+    ({"labels": ["a", 1, "b", 2]}, "mixes"),
     ({"labels": ["a", "a\0", "b", "b"]}, "null characters"),
-    ({"labels": "abcd"}, "sequence of integers or strings"),
+    ({"labels": "abcd"}, "abcd"),
     ({"labels": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "above 2"),
-    ({"labels": [0, 1, 2, 2**70]}, f"beyond 64 bits: {2**70}"),
-    ({"k": 0}, "k must be a whole number from 1 up, got 0"),
-    ({"k": 2.5}, "got 2.5"),
-    ({"k": 3.0}, "k must be a whole number from 1 up, got 3.0"),
-    ({"similarity": "manhattan"}, "unknown similarity 'manhattan'; choose one of cosine"),
-    ({"similarity": "l2"}, "unknown similarity 'l2', called 'euclidean' here; choose one of"),
-    ({"similarity": "IP"}, "unknown similarity 'IP', called 'dot' here"),
-    ({"similarity": "hamming"}, "packed uint8 codes"),
-    ({"embeddings": GOOD * np.float64(1e160), "similarity": "dot"}, "whose squares overflow torch"),
-    (
-        {"embeddings": GOOD * np.float64(1e-160), "similarity": "dot"},
-        "2e-160, whose squares underf",
-    ),
-    ({"embeddings": GOOD * np.float64(1e160), "similarity": "euclidean"}, "rescale them"),
-    ({"labels": [[1], [2, 3], [4], [5]]}, "labels cannot be made an array"),
-    ({"labels": torch.tensor([1, 2, 1, 2]).bfloat16()}, "integers or strings, got float32"),
-    ({"queries": GOOD}, "give labels and query_labels together"),
-    ({"queries": GOOD, "labels": None, "query_labels": [0, 1, 0, 1]}, "and query_labels together"),
-    ({"query_labels": [1, 2, 3, 4]}, "query_labels is given but queries is not"),
-    ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given but queries is not"),
-    ({"queries": GOOD[:, :3], "query_labels": [0, 1, 0, 1]}, "queries have 3 dimensions"),
-    ({"queries": GOOD.astype(np.float64), "query_labels": [0, 1, 0, 1]}, "use one type for both"),
-    ({"queries": GOOD, "query_labels": ["a", "b", "a", "b"]}, "use one kind for both"),
+    ({"labels": [0, 1, 2, 2**70]}, f"{2**70}"),
+    ({"labels": [[1], [2, 3], [4], [5]]}, "labels"),
+    ({"labels": torch.tensor([1, 2, 1, 2]).bfloat16()}, "float32"),
+    ({"k": 0}, "k .* 0"),
+    ({"k": 3.0}, "k .* 3.0"),
+    ({"similarity": "manhattan"}, "'manhattan'"),
+    ({"similarity": "l2"}, "'euclidean'"),
+    ({"similarity": "IP"}, "'dot'"),
+    ({"similarity": "hamming"}, "uint8"),
+    ({"embeddings": GOOD * np.float64(1e160), "similarity": "dot"}, "overflow"),
+    ({"embeddings": GOOD * np.float64(1e-160), "similarity": "dot"}, "underflow"),
+    ({"embeddings": GOOD * np.float64(1e160), "similarity": "euclidean"}, "overflow"),
+    ({"queries": GOOD}, "labels and query_labels"),
+    ({**PAIRED, "labels": None}, "labels and query_labels"),
+    ({"query_labels": [1, 2, 3, 4]}, "query_labels is given"),
+    ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given"),
+    ({**PAIRED, "queries": GOOD[:, :3]}, "3 dimensions"),
+    ({**PAIRED, "queries": GOOD.astype(np.float64)}, "float64"),
+    ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "one kind"),
     ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),
-    (
-        {"queries": GOOD, "query_labels": [0, 1, 0, 1], "ignore_groups": [0, 1, 2, 3]},
-        "ignore_groups and query_ignore_groups together",
-    ),
-    ({"ignore_groups": [0, 1]}, "ignore_groups has 2 entries for 4 items"),
+    ({**PAIRED, "ignore_groups": [0, 1, 2, 3]}, "query_ignore_groups"),
+    ({"ignore_groups": [0, 1]}, "ignore_groups has 2 entries for 4"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT)
-def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
+def test_retrieve_rejects_invalid_input(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"embeddings": GOOD, "labels": [0, 1, 0, 1]} | change
-    embeddings, labels = arguments.pop("embeddings"), arguments.pop("labels")
     with pytest.raises(ValueError, match=message):
-        retrieve(embeddings, labels, **arguments)
+        retrieve(**arguments)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -165,26 +165,29 @@ def test_what_is_behind_the_candidates_stays_behind_them():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"expand": -1}, "expand must be a whole number from 0 up"),
-        ({"expand": True}, "expand must be a whole number from 0 up"),
-        ({"expand": 2, "similarity": "euclidean"}, "compared by the cosine, not euclidean"),
-        ({"rerank": True, "similarity": "dot"}, "cosine or euclidean, not dot"),
-        ({"rerank": True, "metrics": Metrics(clustering=True)}, "of which clustering has none"),
+        ({"expand": -1}, "expand .* -1"),
+        ({"expand": True}, "expand .* True"),
+        ({"expand": 2, "similarity": "euclidean"}, "expand .* euclidean"),
+        ({"rerank": True, "similarity": "dot"}, "rerank .* dot"),
+        ({"rerank": True, "metrics": Metrics(clustering=True)}, "clustering"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_second_stage_rejects_invalid_options(options, message):
+    with pytest.raises(ValueError, match=message):
         evaluate_queries(np.eye(4), [0, 0, 1, 1], **options)
 
 
-def test_codes_refuse_what_they_have_not():
-    with pytest.raises(ValueError, match="candidates must be a whole number from 0 up"):
-        evaluate_codes(np.eye(4), [0, 0, 1, 1], candidates=-1)
-    with pytest.raises(ValueError, match="candidates must be a whole number from 0 up"):
-        evaluate_codes(np.eye(4), [0, 0, 1, 1], candidates=2.0)
-    with pytest.raises(ValueError, match=r"go to evaluate\(…, similarity=\"hamming\"\)"):
-        evaluate_codes(np.eye(4, dtype=np.uint8), [0, 0, 1, 1], similarity="hamming")
-    with pytest.raises(ValueError, match="clustering takes embeddings, not codes"):
-        evaluate_codes(np.eye(4), [0, 0, 1, 1], metrics=Metrics(clustering=True))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": -1}, "candidates .* -1"),
+        ({"candidates": 2.0}, "candidates .* 2.0"),
+        ({"similarity": "hamming"}, "hamming"),
+        ({"metrics": Metrics(clustering=True)}, "clustering"),
+    ],
+)
+def test_evaluate_codes_rejects_invalid_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_codes(np.eye(4), [0, 0, 1, 1], **options)

@@ -12,7 +12,7 @@ timm = load_timm()
 
 
 def expected_bn_inception():
-    """Names and shapes of the Caffe network, written out branch by branch."""
+    """Names and shapes of the Caffe network."""
     names = {"conv1_7x7_s2": (64, 3, 7), "conv2_3x3_reduce": (64, 64, 1), "conv2_3x3": (192, 64, 3)}
     one = {"3a": 64, "3b": 64, "4a": 224, "4b": 192, "4c": 160, "4d": 96, "5a": 352, "5b": 352}
     inputs = dict(
@@ -69,8 +69,7 @@ def test_bn_inception_map_is_one_thirty_second(side):
     assert float(features.min()) >= 0
 
 
-def test_bn_inception_block_written_out():
-    """One block against plain functional calls."""
+def test_bn_inception_block_equals_functional_calls():
     model = timm.create_model("bn_inception", num_classes=0).eval()
     from torch.nn import functional as F
 
@@ -100,8 +99,8 @@ def test_bn_inception_block_written_out():
         torch.testing.assert_close(model._run_block(_BLOCKS[9], x)[:, -128:], pooled)
 
 
-def test_an_impossible_size_is_said():
-    with pytest.raises(ValueError, match=r"bn_inception cannot take images of 120×120"):
+def test_impossible_image_size_is_rejected():
+    with pytest.raises(ValueError, match="120×120"):
         Embedder.create("bn_inception", weights="none", image_size=120)
 
 
@@ -121,7 +120,7 @@ def test_small_convnet_is_small():
         assert embedder(torch.randn(2, 3, side, side)).shape == (2, 64)
 
 
-def test_own_backbones_are_timms():
+def test_custom_backbones_are_registered_in_timm():
     assert set(list_backbones()) >= {"bn_inception", "sphereface20", "small_convnet", "resnet50"}
     assert "resnet50" in list_backbones("resnet*")
     assert "bn_inception" not in list_backbones("resnet*")
@@ -133,16 +132,16 @@ def test_own_backbones_are_timms():
             timm.create_model(name, pretrained=True)
 
 
-def test_unknown_backbone_suggests_near_names():
-    with pytest.raises(ValueError, match=r"unknown backbone 'rsnet50', did you mean 'resnet50'"):
+def test_unknown_backbone_suggests_similar_names():
+    with pytest.raises(ValueError, match="'resnet50'"):
         Embedder.create("rsnet50")
     for name in ("hf-hub:someone/something", "", None):
         with pytest.raises(ValueError, match="unknown backbone"):
             Embedder.create(name)
     for weights in ("none", "auto"):
-        with pytest.raises(ValueError, match=r"unknown backbone 'resnet18.nonsense'.*'resnet18'"):
+        with pytest.raises(ValueError, match=r"unknown backbone .*'resnet18'"):
             Embedder.create("resnet18.nonsense", weights=weights)
-    with pytest.raises(ValueError, match=r"got the module Identity; .* Embedder\.wrap"):
+    with pytest.raises(ValueError, match=r"Embedder\.wrap"):
         Embedder.create(nn.Identity())
 
 
@@ -156,8 +155,8 @@ MAPS = [
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_dropped_layers_take_no_part(name):
-    """The map is what timm gives before anything was dropped; all that is left learns."""
+def test_dropped_layers_do_not_change_features(name):
+    """The feature map is timm's, and all remaining parameters get a gradient."""
     torch.manual_seed(0)
     model = build(name).eval()
     pixels = torch.randn(2, 3, 64, 64)
@@ -213,33 +212,15 @@ def test_explicit_pooling_warns_about_dropped_layers(pooling, width, tmp_path):
     assert again.fingerprint() == embedder.fingerprint()
 
 
-@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_vit3"])
-def test_tokens_are_pooled_by_timm(name):
-    torch.manual_seed(0)
-    embedder = Embedder.create(name, None, weights="none", normalize=False).eval()
-    assert embedder.architecture.pooling == "token"
-    reference = timm.create_model(name, num_classes=0).eval()
-    reference.load_state_dict(embedder.backbone.state_dict())
-    pixels = torch.randn(2, 3, 160, 160)
-    with torch.inference_mode():
-        torch.testing.assert_close(embedder(pixels), reference(pixels))
-
-
-def test_a_transformer_takes_another_size_when_told():
-    embedder = Embedder.create("test_vit", 16, weights="none", image_size=96)
-    assert embedder.preprocessing.crop == (96, 96)
-    assert embedder(torch.randn(1, 3, 96, 96)).shape == (1, 16)
-
-
-def test_spatial_pooling_of_tokens_is_refused_and_the_reverse():
-    with pytest.raises(ValueError, match=r"'gem' needs a feature map, but test_vit gives tokens"):
+def test_pooling_must_match_the_backbone():
+    with pytest.raises(ValueError, match="feature map"):
         Embedder.create("test_vit", weights="none", pooling="gem")
-    with pytest.raises(ValueError, match=r"'token' is for transformers, but test_resnet"):
+    with pytest.raises(ValueError, match="transformers"):
         Embedder.create("test_resnet", weights="none", pooling="token")
 
 
 @pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "test_vit"])
-def test_stochastic_depth_is_that_of_timm_and_of_training_alone(name):
+def test_drop_path_equals_timm_and_is_inactive_in_evaluation(name):
     embedder = Embedder.create(name, 8, weights="none", image_size=64)
     pixels = torch.randn(8, 3, *embedder.preprocessing.crop)
     with torch.no_grad():
@@ -267,5 +248,5 @@ def is_drop_path(part):
 
 
 @pytest.mark.parametrize("name", ["small_convnet", "own:Net"])
-def test_without_blocks_there_is_no_stochastic_depth(name):
+def test_drop_path_needs_blocks(name):
     assert not set_drop_path(nn.Identity(), name, 0.5)

@@ -12,9 +12,7 @@ from torch import nn
 
 import proximetry.models
 from proximetry.models import Embedder, GeM, freeze_batchnorm, set_batchnorm_momentum
-from proximetry.models.names import POOLINGS
 from proximetry.models.pca import with_pca
-from proximetry.models.pooling import make_pooling
 
 
 def small(dim=16, **settings):
@@ -35,7 +33,7 @@ def reference_pooling(kind, features):
 @pytest.mark.parametrize("kind", ["avg", "max", "avg+max", "gem", "gem-learned"])
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_the_whole_way_written_out(kind, layer_norm, normalize):
+def test_forward_equals_numpy_reference(kind, layer_norm, normalize):
     torch.manual_seed(1)
     embedder = small(pooling=kind, layer_norm=layer_norm, normalize=normalize).eval()
     pixels = torch.randn(3, 3, 64, 64)
@@ -52,7 +50,7 @@ def test_the_whole_way_written_out(kind, layer_norm, normalize):
     np.testing.assert_allclose(found, vectors, rtol=2e-4, atol=2e-5)
 
 
-def test_head_starts_as_published():
+def test_head_initialization():
     torch.manual_seed(0)
     head = small(512).head
     assert torch.count_nonzero(head.bias) == 0
@@ -60,7 +58,7 @@ def test_head_starts_as_published():
 
 
 @pytest.mark.parametrize("dim", [None, 0])
-def test_without_head_the_features_come_out(dim):
+def test_embedder_without_head_returns_features(dim):
     embedder = small(dim, normalize=False).eval()
     pixels = torch.randn(2, 3, 64, 64)
     assert embedder.dim == 96
@@ -69,7 +67,7 @@ def test_without_head_the_features_come_out(dim):
 
 
 @pytest.mark.parametrize("power", [-90, -45, 0, 63, 100])
-def test_vectors_of_any_length_keep_their_direction(power):
+def test_normalization_of_huge_and_tiny_vectors(power):
     """Squares of such lengths leave the range of float32."""
     embedder = small(8).eval()
     pixels = torch.randn(3, 3, 48, 48)
@@ -102,7 +100,7 @@ def test_embeddings_are_float32_under_autocast():
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_vit", "bn_inception"])
-def test_parts_hold_every_learning_parameter_once(name):
+def test_parameter_parts_cover_trainable_parameters(name):
     embedder = Embedder.create(name, 8, weights="none", pooling="auto")
     parts = embedder.parameter_parts()
     listed = [id(value) for part in parts.values() for value in part]
@@ -111,62 +109,47 @@ def test_parts_hold_every_learning_parameter_once(name):
     assert len(parts["head"]) == 2
 
 
-def test_learned_gem_belongs_to_the_head_and_a_frozen_backbone_stays_listed():
+def test_parameter_parts_of_learned_gem_and_frozen_backbone():
     embedder = small(pooling="gem-learned")
     before = embedder.parameter_parts()
     assert any(value is embedder.pooling.p for value in before["head"])
+    embedder(torch.randn(4, 3, 64, 64)).pow(3).sum().backward()
+    assert all(value.grad is not None for part in before.values() for value in part)
     for value in before["backbone"]:
         value.requires_grad_(False)
     assert len(embedder.parameter_parts()["backbone"]) == len(before["backbone"]) > 0
 
 
-def test_every_parameter_gets_a_gradient():
-    for settings in ({}, {"pooling": "gem-learned"}):
-        embedder = small(**settings)
-        embedder(torch.randn(4, 3, 64, 64)).pow(3).sum().backward()
-        for part in embedder.parameter_parts().values():
-            assert all(value.grad is not None for value in part)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dim": -1}, "dim must be .* got -1"),
-        ({"dim": 2.5}, "dim must be .* got 2.5"),
-        ({"dim": 8.0}, "dim must be .* got 8.0"),
-        ({"image_size": 0}, "image_size must be .* got 0"),
-        ({"resize": -3}, "resize must be .* got -3"),
-        ({"image_size": 64, "resize": 32}, "resize 32 is smaller"),
-        ({"pooling": "mean"}, "pooling must be one of .* got 'mean'"),
-        ({"similarity": "dot"}, "similarity must be one of 'cosine', 'euclidean', got 'dot'"),
+        ({"dim": -1}, "dim .* -1"),
+        ({"dim": 8.0}, "dim .* 8.0"),
+        ({"image_size": 0}, "image_size .* 0"),
+        ({"resize": -3}, "resize .* -3"),
+        ({"image_size": 64, "resize": 32}, "resize 32"),
+        ({"pooling": "mean"}, "pooling .* 'mean'"),
+        ({"similarity": "dot"}, "similarity .* 'dot'"),
+        ({"bits": 63}, "bits .* 63"),
+        ({"bits": 8192}, "bits .* 8192"),
+        ({"bits": 0}, "bits .* 0"),
+        ({"bits": 64, "similarity": "euclidean"}, "bits .* 'euclidean'"),
+        *(({"tta_crops": bad}, "tta_crops") for bad in (0.5, [1.0], [0.0], [True], 17 * [0.5])),
     ],
+    ids=str,
 )
-def test_bad_settings_are_named(settings, message):
+def test_create_rejects_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         Embedder.create("test_resnet", **{"weights": "none", **settings})
 
 
-@pytest.mark.parametrize(
-    ("normalize", "similarity", "expected"),
-    [
-        (True, None, "cosine"),
-        (False, None, "euclidean"),
-        (False, "cosine", "cosine"),
-        (True, "euclidean", "euclidean"),
-    ],
-)
-def test_similarity_follows_the_normalization_unless_given(normalize, similarity, expected):
-    embedder = small(normalize=normalize, similarity=similarity)
-    assert embedder.architecture.similarity == expected
+def test_default_similarity():
+    assert small().architecture.similarity == "cosine"
+    assert small(normalize=False).architecture.similarity == "euclidean"
+    assert small(normalize=False, similarity="cosine").architecture.similarity == "cosine"
 
 
-def test_every_name_of_a_pooling_is_known():
-    for name in POOLINGS:
-        if name != "auto":
-            assert isinstance(make_pooling(name), nn.Module)
-
-
-def test_names_load_no_torch_and_a_missing_package_is_named():
+def test_names_import_no_torch_and_missing_timm_is_reported():
     code = """
 import sys
 import proximetry.models.names
@@ -192,7 +175,7 @@ def norms(module):
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "small_convnet"])
-def test_frozen_statistics_survive_train(name):
+def test_frozen_batchnorm_keeps_statistics_in_train_mode(name):
     embedder = Embedder.create(name, 8, weights="none", image_size=64)
     assert freeze_batchnorm(embedder) is embedder
     freeze_batchnorm(embedder)
@@ -209,7 +192,7 @@ def test_frozen_statistics_survive_train(name):
             assert part.weight.requires_grad
 
 
-def test_frozen_equals_evaluation_and_unfrozen_does_not():
+def test_frozen_batchnorm_equals_evaluation():
     torch.manual_seed(0)
     pixels = torch.randn(4, 3, 64, 64)
     embedder = small()
@@ -219,13 +202,13 @@ def test_frozen_equals_evaluation_and_unfrozen_does_not():
     assert not torch.allclose(frozen(pixels), moving, atol=1e-3)
 
 
-def test_affine_can_be_frozen_too():
+def test_freeze_batchnorm_affine():
     embedder = freeze_batchnorm(small(), affine=True)
     assert not any(value.requires_grad for part in norms(embedder) for value in part.parameters())
     assert embedder.head.weight.requires_grad
 
 
-def test_momentum_moves_the_statistics_as_said():
+def test_set_batchnorm_momentum():
     model = set_batchnorm_momentum(nn.Sequential(nn.BatchNorm2d(2)), 0.9).train()
     batch = torch.randn(5, 2, 3, 3) + 4
     model(batch)
@@ -234,7 +217,7 @@ def test_momentum_moves_the_statistics_as_said():
         set_batchnorm_momentum(model, 1.5)
 
 
-def test_an_embedder_with_bits_gives_codes_and_knows_them(tmp_path):
+def test_binary_codes_of_embedder_with_bits(tmp_path):
     torch.manual_seed(0)
     embedder = small(bits=24)
     assert (embedder.bits, embedder.dim) == (24, 24)
@@ -251,22 +234,16 @@ def test_an_embedder_with_bits_gives_codes_and_knows_them(tmp_path):
     plain = small(24)
     plain.load_state_dict(embedder.state_dict())
     assert plain.bits is None
-    assert plain.fingerprint() != embedder.fingerprint()  # they are not searched alike
-
-
-@pytest.mark.parametrize("wrong", [0.5, [1.0], [0.0], [float("nan")], [True], ["x"], 17 * [0.5]])
-def test_crops_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ValueError, match="tta_crops must be at most 16 numbers between 0 and 1"):
-        small(tta_crops=wrong)
+    assert plain.fingerprint() != embedder.fingerprint()
 
 
 @pytest.mark.parametrize("key", [{"flip_tta": True}, {"tta_crops": [0.5]}], ids=str)
-def test_vectors_have_no_other_views(key):
-    with pytest.raises(ValueError, match="is for images; vectors takes vectors of 7 dimensions"):
+def test_tta_requires_images(key):
+    with pytest.raises(ValueError, match="is for images"):
         Embedder.create("vectors", 4, input_dim=7, **key)
 
 
-def test_embedders_without_bits_are_saved_and_counted_as_ever(tmp_path):
+def test_fingerprint_and_saved_architecture_are_stable(tmp_path):
     embedder = small(24)
     embedder.save(tmp_path / "embedder")
     saved = json.loads((tmp_path / "embedder" / "embedder.json").read_text())
@@ -288,20 +265,5 @@ def test_embedders_without_bits_are_saved_and_counted_as_ever(tmp_path):
     assert embedder.fingerprint() == whole.hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"bits": 63}, "bits must be a multiple of 8 from 8 to 4096, got 63"),
-        ({"bits": 8192}, "bits must be a multiple of 8 from 8 to 4096, got 8192"),
-        ({"bits": 0}, "bits must be a multiple of 8 from 8 to 4096, got 0"),
-        ({"bits": 64, "similarity": "euclidean"}, "bits are for the similarity 'cosine'"),
-        ({"bits": 64, "normalize": False}, "bits are for the similarity 'cosine'"),
-    ],
-)
-def test_bits_that_cannot_be_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told):
-        small(**settings)
-
-
-def test_pca_leaves_the_codes_behind():
+def test_pca_removes_bits():
     assert with_pca(small(bits=16), torch.eye(16)[:8]).bits is None

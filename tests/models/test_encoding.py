@@ -46,16 +46,18 @@ def reference(embedder, image):
         return embedder(steps(image.convert("RGB"))[None])[0]
 
 
-def test_equals_torchvisions_pipeline(embedder):
+def test_encode_equals_torchvision(embedder):
     images = [image_of(seed, 50 + 9 * seed, 120 - 8 * seed) for seed in range(7)]
     found = embedder.encode(images, batch_size=3)
     assert found.shape == (7, 8)
     assert (found.dtype, found.device.type) == (torch.float32, "cpu")
+    assert not found.is_inference()
+    assert embedder.encode([], concat_flip=True).shape == (0, 16)
     expected = torch.stack([reference(embedder, image) for image in images])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_every_kind_of_source_gives_the_same(embedder, tmp_path):
+def test_encode_of_all_image_sources(embedder, tmp_path):
     image = image_of(1)
     image.save(tmp_path / "a.png")
     array = np.asarray(image).copy()
@@ -75,7 +77,7 @@ def test_every_kind_of_source_gives_the_same(embedder, tmp_path):
     assert torch.equal(generated, vectors)
 
 
-def test_any_mode_and_orientation(embedder, tmp_path):
+def test_encode_of_image_modes_and_orientation(embedder, tmp_path):
     image = image_of(2)
     gray = np.asarray(image.convert("L")).copy()
     as_rgb = Image.fromarray(gray).convert("RGB")
@@ -94,7 +96,7 @@ def test_any_mode_and_orientation(embedder, tmp_path):
     torch.testing.assert_close(turned, embedder.encode([image]))
 
 
-def test_batches_do_not_matter(embedder):
+def test_encode_is_independent_of_batch_size(embedder):
     images = [image_of(seed) for seed in range(5)]
     expected = embedder.encode(images, batch_size=5)
     for batch in (1, 2, 64):
@@ -102,26 +104,23 @@ def test_batches_do_not_matter(embedder):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_flip_appends_the_flipped_image_of(embedder):
+def test_concat_flip(embedder):
     image = image_of(3)
     flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     both = embedder.encode([image], concat_flip=True)
     assert both.shape == (1, 16)
     torch.testing.assert_close(both[:, :8], embedder.encode([image]))
     torch.testing.assert_close(both[:, 8:], embedder.encode([flipped]), rtol=1e-3, atol=1e-4)
-
-
-def test_concat_flip_is_refused_with_flip_tta(embedder):
-    both = copy.deepcopy(embedder)
-    both.architecture = replace(embedder.architecture, flip_tta=True)
-    with pytest.raises(ValueError, match="concat_flip adds nothing"):
-        both.encode([image_of(1)], concat_flip=True)
+    averaged = copy.deepcopy(embedder)
+    averaged.architecture = replace(embedder.architecture, flip_tta=True)
+    with pytest.raises(ValueError, match="flip_tta"):
+        averaged.encode([image], concat_flip=True)
 
 
 @pytest.mark.parametrize("backbone", ["test_resnet", "bn_inception", "test_vit", "test_convnext"])
 @pytest.mark.parametrize("tta", [{}, {"flip_tta": True, "tta_crops": (0.8,)}], ids=str)
-def test_encode_gives_the_bits_of_embed(backbone, tta):
-    """Pixels from the files or from a cache, in whatever layout: the same vectors."""
+def test_encode_and_embed_are_bit_equal(backbone, tta):
+    """Pixels from files or a cache, in any memory format."""
     torch.manual_seed(0)
     size = None if backbone == "test_vit" else 64
     embedder = Embedder.create(backbone, 8, weights="none", image_size=size, layer_norm=True, **tta)
@@ -147,7 +146,7 @@ def test_encode_and_embed_ignore_autocast(embedder):
         assert torch.equal(embedder.embed(pixels), embedded)
 
 
-def test_flip_tta_averages_the_features_outside_training(embedder):
+def test_flip_tta_averages_features_in_evaluation(embedder):
     both = copy.deepcopy(embedder)
     both.architecture = replace(embedder.architecture, flip_tta=True)
     pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
@@ -160,7 +159,7 @@ def test_flip_tta_averages_the_features_outside_training(embedder):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_crops_are_averaged_too_outside_training(embedder, flip):
+def test_tta_crops_average_features_in_evaluation(embedder, flip):
     several = copy.deepcopy(embedder)
     several.architecture = replace(embedder.architecture, flip_tta=flip, tta_crops=(0.75, 0.5))
     pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
@@ -181,7 +180,7 @@ def test_crops_are_averaged_too_outside_training(embedder, flip):
     sides=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     share=st.floats(0, 1, exclude_min=True, exclude_max=True),
 )
-def test_the_centre_lies_in_the_middle_whatever_the_size(sides, share):
+def test_zoomed_crop_is_centered(sides, share):
     torch.manual_seed(0)
     pixels = torch.randn(2, 3, *sides)
     found = _zoomed(pixels, share)
@@ -191,7 +190,7 @@ def test_the_centre_lies_in_the_middle_whatever_the_size(sides, share):
     torch.testing.assert_close(_zoomed(torch.ones(1, 3, *sides), share), torch.ones(1, 3, *sides))
 
 
-def test_modes_come_back_and_statistics_stay():
+def test_encode_restores_modes_and_statistics():
     embedder = freeze_batchnorm(Embedder.create("test_resnet", 8, weights="none", image_size=64))
     embedder.train()
     embedder.head.eval()
@@ -206,7 +205,7 @@ def test_modes_come_back_and_statistics_stay():
     assert embedder.training
 
 
-def test_threads_get_what_one_gets_and_leave_the_embedder_alone():
+def test_encode_in_threads():
     torch.manual_seed(0)
     embedder = Embedder.create("test_resnet", 8, weights="none", image_size=64).train()
     embedder.head.eval()
@@ -228,8 +227,8 @@ def test_threads_get_what_one_gets_and_leave_the_embedder_alone():
 
 
 @given(st.data())
-def test_evaluation_mode_lasts_while_anyone_needs_it(data):
-    """Whoever comes and goes in whichever order, and whatever parts their networks share."""
+def test_evaluating_nested_and_overlapping(data):
+    """Contexts exit in any order, and networks share modules."""
     shared = nn.Dropout()
     networks = [nn.Sequential(shared, nn.Dropout()), nn.Sequential(nn.Dropout().eval(), shared)]
     modes = [part.training for network in networks for part in network.modules()]
@@ -247,17 +246,8 @@ def test_evaluation_mode_lasts_while_anyone_needs_it(data):
     assert [part.training for network in networks for part in network.modules()] == modes
 
 
-def test_a_mode_that_is_set_meanwhile_stays(embedder):
-    own = copy.deepcopy(embedder)
-    own.encode([image_of(1)], progress=lambda done: own.train())
-    assert own.training
-    with evaluating(own):
-        own.head.train()
-    assert own.head.training
-
-
-def test_one_picture_may_be_asked_for_many_times(embedder):
-    """Pillow reads a file when its pixels are first wanted, which only one thread may do."""
+def test_encode_of_one_lazy_image_many_times(embedder):
+    """Pillow decodes on first access, which only one thread may do."""
     file = io.BytesIO()
     image_of(1, 300, 300).save(file, "PNG")
     expected = embedder.encode([file.getvalue()])
@@ -266,26 +256,14 @@ def test_one_picture_may_be_asked_for_many_times(embedder):
         assert torch.allclose(embedder.encode([image] * 8), expected, atol=1e-6)
 
 
-def test_result_is_an_ordinary_tensor(embedder):
-    vectors = embedder.encode([image_of(1)])
-    assert not vectors.is_inference()
-    vectors.requires_grad_().sum().backward()
-
-
-def test_a_half_precision_network_encodes(embedder):
+def test_encode_in_half_precision(embedder):
     half = copy.deepcopy(embedder).to(torch.bfloat16)
     found = half.encode([image_of(1)])
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, embedder.encode([image_of(1)]), rtol=0.1, atol=0.1)
 
 
-def test_progress_counts_images(embedder):
-    seen = []
-    embedder.encode([image_of(seed) for seed in range(5)], 2, progress=seen.append)
-    assert seen == [2, 4, 5]
-
-
-def test_errors_come_in_order_in_the_thread_of_the_caller(embedder, monkeypatch):
+def test_on_error_is_called_in_order_in_the_calling_thread(embedder, monkeypatch):
     read = type(embedder.preprocessing).pixels
 
     def slowly(self, source):
@@ -294,20 +272,15 @@ def test_errors_come_in_order_in_the_thread_of_the_caller(embedder, monkeypatch)
 
     monkeypatch.setattr(type(embedder.preprocessing), "pixels", slowly)
     images = ["first", "other", image_of(1), image_of(2), "last", "least"]
-    told, seen = [], []
+    errors, seen = [], []
     embedder.encode(
-        images, 2, on_error=lambda i, _: told.append((i, get_ident())), progress=seen.append
+        images, 2, on_error=lambda i, _: errors.append((i, get_ident())), progress=seen.append
     )
-    assert told == [(i, get_ident()) for i in (0, 1, 4, 5)]
+    assert errors == [(i, get_ident()) for i in (0, 1, 4, 5)]
     assert seen == [4, 6]
 
 
-def test_nothing_gives_an_empty_table(embedder):
-    assert embedder.encode([]).shape == (0, 8)
-    assert embedder.encode([], concat_flip=True).shape == (0, 16)
-
-
-def test_bad_images_are_named_with_their_place(embedder, tmp_path):
+def test_encode_reports_index_of_unreadable_images(embedder, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"image 1: .*bad\.jpg"):
         embedder.encode([image_of(1), tmp_path / "bad.jpg"])
@@ -322,7 +295,7 @@ def test_bad_images_are_named_with_their_place(embedder, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_embeddings_that_are_not_finite_are_refused_by_name(embedder, tmp_path, bad):
+def test_encode_rejects_nonfinite_embeddings(embedder, tmp_path, bad):
     broken = copy.deepcopy(embedder)
     with torch.no_grad():
         broken.head.weight[3, 2] = bad
@@ -331,32 +304,28 @@ def test_embeddings_that_are_not_finite_are_refused_by_name(embedder, tmp_path, 
         ([tmp_path / "a.png"], r"image 0 \(.*a\.png\)"),
         ([image_of(1)], "image 0"),
     ):
-        with pytest.raises(
-            ValueError, match=rf"embedding of {name} has NaN .* head\.weight; it has"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} has NaN .* head\.weight"):
             broken.encode(images, concat_flip=True)
-    # An image that was left out does not shift the names of the others.
-    left_out = []
+    # A skipped image does not shift the indices of the others.
+    skipped = []
     (tmp_path / "bad.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"embedding of image 1 \("):
+    with pytest.raises(ValueError, match=r"image 1 \("):
         broken.encode(
-            [tmp_path / "bad.png", tmp_path / "a.png"], on_error=lambda *why: left_out.append(why)
+            [tmp_path / "bad.png", tmp_path / "a.png"],
+            on_error=lambda *error: skipped.append(error),
         )
-    assert len(left_out) == 1
+    assert len(skipped) == 1
     overflowing = copy.deepcopy(embedder)
     with torch.no_grad():
         overflowing.head.weight.fill_(3e38)
-    with pytest.raises(ValueError, match="its weights are finite, but something overflows"):
+    with pytest.raises(ValueError, match="overflows"):
         overflowing.encode([image_of(1)])
 
 
-def test_one_image_is_not_a_list(embedder, tmp_path):
+def test_encode_rejects_single_images_and_bad_batch_sizes(embedder, tmp_path):
     for one in ("a.png", tmp_path, image_of(1), np.zeros((9, 9, 3), np.uint8), b"x"):
         with pytest.raises(ValueError, match=r"write \[image\]"):
             embedder.encode(one)
-
-
-def test_a_bad_batch_size_is_named(embedder):
     for batch_size in (0, None, 1.5):
         with pytest.raises(ValueError, match=f"batch_size .* got {batch_size}"):
             embedder.encode([image_of(1)], batch_size=batch_size)

@@ -39,7 +39,7 @@ def run(path, pixels):
         ("small_convnet", {"resize": 70, "squash": True}),
     ],
 )
-def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings):
+def test_exported_graph_equals_torch(tmp_path, capfd, backbone, settings):
     torch.manual_seed(0)
     embedder = Embedder.create(backbone, 8, weights="none", image_size=64, **settings)
     embedder.train()
@@ -58,7 +58,7 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings
     assert before.keys() == {"resize", "crop", "interpolation"}
     assert Preprocessing.from_json({**before, **inside}) == embedder.preprocessing
     assert "must not be applied again" in props["input"]
-    assert ("whatever the shape" in props["resize"]) == ("squash" in settings)
+    assert ("aspect ratio" in props["resize"]) == ("squash" in settings)
     assert json.loads(props["architecture"]) == embedder.architecture.to_json()
     assert props["similarity"] == ("cosine" if embedder.architecture.normalize else "euclidean")
     assert json.loads(props["graph"]) == {
@@ -83,16 +83,16 @@ def test_graph_takes_raw_pixels_of_any_batch(tmp_path, capfd, backbone, settings
     torch.testing.assert_close(again.embed(whole), embedder.embed(whole), rtol=1e-3, atol=1e-4)
 
 
-def test_metadata_tells_of_pca_that_the_recipe_asked_for():
+def test_onnx_metadata_reports_pca_dim():
     embedder = Embedder.create("small_convnet", 8, weights="none")
-    told = []
+    dims = []
     for recipe in (None, {"model": {"pca_dim": 8}}, {"model": {"pca_dim": None}}, {"model": 1}):
         embedder.recipe = recipe
-        told.append(json.loads(export._metadata(embedder)["graph"])["pca_dim"])
-    assert told == [None, 8, None, None]
+        dims.append(json.loads(export._metadata(embedder)["graph"])["pca_dim"])
+    assert dims == [None, 8, None, None]
 
 
-def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):
+def test_export_rejects_a_graph_that_differs_from_torch(tmp_path, monkeypatch):
     class Wrong:
         def __init__(self, *args, **kwargs):
             pass
@@ -103,52 +103,45 @@ def test_a_difference_is_an_error_and_writes_nothing(tmp_path, monkeypatch):
     embedder = Embedder.create("small_convnet", 8, weights="none")
     (tmp_path / "e.onnx").write_text("old")
     monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
-    with pytest.raises(ValueError, match=r"differs from torch by .* at batch 1"):
+    with pytest.raises(ValueError, match="differs from torch"):
         embedder.export_onnx(tmp_path / "e.onnx")
     assert (tmp_path / "e.onnx").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_embedder_that_gives_nan_is_not_exported(tmp_path, monkeypatch):
+def test_export_rejects_nonfinite_embeddings(tmp_path, monkeypatch):
     embedder = Embedder.create("small_convnet", 8, weights="none")
     with torch.no_grad():
         embedder.head.bias[2] = torch.nan
-    monkeypatch.setattr(torch.onnx, "export", lambda *a, **k: 1 / 0)  # it does not come to that
-    with pytest.raises(
-        ValueError, match=r"gives NaN .* weights head\.bias; .* nothing was written"
-    ):
+    monkeypatch.setattr(torch.onnx, "export", lambda *a, **k: pytest.fail("exported"))
+    with pytest.raises(ValueError, match=r"head\.bias"):
         embedder.export_onnx(tmp_path / "e.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_impossible_export_is_one_sentence(tmp_path, monkeypatch):
+def test_export_errors(tmp_path, monkeypatch):
     embedder = Embedder.create("small_convnet", 8, weights="none")
-    with pytest.raises(ValueError, match=r"opset must be between 18 and .* got 9999"):
+    with pytest.raises(ValueError, match=r"opset .* 9999"):
         embedder.export_onnx(tmp_path / "e.onnx", opset=9999)
     monkeypatch.setattr(torch.onnx, "export", lambda *a, **k: 1 / 0)
-    with pytest.raises(ValueError, match="cannot export this network at opset 18: division"):
+    with pytest.raises(ValueError, match="opset 18: division"):
         embedder.export_onnx(tmp_path / "e.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dim", [None, 4])
-def test_embedders_without_parameters_or_in_half_precision(tmp_path, dim):
+def test_export_without_parameters_and_in_half_precision(tmp_path, dim):
     embedder = Embedder.create("vectors", dim, input_dim=16).half()
-    embedder.export_onnx(tmp_path / "e.onnx")
+    embedder.export_onnx(tmp_path / "e.onnx", opset=20)
+    assert onnx.load(tmp_path / "e.onnx").opset_import[0].version == 20
     vectors = torch.randn(3, 16)
     found = run(tmp_path / "e.onnx", vectors)
     torch.testing.assert_close(found, embedder.float().embed(vectors), rtol=1e-3, atol=1e-4)
 
 
-def test_a_newer_opset_is_what_is_written(tmp_path):
+def test_export_reports_missing_extra_and_folder(tmp_path, monkeypatch):
     embedder = Embedder.create("small_convnet", 8, weights="none")
-    embedder.export_onnx(tmp_path / "e.onnx", opset=20)
-    assert onnx.load(tmp_path / "e.onnx").opset_import[0].version == 20
-
-
-def test_missing_extra_and_folder_are_named(tmp_path, monkeypatch):
-    embedder = Embedder.create("small_convnet", 8, weights="none")
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="nowhere"):
         embedder.export_onnx(tmp_path / "nowhere" / "e.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModuleNotFoundError, match="extra 'onnx'"):

@@ -1,4 +1,4 @@
-"""Embedders on the hub: pushed, downloaded and refused, against a server in this process."""
+"""Push to and download from a hub server in this process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, constants
 
 from proximetry import cli
 from proximetry.faces import open_embedder
-from proximetry.models import Embedder, hub, weights
+from proximetry.models import Embedder, hub
 from tests.models.hub_server import READER, WRITER, Hub
 from tests.models.test_storage import equal, make
 
@@ -36,7 +36,7 @@ RECIPE = {
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     running = Hub()
-    # What HF_ENDPOINT would have set when the client was imported.
+    # As HF_ENDPOINT at import.
     monkeypatch.setattr(constants, "ENDPOINT", running.address)
     template = f"{running.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -56,7 +56,7 @@ def trained(**settings):
     return embedder
 
 
-def test_what_is_pushed_comes_back(server):
+def test_push_and_download(server):
     embedder = trained(flip_tta=True)
     assert embedder.push_to_hub(REPO, license="apache-2.0") == f"{server.address}/{REPO}"
     assert any(line.startswith("PUT /lfs/") for line in server.asked)
@@ -65,17 +65,17 @@ def test_what_is_pushed_comes_back(server):
     assert not found.training
     assert found.fingerprint() == embedder.fingerprint()
     assert (found.recipe, found.class_names) == (RECIPE, embedder.class_names)
-    pictures = [np.full((40, 30, 3), gray, np.uint8) for gray in (0, 200)]
-    assert torch.equal(found.encode(pictures), embedder.encode(pictures))
+    images = [np.full((40, 30, 3), gray, np.uint8) for gray in (0, 200)]
+    assert torch.equal(found.encode(images), embedder.encode(images))
 
 
-def test_a_push_replaces_what_was_there_in_one_commit(server):
+def test_push_replaces_an_embedder_in_one_commit(server):
     first, second = trained(), make(seed=1, backbone="small_convnet")
     first.push_to_hub(REPO)
     server.files(REPO)["notes.txt"] = b"mine"
     before = server.sha(REPO)
     second.push_to_hub(REPO)
-    assert len(server.commits[REPO]) == 3  # the first one made the repository
+    assert len(server.commits[REPO]) == 3  # the first created the repository
     names = sorted(server.files(REPO))
     assert len(names) == 5
     assert names[:3] == [".gitattributes", "README.md", names[2]]
@@ -85,7 +85,7 @@ def test_a_push_replaces_what_was_there_in_one_commit(server):
     assert equal(Embedder.from_hub(REPO, revision=before), first)
 
 
-def test_the_card_says_what_is_known(server):
+def test_model_card(server):
     embedder = trained(tta_crops=[0.875])
     embedder.push_to_hub(REPO, license="cc-by-4.0")
     card = ModelCard(server.files(REPO)["README.md"].decode())
@@ -114,7 +114,7 @@ def test_the_card_says_what_is_known(server):
         "| test set | recall@1 | 0.6250 |",
         "| loss | proxy_anchor |",
         "| dataset | cub |",
-        "| centre crops of test-time augmentation | 0.875 |",
+        "| center crops of test-time augmentation | 0.875 |",
         f"`{embedder.fingerprint()}`",
         f"torch {torch.__version__}",
         f'Embedder.from_hub("{REPO}")',
@@ -124,16 +124,8 @@ def test_the_card_says_what_is_known(server):
     compile(code, "card", "exec")
 
 
-def test_a_card_of_an_embedder_that_nobody_measured(server):
-    make(backbone="small_convnet", bits=None).push_to_hub(REPO)
-    card = ModelCard(server.files(REPO)["README.md"].decode())
-    assert not {"license", "model-index"} & card.data.to_dict().keys()
-    assert "## Evaluation" not in card.text
-    assert "started from | random" in card.text
-
-
 @pytest.mark.parametrize("odd", ["a|b", "x\n---\ny: z", "<script>", "`rm`", {"deep": [1]}, 7, None])
-def test_no_recipe_breaks_a_card(server, odd):
+def test_model_card_escapes_recipe_values(server, odd):
     embedder = make(backbone="small_convnet")
     embedder.recipe = {"name": odd, "data": odd, "loss": {"name": odd}, "training": []}
     embedder.metrics = {str(odd): {"recall@1": 0.5}, "test": {str(odd): 1}}
@@ -142,21 +134,22 @@ def test_no_recipe_breaks_a_card(server, odd):
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert yaml.safe_load(front)["library_name"] == "proximetry"
     assert "<script>" not in body
+    assert "initial weights | random" in body
     rows = [line for line in body.splitlines() if line.startswith("|")]
     assert all(line.count("|") in (3, 4) for line in rows)
 
 
-def test_the_token_decides(server, monkeypatch, tmp_path):
+def test_tokens_and_private_repositories(server, monkeypatch, tmp_path):
     embedder = make(backbone="small_convnet")
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match=r"a push to lab/jays needs a token .* `hf auth login`"):
+    with pytest.raises(ValueError, match="hf auth login"):
         embedder.push_to_hub(REPO)
     assert server.asked == []
     monkeypatch.setenv("HF_TOKEN", READER)
-    with pytest.raises(ValueError, match="your token may not do this: lab/jays cannot be pushed"):
+    with pytest.raises(ValueError, match=r"lab/jays: .*403"):
         embedder.push_to_hub(REPO)
     monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(ValueError, match="the hub does not accept your token"):
+    with pytest.raises(ValueError, match="lab/jays"):
         embedder.push_to_hub(REPO)
     assert server.commits == {}
     monkeypatch.setenv("HF_TOKEN", WRITER)
@@ -165,85 +158,88 @@ def test_the_token_decides(server, monkeypatch, tmp_path):
     assert equal(Embedder.from_hub(REPO), embedder)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match=r"no repository lab/jays, or it is private: log in with"):
+    with pytest.raises(ValueError, match="lab/jays not found, or private"):
         Embedder.from_hub(REPO)
 
 
 @pytest.mark.parametrize("name", ["jays", "a/b/c", "lab/", "", "../lab/jays", "lab/j ays", "a/é"])
-def test_names_that_are_none(server, name):
-    with pytest.raises(ValueError, match="a repository of the hub is called owner/name, got"):
+def test_invalid_repo_ids(server, name):
+    with pytest.raises(ValueError, match="owner/name"):
         Embedder.from_hub(name)
-    with pytest.raises(ValueError, match="a repository of the hub is called owner/name, got"):
+    with pytest.raises(ValueError, match="owner/name"):
         make(backbone="small_convnet").push_to_hub(name)
     assert server.asked == []
 
 
-def test_what_is_not_there(server):
-    with pytest.raises(ValueError, match="no repository lab/none, or your token may not read it"):
+def test_missing_repository_revision_and_embedder(server):
+    with pytest.raises(ValueError, match="lab/none not found"):
         Embedder.from_hub("lab/none")
     make(backbone="small_convnet").push_to_hub(REPO)
-    with pytest.raises(ValueError, match="lab/jays has no revision 'v2'"):
+    with pytest.raises(ValueError, match=r"lab/jays: .*404"):
         Embedder.from_hub(REPO, revision="v2")
     server.commit("lab/other", {"README.md": b"", "model.safetensors": b""})
-    with pytest.raises(ValueError, match=r"lab/other holds no saved embedder: embedder\.json"):
+    with pytest.raises(ValueError, match=r"lab/other: .*embedder\.json"):
         Embedder.from_hub("lab/other")
     with pytest.raises(ValueError, match=r'Invalid metadata in README\.md\.\s+- "license" is'):
         make(backbone="small_convnet").push_to_hub(REPO, license="no-such")
     assert len(server.commits[REPO]) == 2
 
 
-def test_without_the_hub_the_cache_serves(server, monkeypatch):
+def test_offline_download_uses_the_cache(server, monkeypatch):
     embedder = make(backbone="small_convnet")
     embedder.push_to_hub(REPO)
     Embedder.from_hub(REPO)
     asked = len(server.asked)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert equal(Embedder.from_hub(REPO), embedder)
-    with pytest.raises(OSError, match=r"HF_HUB_OFFLINE is set, .* lab/new has not been downloaded"):
+    with pytest.raises(OSError, match=r"HF_HUB_OFFLINE .*lab/new"):
         Embedder.from_hub("lab/new")
     assert len(server.asked) == asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    template = f"{nowhere}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     assert equal(Embedder.from_hub(REPO), embedder)
-    with pytest.raises(OSError, match=r"the hub at .*:9 cannot be reached, and lab/new has not"):
+    with pytest.raises(OSError, match=":9 cannot be reached"):
         Embedder.from_hub("lab/new")
-    with pytest.raises(OSError, match=r"the hub at .*:9 cannot be reached: nothing was pushed"):
+    with pytest.raises(OSError, match=":9 cannot be reached"):
         embedder.push_to_hub(REPO)
 
 
 def changed(files, **values):
-    """The files with other values in embedder.json, whose checksum is taken out."""
+    """Return the files with changed values in embedder.json, without its checksum."""
     content = {**json.loads(files["embedder.json"]), **values}
     del content["checksum"]
     return {**files, "embedder.json": json.dumps(content).encode()}
 
 
-def test_what_is_damaged_or_too_large_is_refused(server, monkeypatch):
+def test_download_rejects_damaged_and_oversized_files(server, monkeypatch):
     make(backbone="small_convnet").push_to_hub(REPO)
     good = server.files(REPO)
     (name,) = [file for file in good if file.endswith(".safetensors")]
     tensors = json.loads(good["embedder.json"])["tensors"]
     cases = {
-        r"embedder\.json is damaged": {**good, "embedder.json": good["embedder.json"][:-9]},
-        r"does not describe an embedder": {**good, "embedder.json": b"[]"},
-        r"names no weights file": changed(good, tensors={"sha256": "../x", "bytes": 1}),
-        r"is damaged: its checksum": {**good, name: good[name][:-1] + b"\0"},
-        r"and 1 bytes at most can be right": changed(good, tensors={**tensors, "bytes": 1}),
-        r"has format version 2": changed(good, version=2),
+        "is damaged": {**good, "embedder.json": good["embedder.json"][:-9]},
+        "does not describe": {**good, "embedder.json": b"[]"},
+        "names no weights file": changed(good, tensors={"sha256": "../x", "bytes": 1}),
+        "checksum": {**good, name: good[name][:-1] + b"\0"},
+        "at most 1 bytes": changed(good, tensors={**tensors, "bytes": 1}),
+        "format version 2": changed(good, version=2),
     }
-    for sentence, files in cases.items():
+    for message, files in cases.items():
         server.commit(REPO, files)
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             Embedder.from_hub(REPO)
     server.commit(REPO, good)
     asked = len(server.asked)
     monkeypatch.setattr(hub, "LARGEST_DESCRIPTION", 10)
-    with pytest.raises(ValueError, match=r"embedder\.json of lab/jays .* it was not downloaded"):
+    with pytest.raises(ValueError, match="was not downloaded"):
         Embedder.from_hub(REPO)
     assert not any(line.startswith("GET") for line in server.asked[asked:])
 
 
-def test_nothing_else_of_a_repository_is_downloaded(server, tmp_path):
+def test_download_fetches_two_files_only(server, tmp_path):
     embedder = make(backbone="small_convnet")
     embedder.push_to_hub(REPO)
     server.commit(REPO, {**server.files(REPO), "run.py": b"1 / 0", "embedder/embedder.json": b"{"})
@@ -252,7 +248,7 @@ def test_nothing_else_of_a_repository_is_downloaded(server, tmp_path):
     assert {name.partition("-")[0] for name in found} == {"embedder", "embedder.json"}
 
 
-def test_somebody_else_pushes_meanwhile(server, monkeypatch):
+def test_push_rejects_concurrent_commits(server, monkeypatch):
     make(backbone="small_convnet").push_to_hub(REPO)
     save = hub.make_card
 
@@ -268,13 +264,11 @@ def test_somebody_else_pushes_meanwhile(server, monkeypatch):
         return found
 
     monkeypatch.setattr(hub, "make_card", slow)
-    with pytest.raises(
-        ValueError, match="somebody else has changed lab/jays meanwhile; push again"
-    ):
+    with pytest.raises(ValueError, match="commit has happened"):
         make(seed=1, backbone="small_convnet").push_to_hub(REPO)
 
 
-def test_commands_take_the_hub_for_a_folder(server, tmp_path, capsys):
+def test_cli_push_and_hub_addresses(server, tmp_path, capsys):
     folder = make(backbone="small_convnet").save(tmp_path / "embedder")
     assert cli.main(["push", str(folder), REPO, "--license", "mit", "--private"]) == 0
     assert f"{server.address}/{REPO}" in capsys.readouterr().out
@@ -283,21 +277,19 @@ def test_commands_take_the_hub_for_a_folder(server, tmp_path, capsys):
         open_embedder(f"hub:{REPO}").embed(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)),
         Embedder.load(folder).embed(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)),
     )
-    assert cli.main(["push", str(folder), "jays"]) == 2
-    assert "is called owner/name, got 'jays'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_downloads_from_the_hub_it_is_told(server, tmp_path):
+def test_cli_downloads_from_hf_endpoint(server, tmp_path):
     embedder = make(backbone="small_convnet")
     embedder.push_to_hub(REPO)
     out = tmp_path / "vectors.npz"
-    picture = tmp_path / "one.png"
+    image = tmp_path / "one.png"
     hub_at = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}
     from PIL import Image
 
-    Image.new("RGB", (70, 90), "teal").save(picture)
-    words = ["embed", f"hub:{REPO}@main", picture, "--out", out]
+    Image.new("RGB", (70, 90), "teal").save(image)
+    words = ["embed", f"hub:{REPO}@main", image, "--out", out]
     done = subprocess.run(
         [sys.executable, "-m", "proximetry", *map(str, words)],
         env={**os.environ, **hub_at, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITER},
@@ -307,7 +299,6 @@ def test_a_process_of_its_own_downloads_from_the_hub_it_is_told(server, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    expected = embedder.encode([picture]).numpy()
+    expected = embedder.encode([image]).numpy()
     assert np.array_equal(np.load(out)["vectors"], expected)
     assert list(Path(tmp_path / "home").rglob("embedder.json"))
-    assert weights.PATIENCE < 10

@@ -1,4 +1,4 @@
-"""PCA: the principal axes, and embedders reduced to them."""
+"""PCA: principal axes and reduced embedders."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from proximetry.models.pca import moments_of_few, principal_axes, second_moments
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12), wide=st.integers(1, 9), data=st.data())
-def test_axes_are_those_of_the_singular_values(seed, count, wide, data):
+def test_principal_axes_equal_svd(seed, count, wide, data):
     torch.manual_seed(seed)
     dim = data.draw(st.integers(1, wide))
     vectors = torch.randn(count, wide, dtype=torch.float64)
@@ -25,8 +25,7 @@ def test_axes_are_those_of_the_singular_values(seed, count, wide, data):
 
 
 @pytest.mark.parametrize("dim", [0, 16])
-def test_few_vectors_leave_the_other_axes_to_the_head(dim):
-    """What the vectors tell comes first, then where the head spreads features most."""
+def test_moments_of_few_vectors_add_the_heads_spread(dim):
     torch.manual_seed(0)
     embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
     width = embedder.dim
@@ -54,7 +53,7 @@ def reduce(vectors, axes, normalize=True):
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(1, 5))
-def test_the_first_dimensions_are_what_fewer_axes_give(seed, cut):
+def test_prefixes_equal_fewer_axes(seed, cut):
     torch.manual_seed(seed)
     vectors = F.normalize(torch.randn(20, 6), dim=1)
     summed = second_moments(vectors[:7]) + second_moments(vectors[7:])
@@ -96,13 +95,13 @@ def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
 
 
 @pytest.mark.parametrize("dim", [0, 7])
-def test_more_axes_than_dimensions_are_refused(dim):
+def test_principal_axes_reject_bad_dim(dim):
     with pytest.raises(ValueError, match=f"dim must be between 1 and 6, got {dim}"):
         principal_axes(torch.eye(7), dim)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e300])
-def test_moments_that_are_not_finite_are_refused(bad):
+def test_principal_axes_reject_nonfinite_moments(bad):
     vectors = torch.eye(6, dtype=torch.float64)
     vectors[4, 2] = bad
     with pytest.raises(ValueError, match="NaN or infinite values"):
@@ -142,7 +141,7 @@ def test_whitening_divides_by_a_power_of_the_deviation(seed, power, scale, about
 
 
 @pytest.mark.parametrize("about", [False, True])
-def test_whitening_does_not_enlarge_what_does_not_vary(about):
+def test_whitening_limits_tiny_variances(about):
     torch.manual_seed(0)
     flat = torch.randn(30, 8) * torch.tensor([3.0, 2, 1, 0, 0, 0, 0, 0])
     axes = principal_axes(second_moments(flat), 8, about, 1.0)
@@ -152,7 +151,7 @@ def test_whitening_does_not_enlarge_what_does_not_vary(about):
         assert principal_axes(second_moments(equal), 3, about, power).isfinite().all()
 
 
-def test_all_axes_keep_all_similarities():
+def test_all_axes_preserve_similarities():
     torch.manual_seed(0)
     vectors = F.normalize(torch.randn(30, 8), dim=1)
     turned = reduce(vectors, principal_axes(second_moments(vectors), 8))

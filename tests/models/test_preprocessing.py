@@ -30,7 +30,7 @@ def test_json_round_trip():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.float16])
-def test_normalize_is_torchvisions(dtype):
+def test_normalize_equals_torchvision(dtype):
     pixels = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
     expected = T.Normalize(IMAGENET.mean, IMAGENET.std)(pixels.double() / 255)
     found = IMAGENET.normalize(pixels.to(dtype))
@@ -38,7 +38,7 @@ def test_normalize_is_torchvisions(dtype):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_normalize_bgr_written_out():
+def test_normalize_bgr():
     pixels = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)
     wanted = replace(
         IMAGENET, channels="BGR", scale=1.0, mean=(104.0, 117.0, 128.0), std=(1.0, 1.0, 1.0)
@@ -46,7 +46,7 @@ def test_normalize_bgr_written_out():
     assert wanted.normalize(pixels).flatten().tolist() == [30 - 104, 20 - 117, 10 - 128]
 
 
-def test_backbones_want_their_published_pixels():
+def test_preprocessing_of_custom_backbones():
     bgr = Embedder.create("bn_inception", weights="none", image_size=64).preprocessing
     assert (bgr.scale, bgr.channels, bgr.mean, bgr.std) == (
         1.0,
@@ -60,7 +60,7 @@ def test_backbones_want_their_published_pixels():
     assert white.flatten().tolist() == [(255 - 127.5) / 128] * 3
 
 
-def test_a_squashed_image_is_seen_whole():
+def test_squash_keeps_the_whole_image():
     def made(backbone, **settings):
         return Embedder.create(backbone, weights="none", squash=True, **settings).preprocessing
 
@@ -73,7 +73,7 @@ def test_a_squashed_image_is_seen_whole():
     assert replace(IMAGENET, resize=(448, 336), crop=(40, 40)).size_at(48) == (64, 48)
     assert IMAGENET.size_at(48) == 48
     pixels = np.zeros((20, 60, 3), np.uint8)
-    pixels[:, :10] = 255  # which no centre shows
+    pixels[:, :10] = 255  # outside a center crop
     assert wanted.pixels(pixels)[:, :, 0].min() == 255
     with pytest.raises(ValueError, match="squash must be"):
         Embedder.create("small_convnet", weights="none", squash="no")
@@ -94,7 +94,7 @@ def from_timm(name, resize=None, squash=None):
         "vit_base_patch16_sapiens2.fb",  # squash to 1024×768
     ],
 )
-def test_pixels_are_those_of_timms_transform(name, shape):
+def test_pixels_equal_timms_transform(name, shape):
     noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     config = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     expected = create_transform(**config, normalize=False)(Image.fromarray(noise))
@@ -121,26 +121,25 @@ def test_border_crop_mode_warns_and_crops_the_center():
     ("values", "message"),
     [
         ({"resize": 0}, "resize"),
-        ({"resize": 200}, "resize 200 is smaller than the crop 224×224"),
-        ({"resize": (256, 200)}, "resize 256×200 is smaller than the crop 224×224"),
-        ({"resize": (256, 256, 256)}, r"resize must be \(height, width\)"),
-        ({"crop": (224,)}, "crop"),
-        ({"crop": 224}, r"crop must be \(height, width\), got 224"),
+        ({"resize": 200}, "resize 200"),
+        ({"resize": (256, 200)}, "resize 256×200"),
+        ({"resize": (256, 256, 256)}, "resize"),
+        ({"crop": 224}, "crop"),
         ({"crop": (0, 3)}, "crop"),
         ({"mean": (0.1, 0.2)}, "mean"),
-        ({"mean": 0.5}, "mean must be three finite numbers, got 0.5"),
+        ({"mean": 0.5}, "mean"),
         ({"std": (1.0, 0.0, 1.0)}, "std"),
         ({"scale": 0.0}, "scale"),
         ({"channels": "GRB"}, "'GRB'"),
         ({"interpolation": "nearest"}, "'nearest'"),
     ],
 )
-def test_bad_values_are_named(values, message):
+def test_preprocessing_rejects_bad_values(values, message):
     with pytest.raises(ValueError, match=message):
         replace(IMAGENET, **values)
 
 
-def test_unknown_and_missing_keys_are_named():
+def test_from_json_rejects_unknown_and_missing_keys():
     with pytest.raises(ValueError, match="keys: colour"):
         Preprocessing.from_json({**asdict(IMAGENET), "colour": 1})
     with pytest.raises(ValueError, match="keys: crop"):
@@ -165,7 +164,7 @@ def test_float_pixels_between_zero_and_one_are_rejected(dtype):
     IMAGENET.normalize((pixels > 0.5).to(torch.uint8))
 
 
-def test_normalize_refuses_other_shapes():
+def test_normalize_rejects_other_shapes():
     with pytest.raises(ValueError, match=r"\[3, 4, 4\]"):
         IMAGENET.normalize(torch.zeros(3, 4, 4))
 
@@ -178,7 +177,7 @@ def test_normalize_refuses_other_shapes():
     crop=st.tuples(st.integers(4, 70), st.integers(4, 70)),
     kind=st.sampled_from(["bilinear", "bicubic"]),
 )
-def test_pixels_are_torchvisions(height, width, side, crop, kind):
+def test_pixels_equal_torchvision(height, width, side, crop, kind):
     pixels = np.random.default_rng(height * 91 + width).integers(0, 256, (height, width, 3))
     image = Image.fromarray(pixels.astype(np.uint8))
     wanted = replace(IMAGENET, resize=max(side, min(crop)), crop=crop, interpolation=kind)
@@ -201,8 +200,8 @@ def test_pixels_are_torchvisions(height, width, side, crop, kind):
     [(57, (40, 50)), (64, (64, 64)), (200, (33, 32)), ([57, 63], (40, 50)), ([64, 64], (64, 64))],
 )
 @pytest.mark.parametrize("kind", ["bilinear", "bicubic"])
-def test_the_documented_function_gives_the_same_bytes(size, side, crop, kind, tmp_path):
-    """What whoever deploys the ONNX file is told to do."""
+def test_documented_load_pixels_equals_preprocessing(size, side, crop, kind, tmp_path):
+    """The function in docs/models.md for ONNX deployments."""
     page = Path(__file__).parents[2] / "docs" / "models.md"
     code = re.search(r"def load_pixels\(.*?\n\n", page.read_text(), re.DOTALL)[0]
     names = {"np": np, "Image": Image, "ImageOps": ImageOps}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
+from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 from tests.processes import Process
 
 
@@ -26,15 +27,6 @@ def equal(one, other):
     return list(mine) == list(theirs) and all(torch.equal(mine[k], theirs[k]) for k in mine)
 
 
-def test_loading_leaves_random_numbers_alone_in_threads_too(tmp_path):
-    folder = make().save(tmp_path / "embedder")
-    torch.manual_seed(7)
-    before = torch.random.get_rng_state()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(Embedder.load, [folder] * 12))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("backbone", "settings"),
     [
@@ -42,10 +34,11 @@ def test_loading_leaves_random_numbers_alone_in_threads_too(tmp_path):
         ("test_vit", {"similarity": "euclidean", "flip_tta": True, "tta_crops": [0.875, 0.5]}),
         ("test_convnext", {"pooling": "avg+max", "normalize": False}),
         ("sphereface20", {}),
+        ("tiny_dinov3", {"pooling": "cls-avg"}),
         ("small_convnet", {"resize": 70}),
     ],
 )
-def test_round_trip_is_bit_for_bit(tmp_path, backbone, settings):
+def test_save_and_load_are_bit_exact(tmp_path, backbone, settings):
     embedder = make(backbone=backbone, **settings).eval()
     embedder.save(tmp_path / "e")
     loaded = Embedder.load(tmp_path / "e")
@@ -60,16 +53,16 @@ def test_round_trip_is_bit_for_bit(tmp_path, backbone, settings):
         assert torch.equal(loaded(pixels), embedder(pixels))
 
 
-def test_inference_mode_of_the_caller_does_not_matter(tmp_path):
+def test_created_and_loaded_parameters_are_trainable_in_inference_mode(tmp_path):
     own = torch.nn.Linear(3, 4)
     with torch.inference_mode():
         made = Embedder.create("small_convnet", np.int64(8), weights="none", image_size=32)
         made.save(tmp_path / "e")
-        found = made, Embedder.load(tmp_path / "e"), Embedder.wrap(own, (3,), 4)
-    assert not any(value.is_inference() for one in found for value in one.state_dict().values())
+        embedders = made, Embedder.load(tmp_path / "e"), Embedder.wrap(own, (3,), 4)
+    assert not any(value.is_inference() for one in embedders for value in one.parameters())
 
 
-def test_what_was_saved_with_it_comes_back(tmp_path):
+def test_metadata_round_trip(tmp_path):
     embedder = make()
     metrics = {"recall@1": np.float32(0.5), "curve": np.arange(3), "map": torch.tensor(0.25)}
     embedder.save(
@@ -87,16 +80,17 @@ def test_what_was_saved_with_it_comes_back(tmp_path):
     assert set(text["versions"]) == {"proximetry", "torch", "timm"}
 
 
-def test_loading_leaves_random_numbers_alone_and_asks_no_hub(tmp_path, monkeypatch):
-    make().save(tmp_path / "e")
-    monkeypatch.setattr("proximetry.models.weights._hub_file", lambda name: pytest.fail("asked"))
+def test_load_preserves_random_state_in_threads_and_needs_no_hub(tmp_path, monkeypatch):
+    folder = make().save(tmp_path / "e")
+    monkeypatch.setattr("proximetry.models.weights._hub_file", lambda name: pytest.fail("hub"))
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    Embedder.load(tmp_path / "e")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Embedder.load, [folder] * 12))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
+def test_save_replaces_an_embedder(tmp_path):
     first, second = make(1), make(2)
     first.save(tmp_path / "e")
     second.save(tmp_path / "e")
@@ -108,7 +102,7 @@ def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize("call", range(2))
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_failing_save_leaves_the_old_one_whole(tmp_path, monkeypatch, function, call):
+def test_failed_save_keeps_the_old_embedder(tmp_path, monkeypatch, function, call):
     old, new = make(1), make(2)
     old.save(tmp_path / "e", metrics={"a": 1})
     real, count = getattr(os, function), iter(range(100))
@@ -153,7 +147,7 @@ embedder.save(folder)
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_killed_while_saving(server, tmp_path, at):
+def test_killed_save_keeps_the_old_embedder(server, tmp_path, at):
     old = make(1)
     old.save(tmp_path / "e")
     process = Process(server, tmp_path / "log", KILLED, tmp_path / "e", at)
@@ -163,7 +157,7 @@ def test_killed_while_saving(server, tmp_path, at):
     assert len(list((tmp_path / "e").iterdir())) == 2
 
 
-def test_a_killed_first_save_can_be_repeated(tmp_path):
+def test_save_removes_partial_files_of_a_killed_save(tmp_path):
     embedder = make()
     (tmp_path / "e").mkdir()
     for name in ("embedder.json", f"embedder-{16 * 'a'}.safetensors"):
@@ -173,7 +167,7 @@ def test_a_killed_first_save_can_be_repeated(tmp_path):
     assert len(list((tmp_path / "e").iterdir())) == 2
 
 
-def test_other_peoples_folders_are_left_alone(tmp_path):
+def test_save_rejects_folders_with_other_files(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match=r"thesis\.txt"):
         make().save(tmp_path)
@@ -183,14 +177,14 @@ def test_other_peoples_folders_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is a file"):
         make().save(tmp_path / "thesis.txt")
     assert (tmp_path / "embedder.json").read_text() == "{}"
-    # A note someone laid beside an embedder stays.
+    # Other files beside an embedder stay.
     make().save(tmp_path / "e")
     (tmp_path / "e" / "README.md").write_text("mine")
     make(3).save(tmp_path / "e")
     assert (tmp_path / "e" / "README.md").read_text() == "mine"
 
 
-def test_what_cannot_be_written_is_said_before_anything_is(tmp_path):
+def test_save_rejects_values_json_cannot_represent(tmp_path):
     with pytest.raises(ValueError, match="plain values"):
         make().save(tmp_path / "e", metrics={"x": object()})
     assert not (tmp_path / "e").exists()
@@ -203,10 +197,10 @@ def describe(folder, **changes):
     path.write_text(json.dumps({**content, **changes}))
 
 
-def test_damage_is_said(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+def test_load_rejects_damaged_descriptions(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
         Embedder.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no saved embedder: it has no embedder\.json"):
+    with pytest.raises(ValueError, match=r"embedder\.json"):
         Embedder.load(tmp_path)
     make().save(tmp_path / "e")
     path = tmp_path / "e" / "embedder.json"
@@ -219,15 +213,10 @@ def test_damage_is_said(tmp_path):
         ({"tensors": {"file": "../../etc/passwd"}}, "names no weights file"),
         ({"tensors": None}, "names no weights file"),
         ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
-        ({"architecture": {**architecture, "similarity": "?"}}, "damaged: similarity must be"),
-        (
-            {"architecture": {**architecture, "tta_crops": [2]}},
-            "damaged: tta_crops must be at most",
-        ),
-        (
-            {"architecture": {**architecture, "tta_crops": 0.5}},
-            "damaged: tta_crops must be at most",
-        ),
+        ({"architecture": {**architecture, "similarity": "?"}}, "damaged: similarity"),
+        ({"architecture": {**architecture, "tta_crops": [2]}}, "damaged: tta_crops"),
+        ({"architecture": None}, "architecture"),
+        ({"class_names": 7}, "class_names"),
         ({"preprocessing": {}}, "damaged"),
         ({"weights": {}}, "damaged"),
     ):
@@ -247,20 +236,20 @@ def test_damage_is_said(tmp_path):
         Embedder.load(tmp_path / "e")
     path.write_text(good)
     describe(tmp_path / "e", architecture={**changed, "backbone": "test_efficientnet"})
-    with pytest.raises(ValueError, match="does not fit test_efficientnet"):
+    with pytest.raises(ValueError, match="do not fit test_efficientnet"):
         Embedder.load(tmp_path / "e")
 
 
-def test_damaged_weights_are_said(tmp_path):
+def test_load_rejects_damaged_weights(tmp_path):
     make().save(tmp_path / "e")
     (weights,) = (tmp_path / "e").glob("*.safetensors")
     content = bytearray(weights.read_bytes())
     for damaged in (content[:-5], content[:-1] + bytes([content[-1] ^ 1]), b""):
         weights.write_bytes(damaged)
-        with pytest.raises(ValueError, match="damaged: its checksum"):
+        with pytest.raises(ValueError, match="checksum"):
             Embedder.load(tmp_path / "e")
     weights.unlink()
-    with pytest.raises(ValueError, match=r"safetensors cannot be read: No such file"):
+    with pytest.raises(ValueError, match="No such file"):
         Embedder.load(tmp_path / "e")
 
 

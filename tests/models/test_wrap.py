@@ -1,4 +1,4 @@
-"""Networks of one's own as embedders, the transform for own datasets, embedders of vectors."""
+"""Custom networks as embedders, the transform of `Preprocessing`, embedders of vectors."""
 
 import pickle
 
@@ -29,31 +29,27 @@ def image(height=40, width=30):
     return draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_a_wrapped_network_is_saved_and_loaded_with_its_module(tmp_path):
+def test_save_and_load_wrapped_network(tmp_path):
     embedder = Embedder.wrap(Net(), PIXELS, 8)
-    pictures = [image(), Image.fromarray(image(50, 60))]
+    images = [image(), Image.fromarray(image(50, 60))]
     embedder.save(tmp_path / "e", class_names=["a"])
     again = Embedder.load(tmp_path / "e", module=Net())
     assert again.fingerprint() == embedder.fingerprint()
     assert again.class_names == ["a"]
-    assert torch.equal(again.encode(pictures), embedder.encode(pictures))
+    plain = Embedder.wrap(net := Net(), PIXELS, 8, normalize=False).eval()
+    pixels = PIXELS.normalize(PIXELS.pixels(image())[None])
+    assert torch.equal(plain(pixels), net.eval()(pixels))
+    assert torch.equal(again.encode(images), embedder.encode(images))
     assert {path.suffix for path in (tmp_path / "e").iterdir()} == {".json", ".safetensors"}
-    with pytest.raises(ValueError, match=r"'Net', whose code is not saved.*module=Net\("):
+    with pytest.raises(ValueError, match=r"module=Net\("):
         Embedder.load(tmp_path / "e")
-    with pytest.raises(ValueError, match="do not fit module"):
+    with pytest.raises(ValueError, match="do not fit"):
         Embedder.load(tmp_path / "e", module=Net(9))
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
         Embedder.load(tmp_path / "e", module=Net)
 
 
-def test_what_a_wrapped_network_computes_is_the_network_itself():
-    net = Net()
-    pixels = PIXELS.pixels(image())[None]
-    found = Embedder.wrap(net, PIXELS, 8, normalize=False).eval()(PIXELS.normalize(pixels))
-    assert torch.equal(found, net.eval()(PIXELS.normalize(pixels)))
-
-
-def test_a_wrapped_network_is_exported(tmp_path):
+def test_export_wrapped_network(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     embedder = Embedder.wrap(Net(channels=1), (1, 20, 20), 8)
     file = embedder.export_onnx(tmp_path / "net.onnx")
@@ -72,26 +68,26 @@ class Gives(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "preprocessing", "dim", "sentence"),
+    ("module", "preprocessing", "dim", "message"),
     [
-        (Net, PIXELS, 8, r"got a class: write Net\(\)"),
-        (Net(), PIXELS, 9, "gives vectors of 8 dimensions, not dim 9"),
-        (Net(), (4,), 8, r"Net, given \[2, 4\] float32, raises RuntimeError"),
-        (Net(), "imagenet", 8, "preprocessing must be a Preprocessing"),
-        (Net(), (3, 0, 4), 8, "whole numbers of at least 1"),
-        (Net(), 5, 8, "preprocessing must be a Preprocessing, or the shape"),
-        (nn.Flatten(0), PIXELS, 8, r"gives \[3456\], not \[2, dim\]"),
+        (Net, PIXELS, 8, r"Net\(\)"),
+        (Net(), PIXELS, 9, "returns 8 dimensions"),
+        (Net(), (4,), 8, "raises RuntimeError"),
+        (Net(), "imagenet", 8, "preprocessing must be"),
+        (Net(), (3, 0, 4), 8, "shape"),
+        (Net(), 5, 8, "preprocessing must be"),
+        (nn.Flatten(0), PIXELS, 8, r"\[3456\]"),
         (Gives(lambda x: x.mean((2, 3)) / 0 * 0), PIXELS, 3, "NaN or infinite"),
-        (Gives(lambda x: [x]), PIXELS, 3, "gives list, not a float tensor"),
-        (Gives(lambda x: x.flatten(1).argmax(1)), PIXELS, 3, "gives torch.int64"),
+        (Gives(lambda x: [x]), PIXELS, 3, "returns list"),
+        (Gives(lambda x: x.flatten(1).argmax(1)), PIXELS, 3, "returns torch.int64"),
     ],
 )
-def test_a_network_of_the_wrong_shape_is_refused(module, preprocessing, dim, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_wrap_rejects_modules_that_do_not_return_vectors(module, preprocessing, dim, message):
+    with pytest.raises(ValueError, match=message):
         Embedder.wrap(module, preprocessing, dim)
 
 
-def test_the_transform_is_what_the_embedder_sees_and_can_be_pickled(tmp_path):
+def test_transform_equals_evaluation_and_is_picklable(tmp_path):
     Image.fromarray(image()).save(tmp_path / "one.png")
     transform = pickle.loads(pickle.dumps(PIXELS.transform()))
     wanted = PIXELS.normalize(PIXELS.pixels(image())[None])[0]
@@ -102,7 +98,7 @@ def test_the_transform_is_what_the_embedder_sees_and_can_be_pickled(tmp_path):
 
 
 @pytest.mark.parametrize("backbone", ["vectors", "vectors_mlp"])
-def test_embedders_of_vectors(backbone, tmp_path):
+def test_vector_embedders(backbone, tmp_path):
     embedder = Embedder.create(backbone, 4, input_dim=16)
     vectors = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     found = embedder.encode(vectors, 2)
@@ -112,19 +108,19 @@ def test_embedders_of_vectors(backbone, tmp_path):
     again = Embedder.load(tmp_path / "e")
     assert again.preprocessing == Tensors((16,))
     assert torch.equal(again.encode(vectors, 2), found)
-    with pytest.raises(ValueError, match="takes vectors of 16 dimensions, got 'a'"):
+    with pytest.raises(ValueError, match="got 'a'"):
         again.encode(["a"])
-    with pytest.raises(ValueError, match="vectors of 16 dimensions, got a batch of shape"):
+    with pytest.raises(ValueError, match="16 dimensions"):
         embedder.encode(vectors[:, :3])
     vectors[3, 2] = np.nan
-    with pytest.raises(ValueError, match="embedding of row 3 has NaN"):
+    with pytest.raises(ValueError, match="row 3"):
         embedder.encode(vectors)
 
 
-def test_vectors_need_their_dimension_and_images_have_none():
-    with pytest.raises(ValueError, match=r"shape must be whole numbers .* got 5"):
+def test_input_dim_is_for_vectors_only():
+    with pytest.raises(ValueError, match=r"shape .* 5"):
         Tensors(5)
-    with pytest.raises(ValueError, match="'vectors' needs input_dim"):
+    with pytest.raises(ValueError, match="needs input_dim"):
         Embedder.create("vectors", 4)
-    with pytest.raises(ValueError, match="takes images: leave out input_dim"):
+    with pytest.raises(ValueError, match="takes images"):
         Embedder.create("small_convnet", 4, input_dim=3, weights="none")

@@ -1,12 +1,13 @@
 """Runs on images whose classes and files have names that strangers might choose."""
 
 import csv
+import re
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
-from proximetry.reports import RunRecord, examine
+from proximetry.reports import RunRecord, evaluate_run
 from proximetry.training import Recipe, train
 from tests.training.tiny import make_images, tiny_values
 
@@ -74,7 +75,7 @@ def records(runs):
 
 @pytest.fixture(scope="session")
 def found(records):
-    return [examine(record) for record in records]
+    return [evaluate_run(record) for record in records]
 
 
 class Page(HTMLParser):
@@ -108,6 +109,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self._open and self._open[-1] in ("script", "style"):
             return
+        if "pre" not in self._open:
+            data = re.sub(r"\s+", " ", data)
         self.text += data
         if "caption" in self._open[-1:]:
             self._caption += data

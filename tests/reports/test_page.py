@@ -1,4 +1,4 @@
-"""The page itself: complete without other files, safe with names of strangers, honest."""
+"""The pages: self-contained, escaped, with the numbers of the run."""
 
 import re
 import shutil
@@ -8,12 +8,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from markupsafe import escape
 
 from proximetry import cli
 from proximetry.cli.demo import make_gallery, make_report
 from proximetry.data import open_dataset
-from proximetry.reports import RunRecord, examine, report, report_page, write_report
-from proximetry.reports.markup import el
+from proximetry.reports import RunRecord, evaluate_run, report, report_page, write_report
+from proximetry.reports.page import Section, bold
+from proximetry.reports.page import page as make_page
 from proximetry.search import Gallery
 from proximetry.training import Recipe, RunFolder, train
 from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table
@@ -52,13 +54,13 @@ def assert_alone(page):
     assert policy.startswith("default-src 'none'; img-src data:;")
 
 
-def test_both_pages_need_nothing_else(page, comparison):
+def test_pages_are_self_contained(page, comparison):
     assert_alone(page)
     assert_alone(comparison)
     assert "http" not in re.sub(r"http-equiv", "", " ".join(page.text.split()))
 
 
-def test_names_are_text_whatever_they_hold(page, comparison):
+def test_hostile_class_and_file_names_are_escaped(page, comparison):
     assert HOSTILE in page.text
     assert any(HOSTILE in row[0] for row in page.table("Every class"))
     assert any(attributes.get("title", "").endswith(FILE) for _, attributes in page.elements)
@@ -67,12 +69,13 @@ def test_names_are_text_whatever_they_hold(page, comparison):
 
 
 @pytest.mark.parametrize("value", ['"><script>', "a & b <i>", "caf\udce9", "bell\x07", "&lt;"])
-def test_elements_escape_what_is_not_markup(value):
-    made = Page(f"<p>{el('b', value, title=value)}</p>".encode())
-    assert [tag for tag, _ in made.elements] == ["p", "b"]
-    said = value.replace("\udce9", "?").replace("\x07", "�")
-    assert made.text == said
-    assert made.all("b") == [{"title": said}]
+def test_templates_escape_hostile_text(value):
+    sections = [Section("Queries", bold(value))]
+    page = Page(make_page(value, sections, heading=value, about=value, notes=[value]))
+    assert_alone(page)
+    shown = value.replace("\udce9", "?").replace("\x07", "�")
+    assert page.text.count(shown) == 5
+    assert page.all("i") == []
 
 
 def test_tables_hold_the_figures_of_the_run(page, records, found):
@@ -110,34 +113,34 @@ def test_tiles_compare_with_the_untrained_model(records, found):
 def test_tiles_show_the_figures_of_other_data(records, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
     table.write_text(table.read_text().replace(",class1", ",room1"))
-    findings = examine(records[0], str(table))
-    assert not findings.agrees
-    shown = tiles(report_page(records[0], findings))
+    result = evaluate_run(records[0], str(table))
+    assert not result.agrees
+    shown = tiles(report_page(records[0], result))
     for name in ("recall@1", "MAP@R"):
         figure, below = shown[name]
-        assert figure == f"{100 * findings.scores[name.lower()]:.1f} %"
+        assert figure == f"{100 * result.scores[name.lower()]:.1f} %"
         assert below.endswith("; other, split test")
 
 
 def test_pictures_show_file_names(records, found, comparison, runs):
-    findings = found[0]
-    page = report_page(records[0], findings).decode()
-    for query in findings.worst(3):
-        row = int(findings.queries[query])
-        path = findings.catalog.paths[row]
-        assert f'<span class="path">{el("b", path)[3:-4]}</span>' in page
+    result = found[0]
+    page = report_page(records[0], result).decode()
+    for query in result.worst(3):
+        row = int(result.queries[query])
+        path = result.catalog.paths[row]
+        assert f'<span class="path">{escape(path)}</span>' in page
         assert any(
-            a.get("title") == findings.catalog.file(row) for a in Page(page.encode()).all("div")
+            a.get("title") == result.catalog.file(row) for a in Page(page.encode()).all("div")
         )
     assert 'class="path"' in page[page.index("Most confused classes") :]
     assert any(a.get("class") == "path" for a in comparison.all("span"))
 
 
 def test_every_class_with_its_recall(page, found):
-    findings = found[0]
-    hits, labels = {}, findings.catalog.labels
+    result = found[0]
+    hits, labels = {}, result.catalog.labels
     for query, label in enumerate(labels):
-        hits.setdefault(label, []).append(bool(findings.neighbors.hits[query, 0]))
+        hits.setdefault(label, []).append(bool(result.neighbors.hits[query, 0]))
     table = {row[0]: row[1:3] for row in page.table("Every class")}
     assert table == {
         label: [str(len(own)), f"{100 * sum(own) / len(own):.1f}"] for label, own in hits.items()
@@ -156,7 +159,7 @@ def test_every_epoch_is_in_the_curves(page, records):
         assert any(label.startswith(title) for label in charts), title
 
 
-def test_pictures_have_words_and_marks(page, found):
+def test_images_have_alt_text_and_marks(page, found):
     shown = [a for a in page.all("img") if a.get("class") != "sprite"]
     assert all(a["alt"] for a in shown)
     asked = page.text.count("MAP@R 1") + page.text.count("MAP@R 0")
@@ -174,7 +177,7 @@ def test_origin_has_recipe_versions_command_and_seed(page, records):
     assert environment["git"]["commit"] in page.text
 
 
-def test_a_comparison_tells_differences_and_whether_they_are_any(comparison, records, found):
+def test_comparison_reports_paired_differences(comparison, records, found):
     rows = {row[0]: row[1:] for row in comparison.table("Metrics in percent, 24 queries")}
     one, other = (f.scores["map@r"] for f in found)
     first, second, difference = rows["MAP@R"]
@@ -231,7 +234,7 @@ def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
 
 def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
-    other = examine(records[1], str(table))
+    other = evaluate_run(records[1], str(table))
     assert other.catalog.paths == found[0].catalog.paths
     assert not found[0].compares_like(other)
     # One folder by another name is the same.
@@ -245,11 +248,11 @@ def test_binary_codes_are_among_the_metrics(home, table):
     recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
     train(recipe, home / "bits")
     record = RunRecord.read(home / "bits")
-    findings = examine(record)
+    result = evaluate_run(record)
     results = record.results["selected"]["test"]["codes"]
-    assert findings.agrees
-    assert findings.scores["codes"] == pytest.approx(results, abs=1e-12)
-    for one in (findings, replace(findings, agrees=False)):
+    assert result.agrees
+    assert result.scores["codes"] == pytest.approx(results, abs=1e-12)
+    for one in (result, replace(result, agrees=False)):
         caption = "Metrics of the test set" if one.agrees else "Metrics of the images of this"
         rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
         for name in ("recall@1", "MAP@R", "ndcg@4"):
@@ -306,7 +309,7 @@ def test_of_two_stages_the_second_is_reported(run, tmp_path, call):
 
 
 @pytest.mark.parametrize("stage", ["first", "second"])
-def test_of_two_stages_that_were_cut_off_the_present_one_is_reported(run, tmp_path, call, stage):
+def test_interrupted_two_stage_run_reports_current_stage(run, tmp_path, call, stage):
     """Also between the two, when the first has its results."""
     place = (tmp_path / "two").mkdir() or run.rename(tmp_path / "two" / f"{stage}-stage")
     if stage == "second":
@@ -319,7 +322,7 @@ def test_of_two_stages_that_were_cut_off_the_present_one_is_reported(run, tmp_pa
         assert f"called again with {tmp_path / 'two'}\n" in told
 
 
-def test_a_run_that_held_nothing_out(home, table, tmp_path, call):
+def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     lines = [line for line in table.read_text().splitlines() if not line.endswith(",test")]
     shutil.copytree(table.parent / "images", tmp_path / "images")
     (tmp_path / "train.csv").write_text("\n".join(lines))
@@ -338,7 +341,7 @@ def test_images_that_were_named_must_be_there(moved, tmp_path, call):
     assert not (moved / "report.html").exists()
 
 
-def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tmp_path, call):
+def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path, call):
     place, new = RunFolder(moved).recipe, tmp_path / "new" / "images.csv"
     recipe = Recipe.load(place).override({"data.columns.label": "kind", "data.bad_images": "skip"})
     recipe.save(place)
@@ -354,15 +357,15 @@ def test_columns_and_missing_images_are_as_the_run_has_them_or_as_said(moved, tm
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 
 
-def test_a_few_images_that_cannot_be_read_are_left_out(moved, tmp_path, call):
+def test_unreadable_images_are_skipped(moved, tmp_path, call):
     (tmp_path / "new/images/class11/0.png").write_bytes(b"no image")
     call(moved, "--data", tmp_path / "new/images.csv")
     text = Page((moved / "report.html").read_bytes()).text
-    assert "1 images cannot be read and are left out" in text
+    assert "1 images cannot be read" in text
     assert "figures differ" in text
 
 
-def test_a_run_that_was_cut_off(home, table, tmp_path, call):
+def test_interrupted_run(home, table, tmp_path, call):
     recipe = make_recipe(table, home / "cache", evaluation={"untrained": False})
     killed_at(6, recipe, tmp_path / "cut")
     told = call(tmp_path / "cut")
@@ -381,7 +384,7 @@ def test_a_run_that_was_cut_off(home, table, tmp_path, call):
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
-def test_what_is_damaged_is_named_and_the_rest_is_there(run, call, name):
+def test_damaged_files_are_listed_as_missing(run, call, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\n")
     told = call(run)
@@ -390,7 +393,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_there(run, call, name):
     assert Page((run / "report.html").read_bytes()).table("Every class")
 
 
-def test_mistakes_are_one_sentence(run, tmp_path, call):
+def test_usage_errors(run, tmp_path, call):
     for words, said in (
         ([], "which run?"),
         ([tmp_path / "none"], f"there is no folder {tmp_path / 'none'}"),
@@ -404,7 +407,7 @@ def test_mistakes_are_one_sentence(run, tmp_path, call):
     assert not (run / "report.html").exists()
 
 
-def test_the_old_report_stays_until_the_new_one_is_whole(run, monkeypatch, call):
+def test_report_is_written_atomically(run, monkeypatch, call):
     (run / "report.html").write_text("old")
     monkeypatch.setattr(report, "report_page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -447,7 +450,7 @@ def test_a_run_without_proxies(records, found):
     assert b'id="proxies"' not in content
 
 
-def test_a_loss_of_ones_own_need_have_no_proxies(home, table, tmp_path):
+def test_custom_loss_without_proxies(home, table, tmp_path):
     recipe = make_recipe(table, home / "cache", training={"epochs": 1})
     train(recipe, tmp_path / "own", loss=lambda x, labels: x.var(0).sum())
     assert write_report([tmp_path / "own"], tmp_path / "page.html") == []
@@ -456,20 +459,20 @@ def test_a_loss_of_ones_own_need_have_no_proxies(home, table, tmp_path):
 
 def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
     record = RunRecord.read(run)
-    findings = examine(record)
+    result = evaluate_run(record)
     test = open_dataset("csv", table).filter(split="test")
-    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    (line,) = make_gallery(run, result.embedder, test, result.vectors)
     assert line == f"Gallery: {run / 'gallery'}"
     assert len(Gallery.open(run / "gallery")) == len(test)
-    assert make_gallery(run, findings.embedder, test, findings.vectors) == [line]
-    assert make_report(run, findings.vectors) == [f"Report:  {run / 'report.html'}"]
+    assert make_gallery(run, result.embedder, test, result.vectors) == [line]
+    assert make_report(run, result.vectors) == [f"Report:  {run / 'report.html'}"]
     assert Page((run / "report.html").read_bytes()).table("Every class")
     shutil.rmtree(run / "gallery")
     for name in [*sys.modules]:
         if name.startswith("proximetry.search."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (line,) = make_gallery(run, findings.embedder, test, findings.vectors)
+    (line,) = make_gallery(run, result.embedder, test, result.vectors)
     assert line.startswith("Gallery: left out; ")
     assert "pip install '.[" in line
 

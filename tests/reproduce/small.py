@@ -1,6 +1,5 @@
 """A small dataset, a small table, and runs that train in this process."""
 
-import json
 import re
 import traceback
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import yaml
 from PIL import Image
 
 from proximetry.reproduce import ReproduceOptions, Table, reproduce
+from proximetry.reproduce.records import read_records, write_records
 from proximetry.training import Recipe, Stopped, train
 from tests.training.tiny import tiny_values
 
@@ -124,10 +124,19 @@ def page_of(home):
 def numbers(home):
     """What must not depend on how the runs were made: metrics and losses by run."""
     found = {}
-    for path in sorted(home.glob("*.json")):
-        record = json.loads(path.read_text())
+    for name, record in read_records(home).items():
         curve = [
-            {k: v for k, v in line.items() if not k.endswith("seconds")} for line in record["curve"]
+            {k: v for k, v in line.items() if not k.endswith("seconds")} for line in record.curve
         ]
-        found[path.name] = (record["last"], record["selected_epoch"], curve)
+        found[name] = (record.last, record.selected_epoch, curve)
     return found
+
+
+def remove_runs(home, *names):
+    """Remove runs as if they had not been made."""
+    write_records(home, [r for name, r in read_records(home).items() if name not in names])
+
+
+def edit_run(home, name, **fields):
+    """Replace fields of a run."""
+    read_records(home)[name].model_copy(update=fields).write(home)

@@ -6,13 +6,23 @@ import shutil
 import pytest
 
 from benchmarks import check_results
-from benchmarks.results_page import HOME, TOLERANCES, in_short, repeats, same_losses, spread, twins
+from benchmarks.results_page import (
+    HOME,
+    STUDIES,
+    TOLERANCES,
+    in_short,
+    repeats,
+    same_losses,
+    spread,
+    twins,
+)
 from proximetry.reproduce import ReproduceError, ReproduceOptions, Table, reproduce
-from proximetry.reproduce.records import Results, read_records
+from proximetry.reproduce.records import RUNS, Results, read_records, read_runs, write_records
 from proximetry.training import Recipe
+from tests.reproduce.small import edit_run
 from tests.reproduce.test_statistics import record
 
-SEARCH = check_results.ROOT / "benchmarks" / "record" / "results" / "cars-large"
+RECORD = STUDIES[0]
 RECIPE = {"optimizer": {"lr": 1e-4}}
 
 
@@ -68,19 +78,15 @@ def test_an_edited_figure_is_noticed(copied):
     page = (copied / "README.md").read_text()
     (copied / "README.md").write_text(page.replace("95.2 ± 0.1", "95.3 ± 0.1"))
     (complaint,) = check_results.check_folder(copied, table)
-    assert "is not what its JSON files say" in complaint
+    assert "does not match runs.jsonl" in complaint
 
 
 def test_a_run_of_a_row_that_is_no_more_is_noticed(copied):
-    path = copied / "best-cars-seed1.json"
-    values = json.loads(path.read_text()) | {"row": "gone", "slug": "gone"}
-    path.unlink()
-    (copied / "gone-seed1.json").write_text(json.dumps(values))
+    edit_run(copied, "best-cars-seed1", row="gone", slug="gone")
     (complaint,) = check_results.check_folder(copied, Table.load(copied.name))
-    assert complaint.startswith(f"{copied / 'gone-seed1.json'}: ")
-    assert "'gone'" in complaint
+    assert complaint.startswith(f"{copied / RUNS}: gone-seed1: ")
     options = ReproduceOptions(render=True)
-    with pytest.raises(ReproduceError, match=r"gone-seed1\.json: .*remove it"):
+    with pytest.raises(ReproduceError, match=r"gone-seed1: .*'gone'"):
         reproduce(copied.name, out=copied.parent, options=options)
 
 
@@ -97,28 +103,29 @@ def test_a_page_says_how_images_are_scaled():
 
 @pytest.mark.parametrize("part", ["figure", "recipe"])
 def test_an_edited_run_is_noticed(copied, part):
-    path = copied / "best-cars-seed1.json"
-    values = json.loads(path.read_text())
+    run = read_records(copied)["best-cars-seed1"]
     if part == "figure":
-        values["last"]["test"]["recall@1"] += 0.01
+        run.last["test"]["recall@1"] += 0.01
     else:
-        values["recipe"]["optimizer"]["lr"] *= 2
-    path.write_text(json.dumps(values))
+        run.recipe["optimizer"]["lr"] *= 2
+    run.write(copied)
     said = " ".join(check_results.check_folder(copied, Table.load(copied.name)))
-    assert ("JSON files say" if part == "figure" else "optimizer.lr") in said
+    assert ("does not match" if part == "figure" else "optimizer.lr") in said
 
 
-def test_a_search_that_looked_at_the_test_set_is_noticed(tmp_path, monkeypatch):
-    home = tmp_path / "results" / SEARCH.name
-    shutil.copytree(SEARCH, home)
-    monkeypatch.setattr(check_results, "SEARCHES", (tmp_path,))
-    assert list(check_results.check_searches()) == []
-    path = home / "lr-wide-whole-seed0.json"
-    values = json.loads(path.read_text())
-    values["last"]["test"] = values["last"]["held_out"]
-    path.write_text(json.dumps(values))
-    (complaint,) = check_results.check_searches()
-    assert complaint.startswith(str(path))
+def test_search_that_uses_the_test_set_is_reported(tmp_path):
+    home = tmp_path / "record"
+    shutil.copytree(RECORD, home)
+    assert list(check_results.check_study(home)) == []
+    runs = read_runs(home)
+    last = runs[0].last
+    last["test"] = last["held_out"]
+    write_records(home, runs)
+    (complaint,) = check_results.check_study(home)
+    assert f"{runs[0].id} uses the test set" in complaint
+    last["held_out"] = {**last["held_out"], "recall@1": 0.1}
+    write_records(home, runs)
+    assert "README.md does not match" in next(check_results.check_study(home))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,8 @@ def test_a_search_that_looked_at_the_test_set_is_noticed(tmp_path, monkeypatch):
     ],
 )
 def test_a_best_recipe_that_was_not_tried_is_noticed(changes, same):
-    tried = Recipe.load(read_records(SEARCH)["lr-wide-whole-seed0"].recipe)
+    (run,) = (run for run in read_runs(RECORD) if run.row == "lr-wide-whole")
+    tried = Recipe.load(run.recipe)
     best = Recipe.load("best-cars").override(changes)
     assert check_results.trains_alike(best, tried) == same
 
@@ -149,9 +157,9 @@ def test_a_best_recipe_that_was_not_tried_is_noticed(changes, same):
     ],
 )
 def test_a_path_of_a_machine_is_noticed_in_any_file(tmp_path, text, path):
-    inner = tmp_path / "results" / "cub"
-    inner.mkdir(parents=True)
-    (inner / "base-seed0.json").write_text(json.dumps({"notes": [text]}))
+    file = tmp_path / "results" / RUNS
+    file.parent.mkdir()
+    file.write_text(json.dumps({"notes": [text]}))
     said = list(check_results.check_paths(tmp_path))
-    place = f"{inner / 'base-seed0.json'} names a place on somebody's machine: {path}"
+    place = f"{file} names a place on somebody's machine: {path}"
     assert said == ([] if path is None else [place])

@@ -80,7 +80,7 @@ def test_epochs_that_were_given_instead_of_auto_are_in_the_command(data, tmp_pat
     assert record.command.endswith(" --epochs 1")
     assert " --epochs 1`" in (home / "README.md").read_text()
     assert list(check_folder(home, table)) == []
-    with pytest.raises(ReproduceError, match="was made with --epochs 1; give it again"):
+    with pytest.raises(ReproduceError, match=r"was made with --epochs 1\. Pass it again"):
         run_table(table, data, tmp_path / "out")
     record.model_copy(update={"epochs_given": False}).write(home)
     run_table(table, None, tmp_path / "out", render=True)
@@ -96,7 +96,7 @@ def test_a_row_may_have_a_recipe_of_its_own(tmp_path):
     recipe = table.recipe_values(table.rows[0])
     assert recipe["model"]["backbone"] == "small_convnet"
     words = command_for(
-        table, "glyphs", [0], {"model": recipe["model"], "training": recipe["training"]}, ()
+        table, "glyphs", [0], {"model": recipe["model"], "training": recipe["training"]}, (), False
     )
     assert "--backbone" not in words
     with pytest.raises(ReproduceError, match="no recipe 'nothing'"):

@@ -57,7 +57,6 @@ def test_a_row_that_is_missing_leaves_a_gap(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"parallel": None}, "was not recorded"),
         ({"parallel": 4}, "up to 4 runs shared the device"),
         ({"device": "another"}, "several devices (CPU, another)"),
     ],

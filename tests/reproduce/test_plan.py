@@ -52,7 +52,7 @@ def test_the_epoch_may_be_selected_of_some_rows_alone(tmp_path):
     assert there.selected() == table.rows  # it was asked for before
     recipe = recipe_of(table).to_dict()
     for rows, word in ((table.rows, " --selection"), (table.rows[1:], ""), ((), " --no-selection")):
-        said = command_for(table, "MPA, K = 2", [0], recipe, rows)
+        said = command_for(table, "MPA, K = 2", [0], recipe, rows, False)
         assert said.removeprefix("proximetry reproduce small.yaml --data FOLDER --seeds 0") == word
     others = plan(table, ReproduceOptions(rows=("Proxy-Anchor",)))
     assert [run.id for run in others] == ["proxy-anchor-seed0"]
@@ -180,10 +180,10 @@ def test_no_epochs_at_all():
 
 
 def test_a_table_may_decide_what_a_gpu_does(tmp_path):
-    values = with_base(table_values(tmp_path), "data", cache="memory")
+    values = with_base(table_values(tmp_path), "data", cache="pixels")
     table = Table.load(with_base(values, "training", precision="float32"))
     recipe = make_run(table, table.rows[0], 0, "full", on_gpu=True).recipe
-    assert recipe.data.cache == "pixels"  # as it is called by now
+    assert recipe.data.cache == "pixels"
     assert recipe.training.precision == "float32"
     assert recipe.training.cuda_graph
     assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size
@@ -216,13 +216,13 @@ def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
 def test_the_command_says_what_differs_from_the_table():
     table = Table.load("mpa-table5")
     plain = recipe_of(table).to_dict()
-    assert command_for(table, "MPA", [0, 1], plain, table.rows) == (
+    assert command_for(table, "MPA", [0, 1], plain, table.rows, False) == (
         "proximetry reproduce mpa-table5 --data CARS --seeds 0 1"
     )
     other = recipe_of(table, backbone="bn_inception", weights="/home/me/bn.pth", epochs=30)
     words = "--backbone bn_inception --weights bn.pth --epochs 30 --no-selection"
-    said = command_for(table, "MPA", [0], other.to_dict(), ())
+    said = command_for(table, "MPA", [0], other.to_dict(), (), True)
     assert said.endswith(f"--seeds 0 {words}")
     sweep = Table.load("mpa-table7")
-    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), sweep.rows)
+    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), sweep.rows, False)
     assert said.endswith("--seeds 0 --selection")

@@ -17,15 +17,17 @@ from proximetry.reproduce import (
     runner,
 )
 from proximetry.reproduce.page import _differences, overview, page
-from proximetry.reproduce.records import Results, read_records
+from proximetry.reproduce.records import RUNS, Results, read_records
 from proximetry.training import Recipe
 from proximetry.training.recipe import merge
 from tests.reproduce.small import (
     Ended,
+    edit_run,
     make_table,
     no_training,
     numbers,
     page_of,
+    remove_runs,
     run_table,
     table_values,
     train_here,
@@ -44,21 +46,18 @@ def copy_of(whole, tmp_path):
     return tmp_path
 
 
-def test_every_run_leaves_its_json_and_nothing_else(whole):
+def test_runs_are_lines_of_one_file(whole):
     home, lines = whole
-    assert sorted(path.stem for path in home.glob("*.json")) == sorted(IDS)
-    assert sorted(p.name for p in home.iterdir() if p.suffix != ".json") == [
-        "README.md",
-        "sweep.svg",
-    ]
+    assert list(read_records(home)) == sorted(IDS)
+    assert len((home / RUNS).read_text().splitlines()) == len(IDS)
+    assert sorted(path.name for path in home.iterdir()) == ["README.md", RUNS, "sweep.svg"]
     assert lines[0] == "small: 6 runs, 0 of them done already"
     assert lines[-1].endswith("0 left")
     assert sum("recall@1" in line for line in lines) == 4
 
 
-def test_a_json_holds_what_a_figure_needs_and_no_path(whole, data, cache):
-    for path in whole[0].glob("*.json"):
-        text = path.read_text()
+def test_runs_record_what_a_figure_needs_and_no_path(whole, data, cache):
+    for text in (whole[0] / RUNS).read_text().splitlines():
         assert str(data) not in text
         assert str(cache) not in text
         record = json.loads(text)
@@ -71,11 +70,20 @@ def test_a_json_holds_what_a_figure_needs_and_no_path(whole, data, cache):
         watched = "test" if record["kind"] == "full" else "held_out"
         assert all(watched in line and line["seconds"] > 0 for line in record["curve"])
         assert "test" in record["last"]
-        assert "views" not in record
+        assert record["views"] is None
         assert (record["selected_epoch"] is None) == (record["kind"] == "full")
-    full = json.loads((whole[0] / "mpa-k-2-seed1.json").read_text())
-    assert full["protocol"] == "last"
-    assert full["curve"][-1]["test"] == full["last"]["test"]
+    full = read_records(whole[0])["mpa-k-2-seed1"]
+    assert full.protocol == "last"
+    assert full.curve[-1]["test"] == full.last["test"]
+
+
+def test_writing_a_run_replaces_its_line(whole, tmp_path):
+    home = copy_of(whole, tmp_path) / "small"
+    before = (home / RUNS).read_text().splitlines()
+    edit_run(home, IDS[0], notes=["again"])
+    after = (home / RUNS).read_text().splitlines()
+    assert [new == old for old, new in zip(before, after, strict=True)].count(False) == 1
+    assert read_records(home)[IDS[0]].notes == ["again"]
 
 
 def test_angles_of_proxies_and_verification_stand_in_a_table(data, cache, tmp_path):
@@ -137,16 +145,17 @@ def test_the_page_tells_what_no_paper_did(tmp_path):
 def test_the_page_shows_ours_beside_the_published(whole):
     home = whole[0]
     text = page_of(home)
-    runs = [json.loads((home / f"mpa-k-2-seed{k}.json").read_text()) for k in (0, 1)]
-    values = [100 * run["last"]["test"]["recall@1"] for run in runs]
+    records = read_records(home)
+    runs = [records[f"mpa-k-2-seed{k}"] for k in (0, 1)]
+    values = [100 * run.last["test"]["recall@1"] for run in runs]
     mean, spread = sum(values) / 2, abs(values[0] - values[1]) / 2**0.5
     lines = text.splitlines()
     row = next(i for i, line in enumerate(lines) if line.startswith("| MPA, K = 2 | ours"))
     ours = "| MPA, K = 2 | ours, last epoch, seeds 0, 1 |"
     assert lines[row].startswith(f"{ours} {mean:.1f} ± {spread:.1f} |")
     assert lines[row + 2] == "|  | published, a large network | 69.2 | — | 26.6 |"
-    chosen = json.loads((home / "mpa-k-2-selection.json").read_text())["selected_epoch"]
-    there = [100 * run["curve"][chosen - 1]["test"]["recall@1"] for run in runs]
+    chosen = records["mpa-k-2-selection"].selected_epoch
+    there = [100 * run.curve[chosen - 1]["test"]["recall@1"] for run in runs]
     line = f"|  | ours, epoch {chosen}, selected on held-out classes | {sum(there) / 2:.1f} ±"
     assert lines[row + 1].startswith(line)
     claim = next(line for line in lines if line.startswith("| MPA, K = 2 above Proxy-Anchor |"))
@@ -185,7 +194,7 @@ def test_what_is_done_is_skipped_and_the_same_bytes_come_out(whole, data, cache,
 
 def test_a_missing_run_is_made_again_alike(whole, data, cache, tmp_path):
     out = copy_of(whole, tmp_path)
-    (out / "small" / "mpa-k-2-seed1.json").unlink()
+    remove_runs(out / "small", "mpa-k-2-seed1")
     leftover = out / "small" / "work" / "mpa-k-2-seed1"
     leftover.mkdir(parents=True)
     (leftover / "environment.json").write_text("{")  # killed while its folder was made
@@ -244,30 +253,33 @@ def test_another_recipe_is_refused_for_a_run_that_was_cut_off(data, cache, tmp_p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "Expecting value.*Remove it to run it again"),
-        ("{", "Expecting property name.*Remove it to run it again"),
-        (100_000 * "[", "it is nested too deeply.*Remove it to run it again"),
-        (
-            '{"table": "small", "row": 1, "seed": 0, "kind": "full"}',
-            "row must be a valid string.*Remove it to run",
-        ),
-        ("[]", "it is no run of a table.*use another --out"),
-        ('{"name": "a package"}', "it is no run of a table.*use another --out"),
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        (100_000 * "[", "nested too deeply"),
+        ('{"table": "small", "row": 1, "seed": 0, "kind": "full"}', "row must be"),
+        ("[]", "dictionary"),
+        ('{"name": "a package"}', "table is missing"),
+        (None, "is a duplicate"),
     ],
 )
-def test_a_damaged_json_is_named(whole, data, cache, tmp_path, content, message):
+def test_damaged_line_is_named(whole, data, cache, tmp_path, content, message):
     out = copy_of(whole, tmp_path)
-    (out / "small" / "mpa-k-2-seed0.json").write_text(content)
-    said = rf"mpa-k-2-seed0\.json cannot be read as the result of a run \({message}"
-    with pytest.raises(ReproduceError, match=said):
+    path = out / "small" / RUNS
+    lines = path.read_text().splitlines()
+    lines[1] = lines[0] if content is None else content
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ReproduceError, match=rf"runs\.jsonl, line 2: .*{message}.*--out"):
         run_table(make_table(cache), data, out, start=no_training)
 
 
-def test_a_json_of_no_row_is_named(whole, data, cache, tmp_path):
+def test_run_of_unknown_row_is_named(whole, data, cache, tmp_path):
     out = copy_of(whole, tmp_path)
     rows = table_values(cache)["rows"][:1]
-    with pytest.raises(ReproduceError, match=r"mpa-k-2-seed0\.json: there is no row"):
+    with pytest.raises(ReproduceError, match=r"runs\.jsonl: mpa-k-2-seed0: there is no row"):
         run_table(make_table(cache, rows=rows, claims=[]), data, out, start=no_training)
+    edit_run(out / "small", "mpa-k-2-seed0", slug="other")
+    with pytest.raises(ReproduceError, match=r"runs\.jsonl: other-seed0: slug 'other'"):
+        run_table(make_table(cache), data, out, start=no_training)
 
 
 def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path):
@@ -291,16 +303,16 @@ def test_failing_runs_are_named_and_do_not_stop_the_others(data, cache, tmp_path
     assert "--parallel" not in said
     home = tmp_path / "small"
     log = home / "work" / "proxy-anchor-seed1.log"
-    assert f"seed 1: RuntimeError: a mistake (the whole of it is in {log})" in said
+    assert f"seed 1: RuntimeError: a mistake (log: {log})" in said
     assert "in failing" in log.read_text()
     assert "\n" not in said
-    assert sorted(p.stem for p in home.glob("*.json")) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
+    assert list(read_records(home)) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
     text = (home / "README.md").read_text()
     assert "Still missing: mpa-k-2-seed0, proxy-anchor-seed1." in text
     assert "ours, last epoch, seed 1 |" in text
     assert "| — | 0 | no seed in common |" in text
     run_table(table, data, tmp_path, seeds=(0, 1))
-    assert len(list(home.glob("*.json"))) == 4
+    assert len(read_records(home)) == 4
     assert not (home / "work").exists()
 
 
@@ -313,9 +325,9 @@ def test_results_that_cannot_be_read_are_a_failure(data, cache, tmp_path):
 @pytest.mark.parametrize(
     ("code", "log", "sentence"),
     [
-        (-9, "", "was killed by signal 9, as happens when memory runs out; it can be continued"),
-        (-15, "", "its process was killed by signal 15; it can be continued"),
-        (130, "stopped after step 3", "it was stopped from outside, and saved"),
+        (-9, "", "was killed by signal 9, as happens when memory runs out; it can be resumed"),
+        (-15, "", "its process was killed by signal 15; it can be resumed"),
+        (130, "stopped after step 3", "it was stopped by a signal, and saved"),
         (1, "one\nno such folder\n\n", "no such folder"),
         (1, "", "its process ended with code 1"),
         (1, "RuntimeError: CUDA error: out of memory", "this machine has too little memory"),
@@ -371,9 +383,9 @@ def test_a_run_without_memory_beside_others_is_done_later(cache, data, tmp_path,
     lines, crowd = [], Crowd(room, code=code)
     table = make_table(cache, selection=False)
     home = run_table(table, data, tmp_path, lines.append, crowd.start, parallel=4, seeds=(0, 1, 2))
-    assert len(list(home.glob("*.json"))) == 6
+    assert len(read_records(home)) == 6
     assert max(crowd.sizes) == room
-    assert any("run again by itself, and until then at most" in line for line in lines)
+    assert any("run again separately, and until then at most" in line for line in lines)
     assert lines[-1].endswith("0 left")
 
 
@@ -382,7 +394,7 @@ def test_a_row_that_fits_nowhere_fails_and_hardly_slows_the_others(cache, data, 
     table = make_table(cache, selection=False)
     with pytest.raises(ReproduceError, match=r"3 runs failed.*this machine has too little memory"):
         run_table(table, data, tmp_path, start=crowd.start, parallel=4, seeds=(0, 1, 2))
-    assert len(list((tmp_path / "small").glob("*.json"))) == 3
+    assert len(read_records(tmp_path / "small")) == 3
     assert crowd.sizes[-1] > 1
 
 
@@ -416,29 +428,25 @@ def test_a_page_without_runs(tmp_path):
 
 def test_notes_of_the_runs_are_on_the_page(whole, tmp_path):
     out = copy_of(whole, tmp_path)
-    path = out / "small" / "mpa-k-2-seed0.json"
-    record = json.loads(path.read_text())
-    record["notes"] = ["Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"]
-    path.write_text(json.dumps(record))
+    note = "Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
+    edit_run(out / "small", "mpa-k-2-seed0", notes=[note])
     table = make_table("anywhere")
-    note = "6 classes in test/; Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
+    note = f"6 classes in test/; {note}"
     results = Results.read(table, out / "small")
     assert f"{note} |" in page(results)
     assert f"{note}." in overview(results, "there")
-    record["notes"] = [f"left out {i}.png: no image" for i in range(9)]
-    path.write_text(json.dumps(record))
+    notes = [f"left out {i}.png: no image" for i in range(9)]
+    edit_run(out / "small", "mpa-k-2-seed0", notes=notes)
     text = page(Results.read(table, out / "small"))
-    assert "left out 1.png: no image; and 7 more notes in the JSON files |" in text
+    assert "left out 1.png: no image; and 7 more notes in runs.jsonl |" in text
 
 
-def test_files_that_say_less_can_still_be_read(whole, tmp_path):
-    out = copy_of(whole, tmp_path)
-    for path in (out / "small").glob("*.json"):
-        record = json.loads(path.read_text())
-        del record["parallel"], record["images"]
-        record["environment"]["packages"]["proximetry"] = None
-        path.write_text(json.dumps(record))
-    text = page(Results.read(make_table("anywhere"), out / "small"))
+def test_page_names_what_was_not_recorded(whole):
+    records = read_records(whole[0]).values()
+    unknown = [r.model_copy(update={"parallel": None, "images": None}) for r in records]
+    for one in unknown:
+        one.environment["packages"]["proximetry"] = None
+    text = page(Results(make_table("anywhere"), unknown))
     assert "| data | your own images: number of images not recorded; images: " in text
     assert "| concurrent runs | not recorded |" in text
     assert "proximetry not recorded" in text
@@ -446,8 +454,7 @@ def test_files_that_say_less_can_still_be_read(whole, tmp_path):
 
 def test_what_is_missing_goes_by_the_table(call, whole, tmp_path):
     out = copy_of(whole, tmp_path)
-    for path in (out / "small").glob("*-selection.json"):
-        path.unlink()
+    remove_runs(out / "small", *IDS[4:])
     path = write_table(tmp_path / "small.yaml", table_values("/elsewhere"))
     asked = [path, "--out", out, "--render"]
     call(*asked)
@@ -472,7 +479,7 @@ def test_only_rows_with_published_figures_have_a_line_of_them(whole, tmp_path):
 def test_a_folder_that_was_being_removed_blocks_nothing(whole, data, cache, tmp_path, gone):
     """Killed after the JSON was written, and killed before: parts of both folders are left."""
     out = copy_of(whole, tmp_path)
-    (out / "small" / "mpa-k-2-seed1.json").unlink()
+    remove_runs(out / "small", "mpa-k-2-seed1")
     for name in ("proxy-anchor-seed0", "mpa-k-2-seed1"):
         folder = out / "small" / "work" / name
         (folder / "checkpoints").mkdir(parents=True)
@@ -505,7 +512,7 @@ def test_a_run_remembers_how_many_shared_the_device(data, cache, tmp_path):
         run_table(table, data, tmp_path, parallel=2, start=cut_off)
     assert (tmp_path / "small" / "work" / "proxy-anchor-seed0.yaml").exists()
     home = run_table(table, data, tmp_path)  # the other was not begun
-    found = {path.stem: json.loads(path.read_text())["parallel"] for path in home.glob("*.json")}
+    found = {name: record.parallel for name, record in read_records(home).items()}
     assert found == {"proxy-anchor-seed0": 2, "mpa-k-2-seed0": 1}
     assert not (home / "work").exists()
 

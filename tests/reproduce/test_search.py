@@ -101,7 +101,7 @@ def test_the_page_ranks_the_rows(home):
     )
     assert "Published" not in text
     assert "without a run" not in text
-    assert sorted(p.name for p in home.iterdir() if p.suffix != ".json") == ["README.md"]
+    assert sorted(path.name for path in home.iterdir()) == ["README.md", "runs.jsonl"]
 
 
 def test_a_row_without_the_first_metric_comes_last(home, table):

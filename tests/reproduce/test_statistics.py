@@ -38,6 +38,9 @@ def record(row, seed, value, **changes):
             {"epoch": 2, "seconds": 1.0, "loss": 0.5, "test": {"recall@1": value}},
         ],
         "parallel": 1,
+        "images": None,
+        "views": None,
+        "epochs_given": False,
     }
     return Record(**{**given_values, **changes})
 

@@ -64,7 +64,7 @@ def roomy(pixels):
         ),
         (
             H200,
-            {"data.cache": "memory", "training.precision": "float32", "training.cuda_graph": False},
+            {"data.cache": "pixels", "training.precision": "float32", "training.cuda_graph": False},
             GB,
             ("pixels", "float32", False),
             "pixels from disk, float32, no CUDA graph",
@@ -165,7 +165,7 @@ def test_a_run_records_what_was_chosen_and_says_so(recipe, tmp_path, monkeypatch
 
 
 def test_a_continued_run_keeps_what_it_was_begun_with(recipe, tmp_path):
-    begun = recipe.override({"training.precision": "bfloat16", "data.cache": "memory"})
+    begun = recipe.override({"training.precision": "bfloat16", "data.cache": "pixels"})
     train(begun, tmp_path / "whole", device="cpu")
     killed_at(5, begun, tmp_path / "cut")
     train(recipe, tmp_path / "cut", device="cpu")  # which leaves the precision to auto
@@ -178,5 +178,5 @@ def test_a_continued_run_keeps_what_it_was_begun_with(recipe, tmp_path):
 
 
 def test_a_run_may_go_on_from_another_place_of_the_pixels(recipe, tmp_path):
-    killed_at(5, with_(recipe, "data", cache="memory"), tmp_path / "run")
-    assert train(with_(recipe, "data", cache="disk"), tmp_path / "run")["epochs"] == 3
+    killed_at(5, with_(recipe, "data", cache="pixels"), tmp_path / "run")
+    assert train(with_(recipe, "data", cache="none"), tmp_path / "run")["epochs"] == 3

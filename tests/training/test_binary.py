@@ -77,7 +77,7 @@ def test_codes_are_about_the_mean_of_the_training_images(run, images):
     rows = [r for r in range(len(catalog)) if catalog.labels[r] in embedder.class_names]
     pixels = torch.stack([embedder.preprocessing.pixels(catalog.file(row)) for row in rows])
     with torch.no_grad():
-        free = embedder.project_freely(embedder.pixel_features(pixels))
+        free = embedder.project(embedder.pixel_features(pixels), normalize=False)
     torch.testing.assert_close(free.mean(0), torch.zeros(16), atol=1e-5, rtol=0)
     share = (free > 0).float().mean(0)
     assert (share > 0).all()

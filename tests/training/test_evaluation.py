@@ -256,7 +256,7 @@ def difficult(tmp_path):
     "changes",
     [
         {"training.precision": "bfloat16", "training.ema": 0.9},
-        {"data.short_side": 40, "data.cache": "memory", "evaluation.batch_size": 5},
+        {"data.short_side": 40, "data.cache": "pixels", "evaluation.batch_size": 5},
         {
             "model": {"flip_tta": True, "tta_crops": [0.8], "pca_dim": 3, "whitening": 0.25},
             "evaluation.held_out": 0.4,

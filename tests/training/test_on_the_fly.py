@@ -217,7 +217,7 @@ class TestBroken:
         sentence = rf"{file.name}: damaged.*put a readable file .*stopped after step 2, saved in"
         with pytest.raises(RunError, match=sentence):
             train(own, tmp_path / "run")
-        assert RunFolder(tmp_path / "run").newest().state["step"] == 2
+        assert RunFolder(tmp_path / "run").inspect().checkpoint["state"]["step"] == 2
         file.write_bytes(whole)
         said = Said()
         train(own, tmp_path / "run", display=said)

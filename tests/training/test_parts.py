@@ -89,7 +89,7 @@ def test_a_dataset_of_pictures_is_the_folder_to_the_bit(images, cache, tmp_path)
     said = Said()
     train(recipe, tmp_path / "own", data=Pictures(images), display=said)
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
-    assert RunFolder(tmp_path / "own").begun().data.dataset == "own:Pictures"
+    assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Pictures"
     assert any("images from the dataset" in line for line in said.lines)
 
 
@@ -137,7 +137,7 @@ def test_own_parts_killed_in_the_middle_continue_bit_for_bit(images, tiny, tmp_p
         own_run(images, tiny, cut, callbacks=killing)
     own_run(images, tiny, cut)
     assert_same_run(whole, cut)
-    recipe = RunFolder(whole).begun()
+    recipe = RunFolder(whole).read_recipe()
     assert (recipe.model.backbone, recipe.model.dim) == ("own:Net", 8)
     assert (recipe.loss.name, recipe.loss.settings) == ("own:Centers", {"scale": 10.0})
     assert results["weights"]["source"] == "own"
@@ -202,7 +202,7 @@ def test_losses_of_any_kind(kind, images, tiny, cache, tmp_path):
         loss, wanted = spread, ("own:spread", {})
     recipe = make_recipe(images, cache, training={"epochs": 1})
     results = train(recipe, tmp_path / "run", loss=loss)
-    found = RunFolder(tmp_path / "run").begun().loss
+    found = RunFolder(tmp_path / "run").read_recipe().loss
     assert found.name == wanted[0]
     assert wanted[1].items() <= found.settings.items()
     assert results["last"]["held_out"]["map@r"] > 0
@@ -387,7 +387,7 @@ def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
     train(asked, tmp_path / "run", embedder=embedder, callbacks=[Look()])
     assert [(type(part), len(part._forward_pre_hooks)) for part in embedder.modules()] == layers
     assert max(rates) == pytest.approx(0.9)
-    begun = RunFolder(tmp_path / "run").begun().model
+    begun = RunFolder(tmp_path / "run").read_recipe().model
     assert (begun.tta_crops, begun.pca_dim, begun.whitening) == ((0.8,), None, 0.0)
     assert (begun.image_size, begun.resize, begun.squash) == (24, 28, True)
     assert Embedder.load(tmp_path / "run").preprocessing == embedder.preprocessing

@@ -281,15 +281,16 @@ def test_where_weights_lie_does_not_matter(tmp_path):
     assert first.essence() == moved.essence() == first.without_places().essence()
     folder = RunFolder(tmp_path / "run")
     folder.begin(first, torch.device("cpu"))
-    (folder.path / "results.json").write_text("{}")
-    assert folder.check(moved) == first
+    folder.write_results({})
+    assert folder.inspect().recipe == first
+    folder.resolve(moved)
     with pytest.raises(RunError, match="weights"):
-        folder.check(other)
+        folder.resolve(other)
     for place in places[:2]:
         place.parent.mkdir()
         place.write_text("")
     with pytest.raises(RunError, match=r"another recipe: model\.weights .*a/w → .*b/w"):
-        folder.check(moved)
+        folder.resolve(moved)
 
 
 def test_a_dimension_said_again_changes_nothing():

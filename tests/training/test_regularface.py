@@ -80,15 +80,6 @@ def test_a_loss_without_proxies_is_told_what_it_cannot_have(key, value):
         objective(name="pairs/triplet", **{key: value})
 
 
-@pytest.mark.parametrize("old", [True, False])
-def test_recipes_beside_older_results_can_be_read(old):
-    now = Recipe.load({"loss": {"project": old}})
-    assert now.loss.optimization == ("projected" if old else "normalized")
-    assert "project" not in now.to_dict()["loss"]
-    with pytest.raises(RecipeError, match=r"unknown key 'loss\.project'"):
-        Recipe.load({"loss": {"project": "yes"}})
-
-
 def test_there_is_a_recipe_for_each_loss_with_and_without_the_term():
     losses = ["softmax", "center", "sphereface", "cosface", "arcface"]
     assert sorted(RECIPES) == sorted(

@@ -316,7 +316,7 @@ def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypat
         folder = RunFolder(out)
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
             break  # begun anew
-        if folder.checkpoints():  # what is left of the old one can be continued
+        if folder.last.exists():  # what is left of the old one can be continued
             with pytest.raises(RunError, match="started with another recipe"):
                 train(changed, out)
             train(recipe, out)
@@ -690,7 +690,7 @@ def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
         patch.setattr(Path, "touch", lambda path: fail(PermissionError(13, "Permission denied")))
         for out in (tmp_path / "new" / "run", *unwritable):
             with pytest.raises(PlaceError, match="cannot be written to; choose another folder"):
-                RunFolder(out).check(recipe)
+                RunFolder(out).check_place()
     for out in unwritable:
         with pytest.raises(PlaceError, match="cannot be written to"):
             train(recipe, out)

@@ -171,23 +171,23 @@ def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp
     wrong = [
         (
             {"model": {"image_size": 40, "resize": 40}},
-            "image_size 40 is no multiple of 16, .*: use 32 or 48",
+            "image_size 40 .* Use 32 or 48",
         ),
         (
             {"backbone": "tiny_dinov3", "data": {"crop_size": 24}},
-            r"data\.crop_size 24 is no multiple of 16, .* of tiny_dinov3: use 16 or 32",
+            r"data\.crop_size 24 .* Use 16 or 32",
         ),
         (
             {"backbone": "small_convnet", "optimizer": {"layer_decay": 0.75}},
-            "optimizer.layer_decay must be 1: small_convnet does not tell its layers apart",
+            "optimizer.layer_decay must be 1: small_convnet",
         ),
         (
             {"backbone": "small_convnet", "model": {"lora_rank": 4}},
-            "LoRA is for the linear layers in the blocks of transformers, and small_convnet has",
+            "LoRA .* small_convnet",
         ),
         (
             {"backbone": "small_convnet", "model": {"pooling": "cls-avg"}},
-            "pooling 'cls-avg' is for transformers with a class token, and small_convnet has none",
+            "'cls-avg' needs a class token",
         ),
     ]
     for changes, sentence in wrong:

@@ -135,7 +135,7 @@ def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys,
     said = capsys.readouterr().out
     assert "recipe vectors" in said
     assert "vectors from memory" in said
-    assert RunFolder(tmp_path / "run").begun().model.backbone == "vectors"
+    assert RunFolder(tmp_path / "run").read_recipe().model.backbone == "vectors"
     monkeypatch.setattr(findings, "map_embeddings", lambda found, similarity: found.numpy()[:, :2])
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "missing" not in capsys.readouterr().out

@@ -211,7 +211,7 @@ def evaluate(
                     vectors = encode_catalog(model, catalog, batch_size, report)
             notes += doubts(model, catalog)
             scored, compared = score_embedder(
-                model, catalog, metrics, eval_dims, batch_size, report, vectors
+                model, catalog, metrics, eval_dims, batch_size, report, vectors=vectors
             )
         plain = next(iter(scored.values()))
         rows = make_rows(asked, plain, compared, metrics, report)

@@ -82,8 +82,8 @@ def make_gallery(folder: Path, embedder: Embedder, test: Catalog, vectors: Tenso
 
 def make_report(folder: Path, vectors: Tensor) -> list[str]:
     """Write the report of the run; say where, and what is missing in it."""
-    from proximetry.reports import RunRecord, examine, report_page
+    from proximetry.reports import RunRecord, evaluate_run, report_page
 
     record, place = RunRecord.read(folder), folder / "report.html"
-    atomic_write(place, report_page(record, examine(record, vectors=vectors)))
+    atomic_write(place, report_page(record, evaluate_run(record, vectors=vectors)))
     return [f"Report:  {place}", *(f"  left out: {reason}" for reason in record.missing)]

@@ -135,7 +135,9 @@ def _choose_recipe(
     begun = None if fresh else _begun(place)
     if begun is not None and begun.name in (ON_GPU, ON_CPU):
         kept = {}
-        if RunFolder(place).begun() is not None:  # that of a first stage says other things too
+        if (
+            RunFolder(place).read_recipe() is not None
+        ):  # that of a first stage says other things too
             kept = {**begun.essence(), "model.weights": begun.model.weights}
         return Recipe.load(begun.name, kept), f"as the run in {place} was begun: ", ()
     if resolve_device(device).type == "cuda":
@@ -172,7 +174,7 @@ def _is_free_or_ours(path: Path, data: tuple[str, str | None], recipes: tuple[st
     try:
         begun = _begun(path)
         if begun is None:
-            RunFolder(path).check(Recipe())
+            RunFolder(path).check_place()
             if not (RunFolder(path).recipe.exists() and RunFolder(path).is_held()):
                 return True
             begun = Recipe.load(RunFolder(path).recipe)  # of a run without a checkpoint yet
@@ -192,7 +194,7 @@ def _begun(path: Path) -> Recipe | None:
     """The recipe of the run in a folder, by the name it was asked for."""
     from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 
-    begun = RunFolder(path).begun() or RunFolder(path / FIRST_STAGE).begun()
+    begun = RunFolder(path).read_recipe() or RunFolder(path / FIRST_STAGE).read_recipe()
     if begun is None:
         return None
     return begun.override({"name": begun.name.removesuffix(", first stage")})

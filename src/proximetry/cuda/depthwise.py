@@ -11,28 +11,27 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from proximetry.cuda.sharing import CHANNELS, SIZES, share
+from proximetry.cuda.sharing import CHANNELS, SIZES, program_channels
 
-# Strips of one program.
-_STRIPS = 16
-# Programs that share the strips of one block of channels when sums over them are wanted.
-_PROGRAMS = 2048
-
-
-@triton.jit
-def _tap(base, n, row, column, H, W, C, c, inside):
-    """One pixel of every strip: [strips, channels], zero outside of the image."""
-    here = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    place = ((n * H + row) * W + column).to(tl.int64) * C
-    mask = here[:, None] & (c < C)[None, :]
-    return tl.load(base + place[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+# A strip is four neighbors in a row of the result, which share their inputs.
+_STRIPS = 16  # per program
+_PROGRAMS = 2048  # of a reduction over strips
 
 
 @triton.jit
-def _put(base, value, n, row, column, H, W, C, c, inside):
-    place = ((n * H + row) * W + column).to(tl.int64) * C
+def _load_pixel(base, n, row, column, H, W, C, c, inside):
+    """Load one pixel of every strip, [strips, channels]; zero outside the image."""
+    valid = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    offsets = ((n * H + row) * W + column).to(tl.int64) * C
+    mask = valid[:, None] & (c < C)[None, :]
+    return tl.load(base + offsets[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_pixel(base, value, n, row, column, H, W, C, c, inside):
+    offsets = ((n * H + row) * W + column).to(tl.int64) * C
     mask = (inside & (column < W))[:, None] & (c < C)[None, :]
-    tl.store(base + place[:, None] + c[None, :], value.to(base.dtype.element_ty), mask=mask)
+    tl.store(base + offsets[:, None] + c[None, :], value.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -43,7 +42,7 @@ def _weight(w, row, column, C, c, K: tl.constexpr):
 
 @triton.jit
 def _weights(w, row, C, c, K: tl.constexpr):
-    """One row of the kernel; of the five columns, one of size three has the first three."""
+    """Load one row of the kernel; the last two columns are unused for size 3."""
     w0 = _weight(w, row, 0, C, c, K)
     w1 = _weight(w, row, 1, C, c, K)
     w2 = _weight(w, row, 2, C, c, K)
@@ -56,7 +55,7 @@ def _weights(w, row, C, c, K: tl.constexpr):
 
 
 @triton.jit
-def _pick(i: tl.constexpr, w0, w1, w2, w3, w4):
+def _select(i: tl.constexpr, w0, w1, w2, w3, w4):
     if i == 0:
         w = w0
     elif i == 1:
@@ -71,10 +70,10 @@ def _pick(i: tl.constexpr, w0, w1, w2, w3, w4):
 
 
 @triton.jit
-def _add(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
-    """total + v · wᵢ, if the kernel has a column i."""
+def _accumulate(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
+    """Return total + v · wᵢ if the kernel has a column i, else total."""
     if (i >= 0) and (i < K):
-        total += v * _pick(i, w0, w1, w2, w3, w4)
+        total += v * _select(i, w0, w1, w2, w3, w4)
     return total
 
 
@@ -84,14 +83,14 @@ def _forward_depthwise(
     N, H, W, C, HO, WO, strips, PT, PL,
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    # A strip is four neighbours of a row of the result: what they share is read once.
-    c, part = share(C, BC)
+    """y[n, i, j, c] = Σ x[n, i·S + k − PT, j·S + l − PL, c] · w[k, l, c]."""
+    c, part = program_channels(C, BC)
     strip = part * BP + tl.arange(0, BP)
-    across = tl.cdiv(WO, 4)
+    strips_per_row = tl.cdiv(WO, 4)
     inside = strip < strips
-    first = (strip % across) * 4
-    row = (strip // across) % HO
-    n = strip // (across * HO)
+    first = (strip % strips_per_row) * 4
+    row = (strip // strips_per_row) % HO
+    n = strip // (strips_per_row * HO)
     a = tl.zeros((BP, BC), tl.float32)
     b = tl.zeros((BP, BC), tl.float32)
     d = tl.zeros((BP, BC), tl.float32)
@@ -99,15 +98,15 @@ def _forward_depthwise(
     for k in tl.static_range(K):
         w0, w1, w2, w3, w4 = _weights(w, k, C, c, K)
         for j in tl.static_range(3 * S + K):
-            v = _tap(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
-            a = _add(a, v, j, K, w0, w1, w2, w3, w4)
-            b = _add(b, v, j - S, K, w0, w1, w2, w3, w4)
-            d = _add(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
-            e = _add(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
-    _put(y, a, n, row, first, HO, WO, C, c, inside)
-    _put(y, b, n, row, first + 1, HO, WO, C, c, inside)
-    _put(y, d, n, row, first + 2, HO, WO, C, c, inside)
-    _put(y, e, n, row, first + 3, HO, WO, C, c, inside)
+            v = _load_pixel(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
+            a = _accumulate(a, v, j, K, w0, w1, w2, w3, w4)
+            b = _accumulate(b, v, j - S, K, w0, w1, w2, w3, w4)
+            d = _accumulate(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
+            e = _accumulate(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
+    _store_pixel(y, a, n, row, first, HO, WO, C, c, inside)
+    _store_pixel(y, b, n, row, first + 1, HO, WO, C, c, inside)
+    _store_pixel(y, d, n, row, first + 2, HO, WO, C, c, inside)
+    _store_pixel(y, e, n, row, first + 3, HO, WO, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -116,22 +115,22 @@ def _input_depthwise_strided(
     N, H, W, C, HO, WO, half, strips, PT,
     LEFT: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    # Stride 2. Rows of one parity together, so that each meets the same rows of the kernel.
-    c, part = share(C, BC)
+    """Gradient of the input at stride 2; rows of one parity use the same rows of the kernel."""
+    c, part = program_channels(C, BC)
     parity = part % 2
     strip = (part // 2) * BP + tl.arange(0, BP)
-    across = tl.cdiv(W, 4)
-    first = (strip % across) * 4
-    row = ((strip // across) % half) * 2 + parity
-    n = strip // (across * half)
+    strips_per_row = tl.cdiv(W, 4)
+    first = (strip % strips_per_row) * 4
+    row = ((strip // strips_per_row) % half) * 2 + parity
+    n = strip // (strips_per_row * half)
     inside = (strip < strips) & (row < H)
     a = tl.zeros((BP, BC), tl.float32)
     b = tl.zeros((BP, BC), tl.float32)
     d = tl.zeros((BP, BC), tl.float32)
     e = tl.zeros((BP, BC), tl.float32)
     begin = (parity + PT) % 2
-    # Column `first + t` meets dy at first / 2 + o through the kernel's column t + LEFT − 2 o,
-    # and o falls from `last`.
+    # Column `first + t` gets dy at first / 2 + o through the kernel's column t + LEFT − 2 o, with
+    # o descending from `last`.
     last: tl.constexpr = (3 + LEFT) // 2
     for i in tl.static_range((K + 1) // 2):
         kh = begin + 2 * i
@@ -139,15 +138,15 @@ def _input_depthwise_strided(
         fits = inside & (row + PT - kh >= 0)
         w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K)
         for j in tl.static_range(last + (K - LEFT) // 2 + 1):
-            v = _tap(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
-            a = _add(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            b = _add(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            d = _add(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            e = _add(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-    _put(dx, a, n, row, first, H, W, C, c, inside)
-    _put(dx, b, n, row, first + 1, H, W, C, c, inside)
-    _put(dx, d, n, row, first + 2, H, W, C, c, inside)
-    _put(dx, e, n, row, first + 3, H, W, C, c, inside)
+            v = _load_pixel(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
+            a = _accumulate(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            b = _accumulate(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            d = _accumulate(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            e = _accumulate(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+    _store_pixel(dx, a, n, row, first, H, W, C, c, inside)
+    _store_pixel(dx, b, n, row, first + 1, H, W, C, c, inside)
+    _store_pixel(dx, d, n, row, first + 2, H, W, C, c, inside)
+    _store_pixel(dx, e, n, row, first + 3, H, W, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -156,11 +155,11 @@ def _weight_depthwise(
     N, H, W, C, HO, WO, strips, programs, PT, PL,
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    # One row of the kernel and one block of channels; every program takes its part of the strips.
-    c, both = share(C, BC)
+    """Partial sums of the weight gradient: one kernel row, block of channels and part of strips."""
+    c, both = program_channels(C, BC)
     kh = both % K
     part = both // K
-    across = tl.cdiv(WO, 4)
+    strips_per_row = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -169,17 +168,17 @@ def _weight_depthwise(
     for start in range(part * BP, strips, programs * BP):
         strip = start + tl.arange(0, BP)
         inside = strip < strips
-        first = (strip % across) * 4
-        row = (strip // across) % HO
-        n = strip // (across * HO)
-        g0 = _tap(dy, n, row, first, HO, WO, C, c, inside)
-        g1 = _tap(dy, n, row, first + 1, HO, WO, C, c, inside)
-        g2 = _tap(dy, n, row, first + 2, HO, WO, C, c, inside)
-        g3 = _tap(dy, n, row, first + 3, HO, WO, C, c, inside)
+        first = (strip % strips_per_row) * 4
+        row = (strip // strips_per_row) % HO
+        n = strip // (strips_per_row * HO)
+        g0 = _load_pixel(dy, n, row, first, HO, WO, C, c, inside)
+        g1 = _load_pixel(dy, n, row, first + 1, HO, WO, C, c, inside)
+        g2 = _load_pixel(dy, n, row, first + 2, HO, WO, C, c, inside)
+        g3 = _load_pixel(dy, n, row, first + 3, HO, WO, C, c, inside)
         for j in tl.static_range(3 * S + K):
-            v = _tap(x, n, row * S + kh - PT, first * S + j - PL, H, W, C, c, inside)
+            v = _load_pixel(x, n, row * S + kh - PT, first * S + j - PL, H, W, C, c, inside)
             for t in tl.static_range(4):
-                g = _pick(t, g0, g1, g2, g3, g3)
+                g = _select(t, g0, g1, g2, g3, g3)
                 if j - t * S == 0:
                     s0 += v * g
                 if j - t * S == 1:
@@ -200,62 +199,62 @@ def _weight_depthwise(
 
 
 def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
-    """Memory for channels-last images of another size."""
+    """Return an empty channels-last tensor of another size."""
     return like.new_empty((len(like), *size, like.shape[1])).permute(0, 3, 1, 2)
 
 
 def _suits_cudnn(x: Tensor, size: Sequence[int]) -> bool:
-    """Whether cuDNN is the faster one, for all but the gradient of the input: at stride 1."""
+    """Whether cuDNN is faster, except for the input gradient: at stride 1."""
     return x.is_cuda and tuple(x.shape[2:]) == tuple(size)
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
+    x: Tensor, weight: Tensor, stride: int, padding: Sequence[int], size: Sequence[int]
 ) -> Tensor:
     y = _empty(x, size)
     batch, channels, height, width = x.shape
     strips = batch * size[0] * triton.cdiv(size[1], 4)
     grid = (triton.cdiv(channels, CHANNELS) * triton.cdiv(strips, _STRIPS),)
     _forward_depthwise[grid](
-        x, weight, y, batch, height, width, channels, *size, strips, *before,
+        x, weight, y, batch, height, width, channels, *size, strips, *padding,
         K=len(weight), S=stride, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return y
 
 
 def _input_gradient(
-    dy: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
+    dy: Tensor, weight: Tensor, stride: int, padding: Sequence[int], size: Sequence[int]
 ) -> Tensor:
     if stride == 1:
-        turned = [len(weight) - 1 - padding for padding in before]
-        return _convolve(dy, weight.flip(0, 1), 1, turned, size)
+        flipped = [len(weight) - 1 - side for side in padding]
+        return _convolve(dy, weight.flip(0, 1), 1, flipped, size)
     dx = _empty(dy, size)
-    batch, channels, below, across = dy.shape
+    batch, channels, out_height, out_width = dy.shape
     half = triton.cdiv(size[0], 2)
     strips = batch * half * triton.cdiv(size[1], 4)
     grid = (triton.cdiv(channels, CHANNELS) * 2 * triton.cdiv(strips, _STRIPS),)
     _input_depthwise_strided[grid](
-        dy, weight, dx, batch, *size, channels, below, across, half, strips, before[0],
-        LEFT=before[1], K=len(weight), BP=_STRIPS, BC=CHANNELS,
+        dy, weight, dx, batch, *size, channels, out_height, out_width, half, strips, padding[0],
+        LEFT=padding[1], K=len(weight), BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return dx
 
 
 def _weight_gradient(
-    x: Tensor, dy: Tensor, kernel: int, stride: int, before: Sequence[int]
+    x: Tensor, dy: Tensor, kernel: int, stride: int, padding: Sequence[int]
 ) -> Tensor:
-    batch, channels, below, across = dy.shape
-    if _suits_cudnn(x, (below, across)):
+    batch, channels, out_height, out_width = dy.shape
+    if _suits_cudnn(x, (out_height, out_width)):
         shape = channels, 1, kernel, kernel
-        found: Tensor = conv2d_weight(x, shape, dy, padding=before, groups=channels)
-        return found.float().squeeze(1).permute(1, 2, 0)
-    strips = batch * below * triton.cdiv(across, 4)
+        gradient: Tensor = conv2d_weight(x, shape, dy, padding=padding, groups=channels)
+        return gradient.float().squeeze(1).permute(1, 2, 0)
+    strips = batch * out_height * triton.cdiv(out_width, 4)
     blocks = triton.cdiv(channels, CHANNELS)
     programs = max(1, min(triton.cdiv(strips, _STRIPS), _PROGRAMS // (blocks * kernel)))
     sums = torch.empty(programs, kernel, kernel, channels, dtype=torch.float32, device=x.device)
     _weight_depthwise[(blocks * kernel * programs,)](
-        x, dy, sums, batch, *x.shape[2:], channels, below, across, strips, programs, *before,
-        K=kernel, S=stride, BP=_STRIPS, BC=CHANNELS,
+        x, dy, sums, batch, *x.shape[2:], channels, out_height, out_width, strips, programs,
+        *padding, K=kernel, S=stride, BP=_STRIPS, BC=CHANNELS,
     )  # fmt: skip
     return sums.sum(dim=0)
 
@@ -263,32 +262,37 @@ def _weight_gradient(
 class _Depthwise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: int, before: Sequence[int], size: Sequence[int]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stride: int,
+        padding: Sequence[int],
+        size: Sequence[int],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = stride, before
+        ctx.settings = stride, padding
         if _suits_cudnn(x, size):
             plain = weight.permute(2, 0, 1).unsqueeze(1).to(x.dtype)
-            return F.conv2d(x, plain, padding=before, groups=x.shape[1])
-        return _convolve(x, weight, stride, before, size)
+            return F.conv2d(x, plain, padding=padding, groups=x.shape[1])
+        return _convolve(x, weight, stride, padding, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        stride, before = ctx.settings
+        stride, padding = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy, weight, stride, before, x.shape[2:])
+            dx = _input_gradient(dy, weight, stride, padding, x.shape[2:])
         if ctx.needs_input_grad[1]:
-            dweight = _weight_gradient(x, dy, len(weight), stride, before)
+            dweight = _weight_gradient(x, dy, len(weight), stride, padding)
         return dx, dweight, None, None, None
 
 
 depthwise: Callable[..., Tensor] = _Depthwise.apply
-"""depthwise(x, weight, stride, before, size) is the depthwise convolution of that size.
+"""depthwise(x, weight, stride, padding, size) returns a depthwise convolution of that size.
 
-The weight is [kernel, kernel, C] in float32. `before` is the padding above and to the left; what is
-missing below and to the right follows from the size.
+The weight is [kernel, kernel, C] in float32. `padding` is that of top and left; bottom and right
+follow from the size.
 """

@@ -1,8 +1,8 @@
-"""Faster layers for CUDA: batch norm with its activation, and depthwise convolutions.
+"""Faster CUDA layers: batch norm with its activation, and depthwise convolutions.
 
-`fuse` replaces the class of the layers it knows, and `unfuse` puts it back. Parameters, buffers and
-their names stay, so checkpoints and saved embedders are the same with or without. The layers fall
-back to torch where the kernels do not apply: on the CPU, for other memory formats, when compiling.
+`fuse` replaces the class of supported layers, `unfuse` restores it. Parameters, buffers and names
+stay the same, and so do checkpoints. Layers fall back to torch where kernels do not apply: on the
+CPU, for other memory formats, when compiling.
 """
 
 from importlib.util import find_spec
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# The kernels' ACT.
+# ACT of the kernels.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
 
 
 def _suits(x: Tensor) -> bool:
-    """Whether the kernels take this tensor."""
+    """Whether the kernels support this tensor."""
     return (
         x.is_cuda
         and not torch.compiler.is_compiling()
@@ -31,7 +31,7 @@ def _suits(x: Tensor) -> bool:
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
-    """A batch norm, with the activation that timm puts into its batch norms."""
+    """Batch norm, with the activation of timm's batch norms."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [N, C, H, W]."""
@@ -42,7 +42,7 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
 
 
 def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
-    """Whether the kernels do what the layer would do with this x, errors included."""
+    """Whether the kernels support this layer and input; errors are left to torch."""
     if layer.running_mean is None or x.shape[1] != layer.num_features:
         return False
     return not layer.training or (
@@ -55,10 +55,7 @@ def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 
 
 def fused_norm(layer: Any, x: Tensor) -> Tensor:
-    """Return what the batch norm `layer` makes of x, activation included.
-
-    In training mode the running statistics move.
-    """
+    """Return batch norm and activation of x; updates running statistics in training mode."""
     from proximetry.cuda.norm import norm, statistics
 
     running = layer.running_mean, layer.running_var
@@ -68,14 +65,14 @@ def fused_norm(layer: Any, x: Tensor) -> Tensor:
         mean, variance = (value.float() for value in running)
     weight = torch.ones_like(mean) if layer.weight is None else layer.weight.float()
     bias = torch.zeros_like(mean) if layer.bias is None else layer.bias.float()
-    after = getattr(layer, "act", nn.Identity())
-    act = _ACTIVATIONS.get(type(after))
+    activation = getattr(layer, "act", nn.Identity())
+    act = _ACTIVATIONS.get(type(activation))
     y = norm(x, layer.eps, act or 0, layer.training, weight, bias, mean, variance)
-    return y if act is not None else after(y)
+    return y if act is not None else activation(y)
 
 
 class FusedConv2d(nn.Conv2d):
-    """A depthwise convolution, padded as torch or as TensorFlow does ("same")."""
+    """Depthwise convolution, padded as by torch or TensorFlow ("same")."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve [N, C, H, W]."""
@@ -92,13 +89,13 @@ def fused_depthwise(layer: Any, x: Tensor) -> Tensor:
     from proximetry.cuda.depthwise import depthwise
 
     axes = (_padding(layer, axis, length) for axis, length in enumerate(x.shape[2:]))
-    before, size = zip(*axes, strict=True)
+    padding, size = zip(*axes, strict=True)
     weight = layer.weight.float().squeeze(1).permute(1, 2, 0).contiguous()
-    return depthwise(x, weight, layer.stride[0], before, size)
+    return depthwise(x, weight, layer.stride[0], padding, size)
 
 
 def _padding(layer: Any, axis: int, length: int) -> tuple[int, int]:
-    """Return the padding before an axis, and the length of the result."""
+    """Return the leading padding of an axis and the length of the result."""
     kernel, stride, padding = layer.kernel_size[axis], layer.stride[axis], layer.padding[axis]
     if isinstance(layer, Conv2dSame):
         result = -(-length // stride)
@@ -107,7 +104,7 @@ def _padding(layer: Any, axis: int, length: int) -> tuple[int, int]:
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    drops = getattr(layer, "drop", None)  # timm's may drop units between norm and activation
+    drops = getattr(layer, "drop", None)  # timm's may have dropout before the activation
     return isinstance(layer, nn.BatchNorm2d) and isinstance(drops, nn.Identity | None)
 
 
@@ -126,14 +123,14 @@ def _is_depthwise(layer: nn.Module) -> bool:
 
 
 class FusedBatchNormAct2d(FusedBatchNorm2d, BatchNormAct2d):
-    """A fused batch norm of timm, with its activation."""
+    """Fused version of timm's batch norm with activation."""
 
 
 class FusedConv2dSame(FusedConv2d, Conv2dSame):
-    """A fused depthwise convolution that pads as TensorFlow does."""
+    """Fused version of timm's convolution with TensorFlow's padding."""
 
 
-# Exact classes: the forward pass of a subclass may do something else.
+# Exact classes: subclasses may have another forward pass.
 _FUSED: dict[type[nn.Module], Any] = {
     nn.BatchNorm2d: FusedBatchNorm2d,
     BatchNormAct2d: FusedBatchNormAct2d,
@@ -144,7 +141,7 @@ _PLAIN: dict[type[nn.Module], Any] = {fused: plain for plain, fused in _FUSED.it
 
 
 def fuse(module: Module) -> Module:
-    """Let batch norms and depthwise convolutions of `module` use our kernels on CUDA."""
+    """Make batch norms and depthwise convolutions of `module` use our kernels on CUDA."""
     if find_spec("triton") is None:
         return module
     for layer in module.modules():
@@ -154,7 +151,7 @@ def fuse(module: Module) -> Module:
 
 
 def unfuse(module: Module) -> Module:
-    """Undo `fuse`: give the layers of `module` their own classes back."""
+    """Undo `fuse`: restore the classes of the layers of `module`."""
     for layer in module.modules():
         if type(layer) in _PLAIN:
             layer.__class__ = _PLAIN[type(layer)]

@@ -1,8 +1,7 @@
-"""CUDA graphs: the kernels of a network are recorded once and then replayed as a whole.
+"""CUDA graphs: record the kernels of a network once and replay them with one launch.
 
-A replay costs the CPU next to nothing, so the GPU never waits for it. Both classes take networks of
-one tensor; batches of another shape than the first one go the usual way. So does everything after
-a recording that failed, where there is somebody to tell.
+Networks take one tensor. Batches of another shape than the first run without the graph, and so does
+everything after a failed recording if `on_failure` is given (otherwise the error is raised).
 """
 
 import copy
@@ -20,7 +19,7 @@ Report = Callable[[str], None]
 class GraphedInference:
     """A network whose forward pass, without gradients, is a CUDA graph.
 
-    It follows the weights as they are trained, as long as they stay where they are in memory.
+    It uses the current weights, as long as they are changed in place.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class GraphedInference:
         self._input = batch.clone()
         side = torch.cuda.Stream(batch.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(batch.device))
-        with torch.cuda.stream(side):  # kernels are compiled and chosen here
+        with torch.cuda.stream(side):  # warm-up: kernels are compiled and selected
             for _ in range(2):
                 self._network(self._input)
         torch.cuda.current_stream(batch.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with _garbage_kept(), torch.cuda.graph(graph):
+        with _garbage_collection_paused(), torch.cuda.graph(graph):
             self._output = self._network(self._input)
         self._graph = graph
 
@@ -75,12 +74,12 @@ class GraphedNetwork(nn.Module):
         return result
 
     def _record(self, batch: Tensor) -> None:
-        # Recording runs the network some times; running statistics and dropout must not notice.
+        # Recording runs the network several times: restore buffers and random state.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         random = torch.cuda.get_rng_state(batch.device)
-        once = copy.copy(self.network)  # torch puts its graph in the place of forward
+        once = copy.copy(self.network)  # torch replaces its forward
         try:
-            with _garbage_kept():
+            with _garbage_collection_paused():
                 self._graph = torch.cuda.make_graphed_callables(
                     once, (batch.clone(),), allow_unused_input=True
                 )
@@ -92,19 +91,19 @@ class GraphedNetwork(nn.Module):
 
 
 def _recorded(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
-    """Record a graph; return whether that succeeded, having told why not."""
+    """Record a graph; return whether that succeeded, and report a failure."""
     try:
         record(batch)
-    except RuntimeError as error:  # CUDA's own errors too, and memory that runs out
+    except RuntimeError as error:  # includes CUDA errors and out of memory
         if on_failure is None:
             raise
         if batch.is_cuda:
-            # The generator still takes itself to be recorded, and would draw nothing more.
+            # The generator is still in capture mode: replace its state.
             state = torch.cuda.get_rng_state(batch.device)
             fresh = torch.Generator(batch.device)
             fresh.set_state(state)
-            own = torch.cuda.default_generators[batch.device.index]
-            own.graphsafe_set_state(fresh.graphsafe_get_state())
+            default = torch.cuda.default_generators[batch.device.index]
+            default.graphsafe_set_state(fresh.graphsafe_get_state())
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         on_failure(f"no CUDA graph: recording it failed ({reason})")
         return False
@@ -113,7 +112,7 @@ def _recorded(record: Callable[[Tensor], None], batch: Tensor, on_failure: Repor
 
 @contextmanager
 def ignore_stream_mismatch() -> Iterator[None]:
-    """Switch off torch's warning that gradients of a recorded graph change streams."""
+    """Disable torch's warning about gradients of a recorded graph on another stream."""
     native: Any = torch._C
     if not hasattr(native, "_warn_on_accumulate_grad_stream_mismatch"):  # older torch
         yield
@@ -127,10 +126,10 @@ def ignore_stream_mismatch() -> Iterator[None]:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Collect garbage before a graph is recorded, and none meanwhile.
+def _garbage_collection_paused() -> Iterator[None]:
+    """Collect garbage before recording and not during it.
 
-    An older graph that is freed while another one is recorded invalidates the recording.
+    Freeing an older graph invalidates the recording of another.
     """
     collecting = gc.isenabled()
     gc.collect()

@@ -1,8 +1,7 @@
-"""Batch norm and the activation after it.
+"""Batch norm with its activation: y = act(x̂ · weight + bias), x̂ = (x − mean) / √(variance + eps).
 
-With fixed statistics it is one pass forward and one back. Statistics of the batch cost one more
-each: to take them, and to know what they pass on to every row. ACT says which activation: 0 none,
-1 ReLU, 2 ReLU6; like torch's, they let NaN through.
+Fixed statistics need one pass forward and one backward, batch statistics one more each. ACT is the
+activation: 0 none, 1 ReLU, 2 ReLU6; NaN is preserved, as by torch.
 """
 
 from collections.abc import Callable
@@ -14,53 +13,50 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from proximetry.cuda.sharing import CHANNELS, SIZES, share
+from proximetry.cuda.sharing import CHANNELS, SIZES, program_channels
 
-# Rows of one program.
-_ROWS = 128
-# Programs that share the rows when sums over them are wanted: a few for each of a GPU's
-# multiprocessors (four on an H200), since the sums of every one have to be joined.
+_ROWS = 128  # per program and step
+# Programs of a reduction over rows: four per multiprocessor of an H200. Each writes partial sums.
 _PROGRAMS = 528
-# Channels and parts at once when the parts of these programs are joined: few channels, so that
-# many programs share the work.
+# Channels and partial sums per program that joins them: few channels, so many programs.
 _JOIN_CHANNELS = 8
 _JOIN_PARTS = 128
 
 
 @triton.jit
 def _tile(first, rows, C, c, BM: tl.constexpr):
-    """Which entries of BM rows and some channels are there, and where."""
+    """Return mask and offsets of BM rows and some channels."""
     r = first + tl.arange(0, BM)
-    inside = (r < rows)[:, None] & (c < C)[None, :]
-    return inside, r.to(tl.int64)[:, None] * C + c[None, :]
+    mask = (r < rows)[:, None] & (c < C)[None, :]
+    return mask, r.to(tl.int64)[:, None] * C + c[None, :]
 
 
 @triton.jit
 def _load_affine(weight, bias, mean, variance, eps, C, c):
-    """What a batch norm with these statistics does to its channels: (x − mean) · scale + bias."""
-    average = tl.load(mean + c, mask=c < C, other=0.0)
-    inverse = tl.rsqrt(tl.load(variance + c, mask=c < C, other=1.0) + eps)
-    scale = tl.load(weight + c, mask=c < C, other=0.0) * inverse
+    """Return scale, bias, mean and 1 / std of the channels, for (x − mean) · scale + bias."""
+    mu = tl.load(mean + c, mask=c < C, other=0.0)
+    inverse_std = tl.rsqrt(tl.load(variance + c, mask=c < C, other=1.0) + eps)
+    scale = tl.load(weight + c, mask=c < C, other=0.0) * inverse_std
     offset = tl.load(bias + c, mask=c < C, other=0.0)
-    return scale[None, :], offset[None, :], average[None, :], inverse[None, :]
+    return scale[None, :], offset[None, :], mu[None, :], inverse_std[None, :]
 
 
 @triton.jit
-def _load_slope(x, dy, place, inside, scale, offset, average, ACT: tl.constexpr):
-    """x − mean, and the gradient with respect to what the activation saw."""
-    away = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - average
-    dz = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-    z = away * scale + offset
+def _load_gradient(x, dy, offsets, mask, scale, offset, mu, ACT: tl.constexpr):
+    """Return x − mean, and the gradient dz of the activation's input z."""
+    centered = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - mu
+    dz = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
+    z = centered * scale + offset
     if ACT != 0:
         dz = tl.where(z <= 0.0, 0.0, dz)
     if ACT == 2:
         dz = tl.where(z >= 6.0, 0.0, dz)
-    return away, dz
+    return centered, dz
 
 
 @triton.jit
 def _count(part, rows, programs, BM: tl.constexpr):
-    """How many rows a part has when the parts take turns at BM rows."""
+    """Return the number of rows of a part; parts alternate in blocks of BM rows."""
     turn = programs * BM
     rest = rows % turn - part * BM
     return (rows // turn * BM + tl.minimum(tl.maximum(rest, 0), BM)).to(tl.float32)
@@ -68,23 +64,23 @@ def _count(part, rows, programs, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr):
-    """Mean and sum of squared deviations of every part of the rows."""
-    c, part = share(C, BC)
-    # Squares cancel when the mean is far from zero, but not around a value of the part itself.
+    """Compute mean and sum of squared deviations of each part of the rows."""
+    c, part = program_channels(C, BC)
+    # Relative to a value of the part: squares would cancel if the mean is far from zero.
     origin = tl.load(x + (part * BM).to(tl.int64) * C + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros((BM, BC), tl.float32)
     squares = tl.zeros((BM, BC), tl.float32)
     for first in range(part * BM, rows, programs * BM):
-        inside, place = _tile(first, rows, C, c, BM)
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        away = tl.where(inside, value - origin[None, :], 0.0)
-        total += away
-        squares += away * away
-    whole = tl.sum(total, axis=0)
-    shift = whole / _count(part, rows, programs, BM)
+        mask, offsets = _tile(first, rows, C, c, BM)
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        centered = tl.where(mask, value - origin[None, :], 0.0)
+        total += centered
+        squares += centered * centered
+    total_sum = tl.sum(total, axis=0)
+    shift = total_sum / _count(part, rows, programs, BM)
     out = parts + part * 2 * C + c
     tl.store(out, origin + shift, mask=c < C)
-    tl.store(out + C, tl.sum(squares, axis=0) - whole * shift, mask=c < C)
+    tl.store(out + C, tl.sum(squares, axis=0) - total_sum * shift, mask=c < C)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -93,31 +89,31 @@ def _join_statistics(
     momentum, rows, C, programs,
     BM: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of all rows from those of the parts; moves the running ones."""
+    """Combine the statistics of the parts; update the running statistics."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     origin = tl.load(parts + c, mask=c < C, other=0.0)
     total = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
     for first in range(0, programs, BP):
         part = first + tl.arange(0, BP)
-        inside = (part < programs)[:, None] & (c < C)[None, :]
-        place = part[:, None] * 2 * C + c[None, :]
-        away = tl.load(parts + place, mask=inside, other=0.0) - origin[None, :]
-        away = tl.where(inside, away, 0.0)
-        weighted = away * _count(part, rows, programs, BM)[:, None]
+        mask = (part < programs)[:, None] & (c < C)[None, :]
+        offsets = part[:, None] * 2 * C + c[None, :]
+        centered = tl.load(parts + offsets, mask=mask, other=0.0) - origin[None, :]
+        centered = tl.where(mask, centered, 0.0)
+        weighted = centered * _count(part, rows, programs, BM)[:, None]
         total += weighted
-        squares += weighted * away + tl.load(parts + C + place, mask=inside, other=0.0)
-    whole = tl.sum(total, axis=0)
+        squares += weighted * centered + tl.load(parts + C + offsets, mask=mask, other=0.0)
+    total_sum = tl.sum(total, axis=0)
     n = rows.to(tl.float32)
-    average = origin + whole / n
-    spread = tl.sum(squares, axis=0) - whole * (whole / n)
-    spread = tl.where(spread < 0.0, 0.0, spread)  # rounding; NaN stays
-    tl.store(mean + c, average, mask=c < C)
-    tl.store(variance + c, spread / n, mask=c < C)
+    mu = origin + total_sum / n
+    squared_sum = tl.sum(squares, axis=0) - total_sum * (total_sum / n)
+    squared_sum = tl.where(squared_sum < 0.0, 0.0, squared_sum)  # rounding; NaN is preserved
+    tl.store(mean + c, mu, mask=c < C)
+    tl.store(variance + c, squared_sum / n, mask=c < C)
     old = tl.load(running_mean + c, mask=c < C, other=0.0)
-    tl.store(running_mean + c, (1 - momentum) * old + momentum * average, mask=c < C)
+    tl.store(running_mean + c, (1 - momentum) * old + momentum * mu, mask=c < C)
     old = tl.load(running_variance + c, mask=c < C, other=0.0)
-    new = (1 - momentum) * old + momentum * (spread / (n - 1))
+    new = (1 - momentum) * old + momentum * (squared_sum / (n - 1))
     tl.store(running_variance + c, new, mask=c < C)
     if tl.program_id(0) == 0:
         tl.store(batches, tl.load(batches) + 1)
@@ -129,16 +125,16 @@ def _forward_norm(
     eps, rows, C,
     ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    c, part = share(C, BC)
-    inside, place = _tile(part * BM, rows, C, c, BM)
-    scale, offset, average, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    z = (value - average) * scale + offset
+    c, part = program_channels(C, BC)
+    mask, offsets = _tile(part * BM, rows, C, c, BM)
+    scale, offset, mu, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
+    value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    z = (value - mu) * scale + offset
     if ACT != 0:
         z = tl.where(z < 0.0, 0.0, z)
     if ACT == 2:
         z = tl.where(z > 6.0, 6.0, z)
-    tl.store(y + place, z.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, z.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -147,19 +143,19 @@ def _backward_norm(
     eps, parts, rows, C, programs,
     MOVING: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    c, part = share(C, BC)
-    scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
+    c, part = program_channels(C, BC)
+    scale, offset, mu, inverse_std = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)
     dweight = tl.zeros((BM, BC), tl.float32)
     for first in range(part * BM, rows, programs * BM):
-        inside, place = _tile(first, rows, C, c, BM)
-        away, dz = _load_slope(x, dy, place, inside, scale, offset, average, ACT)
+        mask, offsets = _tile(first, rows, C, c, BM)
+        centered, dz = _load_gradient(x, dy, offsets, mask, scale, offset, mu, ACT)
         if not MOVING:
-            tl.store(dx + place, (dz * scale).to(dx.dtype.element_ty), mask=inside)
+            tl.store(dx + offsets, (dz * scale).to(dx.dtype.element_ty), mask=mask)
         dbias += dz
-        dweight += dz * away
+        dweight += dz * centered
     out = parts + part * 2 * C + c
-    tl.store(out, tl.sum(dweight * inverse, axis=0), mask=c < C)
+    tl.store(out, tl.sum(dweight * inverse_std, axis=0), mask=c < C)
     tl.store(out + C, tl.sum(dbias, axis=0), mask=c < C)
 
 
@@ -169,32 +165,35 @@ def _backward_moving(
     eps, sums, rows, C,
     ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x when every row moves the statistics; `sums` are the whole ones, [2, C]."""
-    c, part = share(C, BC)
-    inside, place = _tile(part * BM, rows, C, c, BM)
-    scale, offset, average, inverse = _load_affine(weight, bias, mean, variance, eps, C, c)
+    """dx = scale · (dz − mean(dz) − x̂ · mean(dz · x̂)), through the batch statistics.
+
+    `sums` [2, C] are Σ dz · x̂ and Σ dz.
+    """
+    c, part = program_channels(C, BC)
+    mask, offsets = _tile(part * BM, rows, C, c, BM)
+    scale, offset, mu, inverse_std = _load_affine(weight, bias, mean, variance, eps, C, c)
     n = rows.to(tl.float32)
-    along = inverse * (tl.load(sums + c, mask=c < C, other=0.0)[None, :] / n)
-    level = tl.load(sums + C + c, mask=c < C, other=0.0)[None, :] / n
-    away, dz = _load_slope(x, dy, place, inside, scale, offset, average, ACT)
-    slope = scale * (dz - level - away * along)
-    tl.store(dx + place, slope.to(dx.dtype.element_ty), mask=inside)
+    mean_dz_xhat = inverse_std * (tl.load(sums + c, mask=c < C, other=0.0)[None, :] / n)
+    mean_dz = tl.load(sums + C + c, mask=c < C, other=0.0)[None, :] / n
+    centered, dz = _load_gradient(x, dy, offsets, mask, scale, offset, mu, ACT)
+    gradient = scale * (dz - mean_dz - centered * mean_dz_xhat)
+    tl.store(dx + offsets, gradient.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _join_sums(parts, sums, C, programs, BP: tl.constexpr, BC: tl.constexpr):
-    """Sums of all parts, [programs, C] to [C]; torch's own takes several times as long."""
+    """Sum the parts, [programs, C] to [C]; torch's sum takes several times as long."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BP, BC), tl.float32)
     for first in range(0, programs, BP):
         part = first + tl.arange(0, BP)
-        inside = (part < programs)[:, None] & (c < C)[None, :]
-        total += tl.load(parts + part[:, None] * C + c[None, :], mask=inside, other=0.0)
+        mask = (part < programs)[:, None] & (c < C)[None, :]
+        total += tl.load(parts + part[:, None] * C + c[None, :], mask=mask, other=0.0)
     tl.store(sums + c, tl.sum(total, axis=0), mask=c < C)
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
-    """Return rows, channels, blocks of channels, and the programs that share the rows of one."""
+    """Return rows, channels, blocks of channels, and programs per block."""
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     blocks = triton.cdiv(channels, CHANNELS)
     programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // blocks))
@@ -204,21 +203,21 @@ def _shape(x: Tensor) -> tuple[int, int, int, int]:
 def statistics(
     x: Tensor, mean: Tensor, variance: Tensor, batches: Tensor, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of x, and move a layer's running ones in place.
+    """Return mean and biased variance of x; update running statistics and `batches` in place.
 
-    `batches` counts the batches seen. Needs at least two rows.
+    Needs at least two rows.
     """
     rows, channels, blocks, programs = _shape(x)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
     _statistics[(blocks * programs,)](x, parts, rows, channels, programs, BM=_ROWS, BC=CHANNELS)
-    found = torch.empty(2, channels, dtype=torch.float32, device=x.device)
+    result = torch.empty(2, channels, dtype=torch.float32, device=x.device)
     _join_statistics[(triton.cdiv(channels, _JOIN_CHANNELS),)](
-        parts, *found, mean, variance, batches, momentum, rows, channels, programs,
+        parts, *result, mean, variance, batches, momentum, rows, channels, programs,
         BM=_ROWS, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS,
     )  # fmt: skip
-    for moved in (mean, variance, batches):  # autograd did not see it
-        torch.autograd.graph.increment_version(moved)
-    return found[0], found[1]
+    for changed in (mean, variance, batches):  # which autograd cannot see
+        torch.autograd.graph.increment_version(changed)
+    return result[0], result[1]
 
 
 class _Norm(torch.autograd.Function):
@@ -258,8 +257,8 @@ class _Norm(torch.autograd.Function):
 
 
 norm: Callable[..., Tensor] = _Norm.apply
-"""norm(x, eps, act, moving, weight, bias, mean, variance) is act(batch norm of x).
+"""norm(x, eps, act, moving, weight, bias, mean, variance) returns act(batch norm of x).
 
-All but x are [C] in float32. With `moving`, mean and variance are those of x, and x has its
-gradient through them too; else they are constants. Of all the large tensors, x alone is saved.
+All but x are [C] in float32. With `moving`, mean and variance are statistics of x and the gradient
+of x flows through them; otherwise they are constants. The only large tensor saved is x.
 """

@@ -1,4 +1,4 @@
-"""Proxy-Anchor and the multi-proxy anchor family: logarithms of 1 + Σ, positives pulled apart."""
+"""Proxy-Anchor and multi-proxy anchor losses."""
 
 from dataclasses import InitVar
 from typing import Literal, get_args
@@ -36,7 +36,7 @@ class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
     """
 
     use = "A good first choice: two forgiving settings, random sampling; larger batches help."
-    form = LossForm("single", by="class", join="apart")
+    form = LossForm("single", by="class", join="separate")
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
     margin: float = setting(cosine_margin, "margin δ", default=0.1)
 
@@ -60,7 +60,7 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     """
 
     use = "Few classes with many images each, where a class looks like several things."
-    form = LossForm("soft", by="class", join="apart")
+    form = LossForm("soft", by="class", join="separate")
     negative_classes: NegativeClasses = setting(
         one_of(*get_args(NegativeClasses)),
         "C⁻: every class, or those not in the batch",
@@ -84,7 +84,7 @@ class MPADW(_MultiProxyAnchor, name="mpa_dw"):
     """
 
     use = "Where MPA is considered, but batches are small or oddly composed."
-    form = LossForm("soft", by="sample", join="apart")
+    form = LossForm("soft", by="sample", join="separate")
 
 
 class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
@@ -94,4 +94,4 @@ class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
     """
 
     use = "Where MPA is considered: its authors' preference, and batches need no care."
-    form = LossForm("soft", by="sample", join="together")
+    form = LossForm("soft", by="sample", join="joint")

@@ -1,4 +1,4 @@
-"""Checks of settings and batches: what is refused, with a sentence that names the value."""
+"""Validation of settings and batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proximetry._common import is_whole
+from proximetry.metrics.inputs import as_labels as label_array
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
-"""What the losses take for labels: class indices [B], and `IGNORED`."""
+"""Class indices [B], or `IGNORED`."""
 
 Weights = Tensor | NDArray[np.floating[Any]] | Sequence[float]
-"""What the losses take for the weights of samples [B]."""
+"""Sample weights [B]."""
 
-#: The label of samples that a loss leaves out.
+#: The label of samples that a loss ignores.
 IGNORED = -1
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -32,14 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check(Generic[T]):
-    """Called with a name and a value, returns the value as it is stored, or refuses it."""
+    """Called with a name and a value, return the value as stored or raise a ValueError."""
 
     kind: str
-    """What is accepted, in a word or two, for tables."""
+    """The accepted type, for tables."""
     function: Callable[[str, Any], T]
 
     def __call__(self, name: str, value: Any) -> T:
-        """Return the checked value; a bad one is a ValueError that says ``name``."""
+        """Return the validated value."""
         return self.function(name, value)
 
 
@@ -48,71 +49,44 @@ def check(kind: str) -> Callable[[Callable[[str, Any], T]], Check[T]]:
     return lambda function: Check(kind, function)
 
 
-@check("float")
-def finite(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject anything that is not a number of at most `LARGEST`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    number = float(value)
-    if abs(number) > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST:g}, got {value!r}")
-    return number
+def number(kind: str, low: float, high: float, expected: str) -> Check[float]:
+    """Return a check that accepts real numbers from ``low`` to ``high`` as floats."""
+
+    def convert(name: str, value: Any) -> float:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_real and low <= float(value) <= high):
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
+        return float(value)
+
+    return Check(kind, convert)
 
 
-@check("float > 0")
-def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float; reject zero, negative numbers and those below 1e-30."""
-    number = finite(name, value)
-    if number < 1 / LARGEST:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return number
-
-
-@check("float ≥ 0")
-def non_negative(name: str, value: Any) -> float:
-    """Return ``value`` as a float; refuse anything below zero."""
-    number = finite(name, value)
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
-    return number
-
-
-@check("−2 ≤ float ≤ 2")
-def cosine_margin(name: str, value: Any) -> float:
-    """Return ``value`` as a float; refuse more than two cosines can differ by."""
-    number = finite(name, value)
-    if abs(number) > 2:
-        raise ValueError(f"{name} must be between -2 and 2, as cosines differ, got {value!r}")
-    return number
+finite = number("float", -LARGEST, LARGEST, f"a finite number of at most {LARGEST:g}")
+positive = number("float > 0", 1 / LARGEST, LARGEST, f"positive and at most {LARGEST:g}")
+non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
+cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
+fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
+angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
 
 
 @check("int ≥ 1")
 def count(name: str, value: Any) -> int:
-    """Return ``value`` as an int; refuse anything but a whole number of at least one."""
+    """Return ``value`` as an int; reject anything but integers from 1."""
     if not is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 
-@check("0 ≤ float ≤ 1")
-def fraction(name: str, value: Any) -> float:
-    """Return ``value`` as a float; refuse anything outside 0…1."""
-    number = finite(name, value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
-    return number
-
-
 @check("bool")
 def boolean(name: str, value: Any) -> bool:
-    """Return ``value``; refuse anything but True and False."""
+    """Return ``value``; reject anything but True and False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     return value
 
 
 def one_of(*choices: str) -> Check[str]:
-    """Make a check that refuses anything that is not among ``choices``."""
+    """Return a check that accepts ``choices`` only."""
 
     def choose(name: str, value: Any) -> str:
         if value not in choices:
@@ -124,14 +98,14 @@ def one_of(*choices: str) -> Check[str]:
 
 
 def optional(inner: Check[T]) -> Check[T | None]:
-    """Make a check that also takes None."""
+    """Return a check that also accepts None."""
     return Check(
         f"{inner.kind} or None", lambda name, value: None if value is None else inner(name, value)
     )
 
 
 def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
-    """Refuse what is no batch of embeddings."""
+    """Raise unless ``embeddings`` is a floating-point batch [B, D]."""
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     if embeddings.ndim != 2:
@@ -147,7 +121,7 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
 
 
 def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
-    """Return the labels as int64; refuse a batch whose shapes or types do not fit together."""
+    """Return the labels as int64; raise if shapes or types of the batch do not match."""
     check_embeddings(embeddings, dim)
     labels = as_labels(embeddings, labels)
     if labels.dtype not in _INTEGERS:
@@ -161,28 +135,17 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
 
 
 def as_labels(embeddings: Tensor, labels: Labels) -> Tensor:
-    """Return labels that are no tensor as one, beside the embeddings."""
+    """Return labels as a tensor on the device of the embeddings; tensors stay as they are."""
     if isinstance(labels, Tensor):
         return labels
-    return torch.from_numpy(_integers(labels)).to(embeddings.device)
-
-
-def _integers(labels: Any) -> NDArray[np.int64]:
-    """Return labels of any kind that NumPy makes an array of, such as a column of a table."""
-    try:
-        array = np.asarray(labels)
-        if array.dtype.kind == "O" and array.size:  # integers that might have been missing
-            array = np.array(array.tolist())
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"labels must be integers (class indices): {error}") from error
-    if array.size and array.dtype.kind not in "iu":
-        kind = f"{type(labels).__name__} of {array.dtype.type.__name__}"
-        raise ValueError(f"labels must be integers (class indices), got {kind}")
-    return array.astype(np.int64)
+    array = label_array(labels, len(embeddings))
+    if array.dtype.kind != "i":
+        raise ValueError("labels must be integers (class indices), got strings")
+    return torch.from_numpy(array).to(embeddings.device)
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that are no class of the loss, nor -1. On CUDA this waits for the device."""
+    """Raise for labels that are neither a class nor -1. On CUDA this waits for the device."""
     low, high = torch.stack(labels.aminmax()).tolist()
     if low < IGNORED or high >= num_classes:
         wrong = low if low < IGNORED else high
@@ -194,7 +157,7 @@ def label_range(labels: Tensor, num_classes: int) -> None:
 
 
 def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None:
-    """Return the weights as a tensor beside the embeddings; refuse what is no number for each."""
+    """Return the weights as a tensor [B] on the device of the embeddings."""
     if weights is None:
         return None
     if not isinstance(weights, Tensor):
@@ -213,7 +176,7 @@ def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None
 
 
 def weight_range(weights: Tensor) -> None:
-    """Refuse weights that are negative or not finite. On CUDA this waits for the device."""
+    """Raise for negative or non-finite weights. On CUDA this waits for the device."""
     wrong = ~((weights >= 0) & torch.isfinite(weights))
     if wrong.any():
         position = int(wrong.nonzero()[0, 0])
@@ -224,6 +187,6 @@ def weight_range(weights: Tensor) -> None:
 
 
 def counted(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return how much each sample counts [B]: its weight, 0 for `IGNORED`, otherwise 1."""
+    """Return the weight of each sample [B]: 1 without weights, 0 for `IGNORED`."""
     plain = torch.ones_like(labels, dtype=dtype) if weights is None else weights.to(dtype)
     return plain.masked_fill(labels == IGNORED, 0.0)

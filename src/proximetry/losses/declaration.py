@@ -1,15 +1,14 @@
-"""How a loss declares its settings: each once, with its default, its check and its meaning.
+"""Declaration of loss settings: each once, with default, validation and description.
 
     class NormSoftmax(ProxyLoss, name="norm_softmax"):
         scale: float = setting(checks.positive, "scale λ", default=20.0)
 
-The constructor, its signature, the check of every later assignment, the validation of recipes
-and the tables of the documentation all come from these lines.
+The constructor, the validation of assignments and recipes, and the tables of the documentation
+are generated from these lines.
 """
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, replace
-from difflib import get_close_matches
 from inspect import Parameter, Signature, get_annotations
 from typing import Any, ClassVar, dataclass_transform
 
@@ -29,50 +28,42 @@ class Setting:
     default: Any = REQUIRED
     kw_only: bool = False
     alias: str | None = None
-    """Its name, where the class has a property of that name over the declared attribute."""
+    """The public name, if the class has a property of that name over this attribute."""
     fixed: bool = False
-    """Whether it is used to build the loss and cannot be changed afterwards."""
+    """Whether it cannot be changed after construction."""
 
 
 def setting(check: Check[Any], help: str, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
-    It becomes an attribute that is checked whenever it is assigned. Annotated as ``InitVar[…]`` it
-    is no attribute, only an argument for `Declared.build`. Options are those of `Setting`:
-    ``default``, ``kw_only``, ``alias``.
+    It becomes an attribute that is validated on assignment; annotated as ``InitVar[…]``, only an
+    argument of `Declared.build`. Options are those of `Setting`: ``default``, ``kw_only``,
+    ``alias``.
     """
     return Setting(check, help, **options)
 
 
-def check_all(owner: str, known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings as they are stored; refuse unknown names and bad values."""
-    for name in given:
+def check_all(
+    owner: str, known: Mapping[str, Setting], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings as stored; raise for unknown names and invalid values."""
+    for name in values:
         if name not in known:
             raise ValueError(_unknown(owner, name, known))
-    return {name: known[name].check(name, value) for name, value in given.items()}
-
-
-# What pytorch-metric-learning calls them.
-_ELSEWHERE = {
-    "centers_per_class": "proxies_per_class",
-    "embedding_size": "dim",
-    "temperature": "1 / scale",
-}
+    return {name: known[name].check(name, value) for name, value in values.items()}
 
 
 def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
     if not known:
         return f"{owner} takes no settings, got {name!r}"
-    ours = _ELSEWHERE.get(name, "")
-    hint = f", which is {ours} here" if ours.split(" ")[-1] in known else closest(name, known)
-    return f"{owner} has no setting {name!r}{hint}"
+    return f"{owner} has no setting {name!r}{closest(name, known)}"
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))
 class Declared(FullPrecision):
-    """A module whose constructor is made from the settings that its class declares.
+    """A module whose constructor is generated from the settings that its class declares.
 
-    A subclass inherits the settings of its parent; one that it declares again keeps its place.
+    Subclasses inherit settings; a redeclared setting keeps its position.
     """
 
     __signature__: ClassVar[Signature] = Signature()
@@ -107,18 +98,18 @@ class Declared(FullPrecision):
             if name not in self._arguments:
                 raise TypeError(_unknown(owner, name, self._arguments))
         try:
-            given = self.__signature__.bind(*args, **kwargs)
+            bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{owner}: {error}") from None
-        given.apply_defaults()
-        arguments = check_all(owner, self._arguments, given.arguments)
+        bound.apply_defaults()
+        arguments = check_all(owner, self._arguments, bound.arguments)
         self.build(arguments)
         for name, value in arguments.items():
             if not self._arguments[name].fixed:
                 setattr(self, name, value)
 
     def build(self, arguments: dict[str, Any]) -> None:
-        """Make what the module holds besides its settings: parameters, buffers, submodules."""
+        """Create parameters, buffers and submodules."""
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
@@ -137,14 +128,6 @@ class Declared(FullPrecision):
             if declared.fixed:
                 raise AttributeError(f"{name} cannot be changed after the loss is made")
             value = declared.check(name, value)
-        elif name in self.optional_settings or (
-            isinstance(value, int | float | str) and self._is_misspelt(name)
-        ):
+        elif name in self.optional_settings:
             raise AttributeError(_unknown(type(self).__name__, name, self._arguments))
         super().__setattr__(name, value)
-
-    def _is_misspelt(self, name: str) -> bool:
-        """Whether a name nearly is that of a setting: to assign it would change nothing."""
-        if name.startswith("_") or hasattr(self, name):
-            return False
-        return bool(get_close_matches(name, self._arguments, 1, cutoff=0.8))

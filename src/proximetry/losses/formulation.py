@@ -23,7 +23,7 @@ from proximetry.losses import checks
 from proximetry.losses.similarity import Similarity, add_rows_, class_similarities
 
 By = Literal["class", "sample"]
-Join = Literal["apart", "together", "softmax", "others"]
+Join = Literal["separate", "joint", "softmax", "nca"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class LossForm:
         checks.one_of(*get_args(Similarity))("similarity", self.similarity)
         checks.one_of(*get_args(By))("by", self.by)
         checks.one_of(*get_args(Join))("join", self.join)
-        if self.by == "class" and self.join != "apart":
-            raise ValueError(f"a class-wise loss must join 'apart', got {self.join!r}")
+        if self.by == "class" and self.join != "separate":
+            raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def dense(problem: Problem) -> Parts:
 def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:
     """Join the logits of the positives [B] with the negatives [B]: the terms of the samples."""
     match form.join:
-        case "apart":
+        case "separate":
             return softplus(positive) + softplus(negatives)
-        case "together":
+        case "joint":
             return softplus(torch.logaddexp(positive, negatives))
         case "softmax":
             return softplus(negatives - positive)
-        case "others":
+        case "nca":
             # With a single class there is nothing to push away from: only the pull remains.
             return negatives.masked_fill(torch.isneginf(negatives), 0.0) - positive
 

@@ -1,4 +1,4 @@
-"""One loss over the batches of all processes, for a training loop of one's own."""
+"""One loss over the batches of all processes, for custom training loops."""
 
 from typing import Any
 
@@ -7,34 +7,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._common import gather_rows
+from proximetry._common import gather_rows, shown
 from proximetry.losses import checks
 
 
-def gathered(loss: nn.Module, group: dist.ProcessGroup | None = None) -> "Gathered":
+class Gathered(nn.Module):
     """Make any ``loss(embeddings, labels)`` see the batches of all processes as one.
 
-    For a network in DistributedDataParallel. Its gradients, and those of the loss's own parameters,
-    become what one process with the whole batch would have; batches may differ in size. All
-    processes of the group must call it, and all with weights or none.
-    """
-    return Gathered(loss, group)
+    For a network in DistributedDataParallel (DDP): its gradients, and those of the parameters of
+    the loss, become those of one process with the whole batch; batches may differ in size. All
+    processes of the ``group`` must call it, and all with weights or none.
 
-
-class Gathered(nn.Module):
-    """A ``loss`` of the embeddings of all processes of a ``group``; see `gathered`.
-
-    Every process computes the loss of the whole batch. DistributedDataParallel averages the
-    gradients of the network over the processes, so those of the embeddings are multiplied by the
-    number of processes; gradients of the loss's parameters are whole and equal on all of them:
-    average them, or leave them, but do not add them up. The parameters and buffers of the first
-    process are handed to the others before the first batch.
+    Every process computes the loss of the whole batch. DDP averages the gradients of the network,
+    so those of the embeddings are multiplied by the number of processes; gradients of the loss's
+    parameters are complete and equal on all processes: average them or leave them, do not sum
+    them. The first process broadcasts the parameters and buffers of the loss before the first
+    batch.
     """
 
     def __init__(self, loss: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if not isinstance(loss, nn.Module):
-            raise ValueError(f"gathered takes a loss that is a module, got {_kind(loss)}")
+            raise ValueError(f"gathered takes a loss module, got {shown(loss)}")
         self.loss, self.group = loss, group
         self._shared = False
 
@@ -43,9 +37,9 @@ class Gathered(nn.Module):
         embeddings: Tensor,
         labels: Any,
         weights: checks.Weights | None = None,
-        **further: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        """Return the loss of the whole batch; what is ``further`` reaches the loss as it is."""
+        """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
         labels = _rows(embeddings, labels)
         weights = checks.sample_weights(embeddings, weights)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
@@ -55,21 +49,24 @@ class Gathered(nn.Module):
             if weights is not None:
                 weights, _ = gather_rows(weights.double(), self.group)
         if weights is not None:
-            further["weights"] = weights
-        return self.loss(embeddings, labels, **further)  # type: ignore[no-any-return]
+            kwargs["weights"] = weights
+        return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _share_state(self) -> None:
         if not self._shared:
             for tensor in [*self.loss.parameters(), *self.loss.buffers()]:
-                whole = tensor.detach().contiguous()
-                dist.broadcast(whole, group=self.group, group_src=0)
-                tensor.copy_(whole)
+                values = tensor.detach().contiguous()
+                dist.broadcast(values, group=self.group, group_src=0)
+                tensor.copy_(values)
             self._shared = True
 
 
+gathered = Gathered
+
+
 def gather_with_gradient(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenate [n, …] tensors of all ranks as `gather_rows` does; the gradient comes back."""
+    """Concatenate [n, …] tensors of all ranks as `gather_rows` does; differentiable."""
     whole: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
     return whole
 
@@ -91,16 +88,12 @@ class _Gather(torch.autograd.Function):
 
 
 def _rows(embeddings: Tensor, labels: Any) -> Tensor:
-    """Return the labels as a tensor beside the embeddings; one rank may have none."""
+    """Return the labels as a tensor on the device of the embeddings; a rank may have none."""
     if not isinstance(embeddings, Tensor):
-        raise ValueError(f"embeddings must be a tensor, got {_kind(embeddings)}")
+        raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     rows = checks.as_labels(embeddings, labels)
     if rows.ndim == 0 or len(rows) != len(embeddings):
         raise ValueError(
             f"{len(embeddings)} embeddings need as many labels, got shape {list(rows.shape)}"
         )
     return rows if rows.is_floating_point() else rows.long()  # of one type on all ranks
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import closest, need, rescale
+from proximetry._common import closest, need, rescale, shown
 from proximetry.losses import checks
 from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.precision import FullPrecision
@@ -21,14 +21,14 @@ Parts = tuple[nn.Module, nn.Module | None]
 
 _MEMORY = setting(
     checks.optional(checks.count),
-    "how many past embeddings a cross-batch memory keeps (Wang et al. 2020)",
+    "number of past embeddings in a cross-batch memory (Wang et al. 2020)",
     default=None,
 )
 
 
 @dataclass(frozen=True)
 class PairForm:
-    """A pair loss: its settings, and the function that makes it and its miner from them."""
+    """The settings of a pair loss, and the function that creates it and its miner."""
 
     make: Callable[..., Parts]
     settings: dict[str, Setting]
@@ -139,13 +139,13 @@ class PairLoss(FullPrecision):
     """A pair-based loss, optionally with another miner and with a memory of past batches.
 
     ``loss`` is a name of `PAIR_LOSSES`, with its settings, or a loss object of
-    pytorch-metric-learning. ``miner`` is a miner object, in the place of what belongs to the name.
-    ``memory`` is how many past embeddings cross-batch memory (Wang et al. 2020) keeps; it needs
-    ``dim``, and in evaluation mode it is left alone. Unknown settings are errors.
+    pytorch-metric-learning. ``miner`` is a miner object that overrides the loss's default miner.
+    ``memory`` is the number of past embeddings in a cross-batch memory (Wang et al. 2020); it needs
+    ``dim``, and is neither used nor filled in evaluation mode.
     """
 
     remembered: Tensor
-    """How many embeddings have entered the memory so far: its state, with what it holds."""
+    """The number of embeddings added to the memory so far, from which its position follows."""
 
     def __init__(
         self,
@@ -157,31 +157,36 @@ class PairLoss(FullPrecision):
         **settings: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(loss, str | nn.Module):
+            raise ValueError(f"loss must be a name or a loss object, got {shown(loss)}")
+        if not isinstance(miner, nn.Module | None):
+            raise ValueError(f"miner must be a miner object, got {shown(miner)}")
         if memory is not None:
             settings["memory"] = memory
         if isinstance(loss, str):
-            values = _named(loss, settings)
+            if loss not in PAIR_LOSSES:
+                raise ValueError(
+                    f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses of "
+                    "pytorch-metric-learning as objects."
+                )
+            known = PAIR_LOSSES[loss].settings
+            values = {key: one.default for key, one in known.items()}
+            values |= check_all(f"loss 'pairs/{loss}'", known, settings)
+            values.pop("memory", None)
         else:
-            _check_part("loss", loss)
             check_all(f"the loss {type(loss).__name__}", {"memory": _MEMORY}, settings)
             if hasattr(loss, "embedding_memory"):
-                raise ValueError(
-                    "the loss has a memory of its own, which no state dictionary would hold; give "
-                    "the loss inside it, with memory= and dim="
-                )
-        if miner is not None:
-            _check_part("miner", miner)
+                raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
         if memory is not None and dim is None:
             raise ValueError("cross-batch memory needs dim, the embedding dimension")
-        for part in ("losses", "miners", "distances"):
-            need(f"pytorch_metric_learning.{part}", "pairs", "a pair loss")
+        for name in ("losses", "miners", "distances"):
+            need(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
         peer = need("pytorch_metric_learning", "pairs", "a pair loss")
         self.loss: nn.Module
         self.miner: nn.Module | None
-        if isinstance(loss, str):
-            self.loss, self.miner = PAIR_LOSSES[loss].make(peer, **values)
-        else:
-            self.loss, self.miner = loss, None
+        self.loss, self.miner = (
+            PAIR_LOSSES[loss].make(peer, **values) if isinstance(loss, str) else (loss, None)
+        )
         self.miner = self.miner if miner is None else miner
         self.memory, self.dim = memory, None
         if memory is not None:
@@ -199,8 +204,8 @@ class PairLoss(FullPrecision):
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed.
 
-        Labels may be any integers; samples of label -1 are left out. NaN or infinity in the
-        embeddings of the others makes the loss NaN.
+        Labels may be any integers; samples of label -1 are ignored. NaN or infinity in other
+        embeddings makes the loss NaN.
         """
         labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -208,9 +213,9 @@ class PairLoss(FullPrecision):
             if not kept.all():
                 embeddings, labels = embeddings[kept], labels[kept]
             if not len(labels):
-                return embeddings.float().sum()  # of nothing: 0, with a gradient of 0
-            x, _ = rescale(embeddings.float())  # the peer normalises, with squares that overflow
-            # Comparisons with NaN are false, so pairs of it would drop out and the loss look well.
+                return embeddings.float().sum()  # 0, with a gradient of 0
+            x, _ = rescale(embeddings.float())  # the peer normalizes, with squares that overflow
+            # Comparisons with NaN are false: its pairs would drop out and the loss look fine.
             finite = torch.isfinite(x).all()
             x = x.nan_to_num(0.0, 0.0, 0.0)
             if self.memory is not None:
@@ -219,56 +224,26 @@ class PairLoss(FullPrecision):
                 value = _evaluate(self.loss, self.miner, x, labels)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise ValueError(
-                    f"the loss {type(self.loss).__name__} gives no single number: a pair loss "
-                    "needs a reducer that does, such as MeanReducer"
+                    f"the loss {type(self.loss).__name__} does not return a single number. "
+                    "Give it a reducer that does, such as MeanReducer."
                 )
             return value.float().reshape(()).masked_fill(~finite, torch.nan)
 
     def _with_memory(self, x: Tensor, labels: Tensor, size: int, finite: Tensor) -> Tensor:
-        # The queue of the peer keeps its place in plain attributes, which no state dictionary
+        # The queue of the peer keeps its position in plain attributes, which no state dictionary
         # holds. Here a buffer has it.
         queue: Any = self.loss
         before, usable = torch.stack([self.remembered, finite.to(self.remembered)]).tolist()
-        if not usable or not self.training:  # nothing of it is remembered
+        if not usable or not self.training:
             return _evaluate(queue.loss, queue.miner, x, labels)
         queue.queue_idx, queue.has_been_filled = before % size, before >= size
         self.remembered += len(x)
         if len(x) <= size:
             return queue(x, labels)  # type: ignore[no-any-return]
-        # A larger batch is compared with all of itself, and pushes everything else out.
+        # A larger batch is compared with itself, and replaces the whole memory.
         queue.queue_idx = int(self.remembered) % size
         queue.add_to_memory(x[-size:], labels[-size:], size)
         return _evaluate(queue.loss, queue.miner, x, labels)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        held = state_dict.get(f"{prefix}loss.embedding_memory")
-        if held is not None:  # states without the count: the rows in use are its best guess
-            state_dict.setdefault(f"{prefix}remembered", held.any(1).sum())
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _named(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings of a named loss but the memory; refuse unknown names and bad values."""
-    if name not in PAIR_LOSSES:
-        raise ValueError(
-            f"unknown pair loss {name!r}{closest(name, PAIR_LOSSES)}; "
-            "any other loss of pytorch-metric-learning is given as an object"
-        )
-    known = PAIR_LOSSES[name].settings
-    values = {key: one.default for key, one in known.items()}
-    values |= check_all(f"loss 'pairs/{name}'", known, settings)
-    values.pop("memory", None)
-    return values
-
-
-def _check_part(what: str, part: Any) -> None:
-    """Refuse what is no object of pytorch-metric-learning, above all its classes."""
-    if isinstance(part, type):
-        raise ValueError(f"the {what} must be made first: {part.__name__}(…), not {part.__name__}")
-    if not isinstance(part, nn.Module):
-        raise ValueError(
-            f"the {what} must be an object of pytorch-metric-learning, got {type(part).__name__}"
-        )
 
 
 def _evaluate(loss: nn.Module, miner: nn.Module | None, x: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a loss learns and counts stays in full precision, whatever becomes of the network."""
+"""Keeps parameters and buffers in at least float32."""
 
 from collections.abc import Callable
 from typing import Self

@@ -277,29 +277,29 @@ def _directions(
     if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
         raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
     x = unit(examples.float())[0]
-    centres = unit(x.mean(0, keepdim=True))[0]
+    centers = unit(x.mean(0, keepdim=True))[0]
     if proxies == 1:
-        return centres
+        return centers
     # Spherical k-means from a farthest-first start.
-    while centres.shape[0] < proxies:
-        farthest = (x @ centres.T).amax(1).argmin()
-        centres = torch.cat([centres, x[farthest : farthest + 1]])
+    while centers.shape[0] < proxies:
+        farthest = (x @ centers.T).amax(1).argmin()
+        centers = torch.cat([centers, x[farthest : farthest + 1]])
     for _ in range(10):
-        nearest = (x @ centres.T).argmax(1)
-        sums = add_rows_(torch.zeros_like(centres), nearest, x)
+        nearest = (x @ centers.T).argmax(1)
+        sums = add_rows_(torch.zeros_like(centers), nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
-        centres = torch.where(used, unit(sums)[0], centres)
+        centers = torch.where(used, unit(sums)[0], centers)
     # Equal proxies of a class would receive equal gradients and stay equal for ever.
-    noise = torch.randn(centres.shape, generator=generator).to(centres)
-    return unit(centres + 0.01 * unit(noise)[0])[0]
+    noise = torch.randn(centers.shape, generator=generator).to(centers)
+    return unit(centers + 0.01 * unit(noise)[0])[0]
 
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     """Put ``new`` in the place of ``old``; moments of the old rows stay, those of new are zero."""
-    held = [g["params"] for g in optimizer.param_groups if any(p is old for p in g["params"])]
-    if not held:
+    owners = [g["params"] for g in optimizer.param_groups if any(p is old for p in g["params"])]
+    if not owners:
         raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
-    for params in held:
+    for params in owners:
         params[:] = [new if p is old else p for p in params]
     state = optimizer.state.pop(old, {})
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""What every proxy loss shares: its proxies, its engine, and the one forward."""
+"""The base class of proxy losses: proxies, engine and forward."""
 
 from dataclasses import InitVar
 from typing import Any, ClassVar, Literal, get_args
@@ -95,7 +95,7 @@ class ProxyLoss(Declared):
         return 1.0 / self.proxies.num_classes
 
     def ramp(self) -> float | Tensor:
-        """Return what the weight of an added exclusive term is multiplied by at this step."""
+        """Return the warm-up factor of an added exclusive term at this step."""
         return 1.0
 
     def forward(
@@ -108,10 +108,9 @@ class ProxyLoss(Declared):
     ) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B] as one number in float32.
 
-        A sample of weight w counts as w samples; one of weight 0 or label -1 is left out. With
-        ``reduction="none"`` come the terms: those of the samples [B], times their weights, whose
-        sum, divided by that of the weights, is the loss (without weights each counts 1, and what
-        is left out 0); or of a class-wise loss those of the classes [C], whose mean is the loss.
+        A sample of weight w counts as w samples; samples of weight 0 or label -1 are ignored.
+        ``reduction="none"`` returns per-sample terms [B], already weighted; class-wise losses
+        return per-class terms [C] whose mean is the loss.
         """
         _reduction("reduction", reduction)
         labels = checks.batch(embeddings, labels, self.proxies.dim)
@@ -123,10 +122,10 @@ class ProxyLoss(Declared):
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
             weights = checks.counted(labels, weights, proxies.dtype)
-            # What is left out becomes zero: whatever it was, nothing of it comes through.
-            left_out = weights == 0
-            labels = labels.masked_fill(left_out, 0)
-            x, length = unit(embeddings.to(proxies.dtype).masked_fill(left_out.unsqueeze(1), 0.0))
+            # Zero ignored samples, so that NaN in them does not spread.
+            ignored = weights == 0
+            labels = labels.masked_fill(ignored, 0)
+            x, length = unit(embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0))
             reduce = self._by_class if self.form.by == "class" else self._by_sample
             loss, times = reduce(x, length, labels, weights, reduction)
             if self.tau > 0.0:
@@ -163,8 +162,8 @@ class ProxyLoss(Declared):
         # same, but make NaN of the gradient of a sum over nothing else.
         log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
         each = reduction == "none"
-        asked = None if each else class_weight
-        parts = self._engine(x, labels, scale, offset, asked, log_weights=log_weights)
+        weight = None if each else class_weight
+        parts = self._engine(x, labels, scale, offset, weight, log_weights=log_weights)
         pull = pull_by_class(
             self.positive_logit(parts.positive, length) + log_weights, labels, classes
         )

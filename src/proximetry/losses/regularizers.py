@@ -1,4 +1,4 @@
-"""Terms that can be added to any loss, most of them over its proxies: ``loss(x, y) + term(…)``."""
+"""Terms that can be added to any loss, most of them over its proxies."""
 
 import math
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from proximetry._common import chunks, inverse_length, nearest_rivals, rescale, unit
 from proximetry.losses import checks
@@ -15,12 +16,12 @@ from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import add_rows_
 
-#: Entries of a block that a regulariser holds at once.
+#: Entries of a block of proxies.
 BLOCK_ENTRIES = 2**20
 
 
 class IntraClassRegularizer(nn.Module):
-    """Draws the proxies of one class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
+    """Pulls the proxies of one class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
     proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet. Only the K × K
@@ -44,10 +45,13 @@ def intra_class_distance(weight: Tensor) -> Tensor:
     if k == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
-        if weight.numel() <= BLOCK_ENTRIES or torch.compiler.is_compiling():
+        rows = max(1, BLOCK_ENTRIES // weight[0].numel())
+        if classes <= rows or torch.compiler.is_compiling():
             total = _pair_distances(weight)
-        else:
-            total = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
+        else:  # some classes at a time, recomputed in backward
+            blocks = torch.split(weight, rows)
+            parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
+            total = torch.stack(parts).sum()
         return total / (classes * k * (k - 1))
 
 
@@ -60,41 +64,17 @@ def _pair_distances(weight: Tensor) -> Tensor:
     return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
 
 
-class _PairDistances(torch.autograd.Function):
-    """`_pair_distances`, some classes at a time, which backward visits again."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        total = weight.new_zeros(())
-        for rows in _blocks(weight):
-            total += _pair_distances(weight[rows])
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return torch.autograd.grad(_pair_distances(weight), weight, grad, create_graph=True)[0]
-        gradient = torch.empty_like(weight)
-        with torch.autocast(weight.device.type, enabled=False), torch.enable_grad():
-            for rows in _blocks(weight):
-                block = weight[rows].detach().requires_grad_()
-                (gradient[rows],) = torch.autograd.grad(_pair_distances(block), block)
-        return gradient.mul_(grad)
-
-
 def _blocks(weight: Tensor) -> Iterator[slice]:
     """Cut the first dimension into blocks of at most `BLOCK_ENTRIES`, or of one row."""
     return chunks(len(weight), max(1, BLOCK_ENTRIES // weight[0].numel()))
 
 
 class ExclusiveRegularizer(nn.Module):
-    """Pushes every class away from its nearest rival (RegularFace; Zhao et al. 2019).
+    """Pushes every class away from its nearest other class (RegularFace; Zhao et al. 2019).
 
-    ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``. With several proxies per class, each looks for
-    its nearest proxy of another class. The rivals are found tile by tile without gradient; then
-    only the found pairs are differentiated.
+    ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``, over all proxies if there are several per
+    class. The nearest proxies are searched tile by tile without gradient; then only these pairs
+    are differentiated.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -109,34 +89,34 @@ class ExclusiveRegularizer(nn.Module):
         with torch.autocast(weight.device.type, enabled=False):
             flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
             per_class = len(flat) // len(weight)
-            _, rival = nearest_rivals(unit(flat.detach())[0], per_class)
-            total: Tensor = _PairCosines.apply(flat, rival)  # type: ignore[no-untyped-call]
+            _, nearest = nearest_rivals(unit(flat.detach())[0], per_class)
+            total: Tensor = _PairCosines.apply(flat, nearest)  # type: ignore[no-untyped-call]
             return self.weight * total / len(flat)
 
 
 class _PairCosines(torch.autograd.Function):
-    """Σ_i cos(W_i, W_rival(i)); the gradient reaches both members of a pair."""
+    """Σ_i cos(W_i, W_nearest(i)); the gradient reaches both members of a pair."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rival: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, nearest: Tensor) -> Tensor:
         inverse, _ = inverse_length(weight)
         cosines = weight.new_empty(len(weight))
         for rows in _blocks(weight):
-            other = rival[rows]
+            other = nearest[rows]
             dot = (weight[rows] * weight[other]).sum(1)
             cosines[rows] = dot * inverse[rows] * inverse[other]
-        ctx.save_for_backward(weight, rival, inverse, cosines)
+        ctx.save_for_backward(weight, nearest, inverse, cosines)
         return cosines.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        weight, rival, inverse, cosines = ctx.saved_tensors
+        weight, nearest, inverse, cosines = ctx.saved_tensors
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
-        radial = add_rows_(cosines.clone(), rival, cosines).mul_(inverse.square())
+        radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
         for rows in _blocks(weight):
-            other = rival[rows]
+            other = nearest[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
             add_rows_(gradient, other, weight[rows] * factor)
@@ -144,12 +124,12 @@ class _PairCosines(torch.autograd.Function):
 
 
 class CenterLoss(FullPrecision):
-    """Centre loss (Wen et al. 2016): draws embeddings to the running centre of their class.
+    """Center loss (Wen et al. 2016): pulls embeddings to the running center of their class.
 
-    ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The centres are not trained by the optimiser: in
-    training mode each call moves those of the batch by
-    ``c_j ← c_j − rate · Σ_{y_i=j} (c_j − x_i) / (1 + n_j)``, after the loss was taken. Embeddings
-    are used as they come, with their length. A batch whose loss is not finite moves no centre.
+    ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The optimizer does not train the centers: in training
+    mode each call moves those of the batch by
+    ``c_j ← c_j − rate · Σ_{y_i=j} (c_j − x_i) / (1 + n_j)``, after computing the loss. Embeddings
+    are not normalized. A batch whose loss is not finite moves no center.
     """
 
     centers: Tensor
@@ -164,7 +144,7 @@ class CenterLoss(FullPrecision):
         self.register_buffer("centers", torch.zeros(shape))
 
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
-        """Return the term of a batch, and in training mode move the centres."""
+        """Return the term of a batch, and in training mode move the centers."""
         labels = checks.batch(embeddings, labels, self.centers.shape[1])
         if not torch.compiler.is_compiling():
             checks.label_range(labels, self.centers.shape[0])
@@ -178,16 +158,16 @@ class CenterLoss(FullPrecision):
                 sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
                 members = add_rows_(sums.new_zeros(len(sums), 1), labels, counted.unsqueeze(1))
                 step = self.rate * sums / (1 + members)
-                # One bad batch would spoil the centres for ever.
+                # One bad batch would spoil the centers forever.
                 self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
             return loss
 
 
 class AngularCenterLoss(FullPrecision):
-    """Draws embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
+    """Pulls embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
 
-    ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centres, which the optimiser
-    moves with the rest. Of several proxies per class the nearest counts.
+    ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centers, trained by the
+    optimizer. Of several proxies per class the nearest counts.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -205,20 +185,18 @@ class AngularCenterLoss(FullPrecision):
         with torch.autocast(embeddings.device.type, enabled=False):
             counted = checks.counted(labels, None, centers.dtype)
             labels = labels.masked_fill(counted == 0, 0)
-            own = centers[labels].reshape(len(labels), -1, centers.shape[-1])
-            given = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
-            direction, _ = unit(given)
-            cosine = (unit(own)[0] @ direction.unsqueeze(2)).amax((1, 2))
+            targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
+            x = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
+            cosine = (unit(targets)[0] @ unit(x)[0].unsqueeze(2)).amax((1, 2))
             return self.weight * weighted_mean(1.0 - cosine, counted)
 
 
 class QuantizationLoss(nn.Module):
-    """Draws embeddings to their binary codes (Li et al. 2016, on the unit sphere).
+    """Pulls embeddings to their binary codes (Li et al. 2016, on the unit sphere).
 
     ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.
-    That is the mean of (√D |x̂_ij| − 1)² over all entries, and 2 (1 − cos(x_i, b_i)): what the
-    angles lose when vectors are replaced by their codes. It is 0 where all entries of a vector have
-    one size.
+    That is the mean of (√D |x̂_ij| − 1)² over all entries, and 2 (1 − cos(x_i, b_i)). It is 0 if
+    all entries of a vector have the same absolute value.
     """
 
     def __init__(self, weight: float = 1.0) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.losses.checks import (
+    angle,
     boolean,
-    check,
     count,
     finite,
     fraction,
@@ -29,7 +29,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     """
 
     use = "To reproduce the original; for new work ProxyNCA++."
-    form = LossForm("single", by="sample", join="others")
+    form = LossForm("single", by="sample", join="nca")
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
@@ -157,14 +157,6 @@ class CosFace(NormSoftmax, name="cosface"):
         return self.scale * (similarity - self.margin)
 
 
-@check("0 ≤ float < π")
-def _angle(name: str, value: Any) -> float:
-    angle = non_negative(name, value)
-    if angle >= math.pi:
-        raise ValueError(f"{name} is an angle in radians below π, got {value!r}")
-    return angle
-
-
 class ArcFace(CosFace, name="arcface"):
     """ArcFace (Deng et al. 2019): the own class must win by ``margin`` radians.
 
@@ -174,7 +166,7 @@ class ArcFace(CosFace, name="arcface"):
     """
 
     use = "Recognition with very many classes and a threshold: the usual choice for faces."
-    margin: float = setting(_angle, "margin m in **radians**", default=0.5)
+    margin: float = setting(angle, "margin m in **radians**", default=0.5)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """λ cos(θ + m): without the arc cosine, whose slope is infinite at ±1."""

@@ -1,7 +1,7 @@
-"""Clustering: k-means with a k-means++ start, and how well its clusters agree with the classes.
+"""Clustering: k-means, and the agreement of its clusters with the classes.
 
-Agreement comes in float64 from the sparse table of (class, cluster) counts, so its cost grows
-with the number of items and not with classes × clusters.
+Agreement is computed in float64 from the sparse table of (class, cluster) counts, so its cost
+grows with the number of items, not with classes × clusters.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks
+from proximetry._common import chunks
 from proximetry.metrics.inputs import (
     Embeddings,
     FloatArray,
@@ -35,10 +35,6 @@ Average = Literal["arithmetic", "geometric"]
 # Entries of one tile of products: large enough to keep the device busy, small enough to be
 # negligible beside the embeddings.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
-# Entries of the products with all rows that are drawn ahead at the start of k-means, and one over
-# the share of centres that may be added before the next draw: more, and too few would be kept.
-_AHEAD = {"cpu": 2**24, "cuda": 2**27}
-_SHARE_AHEAD = 8
 # Most terms of the expected mutual information held at once.
 _TERMS = 2**21
 
@@ -55,17 +51,17 @@ class _Table(NamedTuple):
 
     @property
     def identical(self) -> bool:
-        """Whether the two labellings are the same partition."""
+        """Whether both labelings are the same partition."""
         return len(self.cells) == len(self.row_sizes) == len(self.column_sizes)
 
 
 def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
     expected = as_labels(labels_true, len(labels_true), "labels_true")
     if not len(expected):
-        raise ValueError("labels_true is empty; there is nothing to compare")
-    found = as_labels(labels_pred, len(expected), "labels_pred")
-    # Each side is numbered by itself: classes may be names and clusters numbers.
-    true, pred = encode(expected)[0][0], encode(found)[0][0]
+        raise ValueError("labels_true is empty")
+    predicted = as_labels(labels_pred, len(expected), "labels_pred")
+    # Encoded separately: classes may be strings and clusters integers.
+    true, pred = encode(expected)[0][0], encode(predicted)[0][0]
     row_sizes, column_sizes = np.bincount(true), np.bincount(pred)
     keys, cells = np.unique(true * len(column_sizes) + pred, return_counts=True)
     rows, columns = np.divmod(keys, len(column_sizes))
@@ -83,11 +79,11 @@ def _mutual_information(table: _Table) -> float:
 
 
 def _expected_mutual_information(table: _Table) -> float:
-    """Mean mutual information of random labellings with the same sizes, exactly.
+    """Return the exact mean mutual information of random labelings with the same sizes.
 
     Only distinct pairs of sizes (a, b) matter. The overlap n of a class of size a with a random
     cluster of size b is hypergeometric; its weights come from the ratio of successive terms and
-    are normalised by their own sum, which is more accurate than differences of log-gammas.
+    are normalized by their own sum, which is more accurate than differences of log-gammas.
     """
     small = np.unique(table.row_sizes, return_counts=True)
     large = np.unique(table.column_sizes, return_counts=True)
@@ -119,7 +115,7 @@ def _overlap_terms(a: int, b: IntArray, total: int) -> FloatArray:
 
 
 def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic") -> float:
-    """Normalised mutual information of two labellings, in [0, 1].
+    """Normalized mutual information of two labelings, in [0, 1].
 
     Mutual information divided by the mean of the two entropies: ``"arithmetic"``
     (H₁ + H₂)/2, scikit-learn's default and the choice of SoftTriple's code, or ``"geometric"``
@@ -139,9 +135,9 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
 
 
 def ami(labels_true: Labels, labels_pred: Labels) -> float:
-    """Adjusted mutual information: 0 on average for random labellings, 1 for the same partition.
+    """Adjusted mutual information: 0 on average for random labelings, 1 for the same partition.
 
-    (MI − E[MI]) / ((H₁ + H₂)/2 − E[MI]) with the exact expectation over random labellings that
+    (MI − E[MI]) / ((H₁ + H₂)/2 − E[MI]) with the exact expectation over random labelings that
     have the same group sizes. Unlike ``nmi`` it does not grow with the number of groups.
     """
     table = _table(labels_true, labels_pred)
@@ -184,11 +180,10 @@ def pairwise_f1(labels_true: Labels, labels_pred: Labels) -> PairwiseF1:
 
 @dataclass(frozen=True)
 class KMeans:
-    """What ``kmeans`` found.
+    """The result of ``kmeans``.
 
     ``centers[j]`` is the mean of the rows assigned to ``j``; ``inertia`` is the sum of squared
-    distances of all rows to their centres. ``converged`` says that another step would change
-    nothing; otherwise ``iterations`` ran out first.
+    distances of all rows to their centers. ``converged`` is False if the iterations ran out.
     """
 
     assignments: Tensor
@@ -203,14 +198,14 @@ def kmeans(
 ) -> KMeans:
     """Partition the rows into ``clusters`` groups of small squared distance to their mean.
 
-    Lloyd's algorithm from a greedy k-means++ start: rows are drawn with probability proportional
-    to the squared distance to the centres before, and each centre is the best of 2 + ln k draws.
-    It stops when nothing changes or ``iterations`` is reached. A cluster that loses all its rows
-    is given the row farthest from its own centre; rows that are identical are never split, so
-    data with fewer distinct rows than ``clusters`` leave some clusters empty.
+    Lloyd's algorithm after greedy k-means++ initialization: each center is the best of 2 + ln k
+    rows, drawn with probability proportional to the squared distance to the nearest center so far.
+    It stops when the assignments stay the same or ``iterations`` is reached. An empty cluster gets
+    the row farthest from its center; identical rows are never split, so data with fewer distinct
+    rows than ``clusters`` leave clusters empty.
 
-    The same seed gives the same result on the same device; random numbers are drawn on the CPU,
-    so other devices differ by rounding alone.
+    The same seed gives the same result on the same CPU; random numbers are drawn on the CPU, so
+    other devices differ by rounding alone.
     """
     vectors = as_embeddings(embeddings)
     clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")
@@ -221,65 +216,52 @@ def kmeans(
     shift, scale = middle(vectors), power_of_two(float(vectors.abs().max()))
     rows = move(vectors, shift, scale)
     with full_precision(rows.device):
-        trials = 2 + int(math.log(clusters))  # as many as scikit-learn takes
-        start = _start(rows, clusters, trials, torch.Generator().manual_seed(seed))
-        found = _lloyd(rows, start, iterations)
-    centers = ((found.centers.double() + shift.double() / scale) * scale).to(vectors.dtype)
-    return replace(found, centers=centers, inertia=found.inertia * scale * scale)
+        trials = 2 + int(math.log(clusters))  # as in scikit-learn
+        start = _initial_centers(rows, clusters, trials, torch.Generator().manual_seed(seed))
+        result = _lloyd(rows, start, iterations)
+    centers = ((result.centers.double() + shift.double() / scale) * scale).to(vectors.dtype)
+    return replace(result, centers=centers, inertia=result.inertia * scale * scale)
 
 
-def _start(rows: Tensor, clusters: int, trials: int, generator: torch.Generator) -> Tensor:
-    """The k-means++ centres, each the best of several draws.
-
-    Rows are drawn ahead for several centres, because one large product is faster than many small
-    ones. Each is then kept with the probability to which its own has fallen since: what is kept
-    is distributed as if it had been drawn just now.
-    """
+def _initial_centers(
+    rows: Tensor, clusters: int, trials: int, generator: torch.Generator
+) -> Tensor:
+    """Choose k-means++ centers among the rows, each the best of several draws."""
     squares = rows.square().sum(1)
     chosen = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
-    distances = _apart(rows, squares, torch.tensor(chosen, device=rows.device))[0]
-    most = by_device(rows.device, **_AHEAD) // len(rows)
+    distances = _squared_distances(rows, squares, torch.tensor(chosen, device=rows.device))[0]
     while len(chosen) < clusters:
-        centers = min(len(chosen) // _SHARE_AHEAD, most // trials, clusters - len(chosen))
-        before, place = distances.double().cpu(), 0
-        count = trials * max(1, centers)
-        uniform = torch.rand((2, count), dtype=torch.float64, generator=generator, device="cpu")
-        total = before.cumsum(0)
-        drawn = torch.searchsorted(total, uniform[0] * total[-1], right=True)
-        drawn.clamp_(max=len(rows) - 1)
-        thresholds = (uniform[1] * before[drawn]).to(rows.device)
-        drawn = drawn.to(rows.device)
-        apart = _apart(rows, squares, drawn)
-        while len(chosen) < clusters:
-            kept = (thresholds[place:] <= distances[drawn[place:]]).nonzero()[:trials, 0] + place
-            if len(kept) < trials:
-                break
-            # The squared distance of every row to its nearest centre if a drawn one is added.
-            left = torch.minimum(apart[kept], distances)
-            best = left.sum(1, dtype=torch.float64).argmin()
-            chosen.append(int(drawn[kept[best]]))
-            distances, place = left[best], int(kept[-1]) + 1
+        cumulative = distances.double().cpu().cumsum(0)
+        uniform = torch.rand(trials, dtype=torch.float64, generator=generator, device="cpu")
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
+        drawn = drawn.clamp_(max=len(rows) - 1).to(rows.device)
+        # The squared distance of every row to its nearest center if a drawn row is added.
+        remaining = torch.minimum(_squared_distances(rows, squares, drawn), distances)
+        best = remaining.sum(1, dtype=torch.float64).argmin()
+        chosen.append(int(drawn[best]))
+        distances = remaining[best]
     return rows[chosen]
 
 
-def _apart(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
-    """Squared distances of the chosen rows to all rows."""
-    apart = torch.addmm(squares, rows[chosen], rows.T, alpha=-2).add_(squares[chosen, None])
-    return apart.clamp_(min=0).scatter_(1, chosen[:, None], 0)
+def _squared_distances(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
+    """Return the squared distances of the chosen rows to all rows."""
+    products = torch.addmm(squares, rows[chosen], rows.T, alpha=-2).add_(squares[chosen, None])
+    return products.clamp_(min=0).scatter_(1, chosen[:, None], 0)
 
 
 def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> KMeans:
-    done, converged = 0, False
+    assigned, done, converged = None, 0, False
     while not converged and done < iterations:
-        assigned = _fill_empty(rows, centers, _nearest(rows, centers))
-        means = _means(rows, assigned, centers)
-        done, converged, centers = done + 1, torch.equal(means, centers), means
+        previous, assigned = assigned, _fill_empty(rows, centers, _nearest(rows, centers))
+        converged = previous is not None and torch.equal(assigned, previous)
+        centers, done = _means(rows, assigned, centers), done + 1
+    assert assigned is not None
     inertia = float(_distances(rows, centers, assigned).sum())
     return KMeans(assigned, centers, inertia, done, converged)
 
 
 def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:
-    """Squared distance of every row to its centre, float64."""
+    """Return the squared distance of every row to its center, float64."""
     parts = [
         (rows[tile] - centers[assigned[tile]]).double().square().sum(1)
         for tile in tiles(len(rows), rows.shape[1], rows.device, _TILE)
@@ -288,7 +270,7 @@ def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:
 
 
 def _nearest(rows: Tensor, centers: Tensor) -> Tensor:
-    """For every row the nearest centre: x·c − ‖c‖²/2 is largest there."""
+    """Return the nearest center of every row, which maximizes x·c − ‖c‖²/2."""
     offsets = 0.5 * centers.square().sum(1)
     parts = [
         torch.addmm(offsets, rows[tile], centers.T, beta=-1).argmax(1)
@@ -298,13 +280,13 @@ def _nearest(rows: Tensor, centers: Tensor) -> Tensor:
 
 
 def _fill_empty(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:
-    """Give every empty cluster one row, the farthest from its own centre."""
+    """Assign to every empty cluster the row farthest from its center."""
     sizes = torch.bincount(assigned, minlength=len(centers))
     empty = (sizes == 0).nonzero()[:, 0].tolist()
     if not empty:
         return assigned
     distances = _distances(rows, centers, assigned)
-    # Rows that coincide with their centre up to the rounding of a mean stay where they are.
+    # Rows that coincide with their center up to the rounding of a mean stay where they are.
     noise = (32 * torch.finfo(rows.dtype).eps) ** 2
     distances[distances <= noise * rows.square().sum(1)] = 0
     assigned = assigned.clone()
@@ -319,27 +301,23 @@ def _fill_empty(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:
 
 
 def _means(rows: Tensor, assigned: Tensor, previous: Tensor) -> Tensor:
-    """Mean of each cluster; an empty one keeps its previous centre.
-
-    Sums are taken in 64-bit fixed point: integer addition does not depend on the order, so
-    parallel hardware gives the same bits every time and the same members the same mean.
-    """
-    unit = 2.0 ** (61 - math.ceil(math.log2(len(rows) + 1)))
-    sums = torch.zeros(previous.shape, dtype=torch.int64, device=rows.device)
+    """Return the mean of each cluster; an empty one keeps its previous center."""
+    sums = torch.zeros(previous.shape, dtype=torch.float64, device=rows.device)
     for tile in tiles(len(rows), rows.shape[1], rows.device, _TILE):
-        sums.index_add_(0, assigned[tile], (rows[tile].double() * unit).round_().to(torch.int64))
+        # On CUDA `index_add_` adds in no fixed order.
+        sums.index_put_((assigned[tile],), rows[tile].double(), accumulate=True)
     sizes = torch.bincount(assigned, minlength=len(previous))[:, None]
-    means = (sums.double() / (sizes.clamp(min=1) * unit)).to(rows.dtype)
+    means = (sums / sizes.clamp(min=1)).to(rows.dtype)
     return torch.where(sizes > 0, means, previous)
 
 
 def cluster(embeddings: Embeddings, labels: Labels, *, seed: int = 0) -> dict[str, float]:
     """Cluster with as many clusters as classes and compare: NMI (both means), AMI, pairwise F1.
 
-    k-means is Euclidean: normalise the embeddings first where the cosine is what counts.
+    k-means is Euclidean: normalize embeddings that are compared by cosine.
     """
     vectors = as_embeddings(embeddings)
     (codes,), classes = encode(as_labels(labels, len(vectors)))
-    found = kmeans(vectors, len(classes), seed=seed).assignments.cpu().numpy()
-    scores = nmi(codes, found), nmi(codes, found, "geometric"), ami(codes, found)
-    return dict(zip(CLUSTERING, (*scores, pairwise_f1(codes, found).f1), strict=True))
+    clusters = kmeans(vectors, len(classes), seed=seed).assignments.cpu().numpy()
+    scores = nmi(codes, clusters), nmi(codes, clusters, "geometric"), ami(codes, clusters)
+    return dict(zip(CLUSTERING, (*scores, pairwise_f1(codes, clusters).f1), strict=True))

@@ -9,9 +9,9 @@ from proximetry import _common
 from proximetry.metrics.inputs import Embeddings, as_embeddings
 
 OVERSAMPLING = 20
-"""Images that codes propose for each that is wanted, before their vectors decide."""
+"""Candidates by code per requested neighbor, re-scored with full vectors."""
 FEWEST = 10
-"""For so many at the least they propose, however few are wanted."""
+"""Smallest k used for the number of candidates."""
 
 
 def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
@@ -30,5 +30,5 @@ def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
 
 
 def candidates(k: int) -> int:
-    """How many images codes propose where k are wanted."""
+    """Return the number of candidates by code for k neighbors."""
     return max(k, FEWEST) * OVERSAMPLING

@@ -1,4 +1,4 @@
-"""Embeddings that are spread over several processes, brought together in the order of ranks."""
+"""Embeddings distributed over several processes, gathered in the order of ranks."""
 
 from __future__ import annotations
 
@@ -12,39 +12,44 @@ import torch.distributed as dist
 
 from proximetry._common import gather_rows
 from proximetry.metrics.inputs import Similarity
-from proximetry.metrics.task import Items, Task, build
+from proximetry.metrics.task import Items, Task, build_task
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 Check = Callable[[], tuple[Items, Items | None]]
 
 
-def gather_task(check: Check, similarity: Similarity, group: dist.ProcessGroup) -> Task:
-    """This process's queries against the gallery of all; every process refuses what one refuses."""
+def gather_task(
+    check: Check, similarity: Similarity, group: dist.ProcessGroup | None = None
+) -> Task:
+    """Return the search of this process's queries in the gallery of all processes."""
+    if group is None:
+        return build_task(*check(), similarity)
     gallery, queries = _agree(check, group)
     vectors, counts = gather_rows(gallery.vectors, group)
     whole = replace(_gather_labels(gallery, group), vectors=vectors)
     if queries is None:
         mine = _share(counts, group)
-        task = build(whole, None, similarity)
-        return task.only(mine, task.gallery[mine])
+        task = build_task(whole, None, similarity)
+        return task.subset(mine, task.gallery[mine])
     # The labels of all queries are needed: every process has to number the classes alike.
-    asked = _gather_labels(queries, group)
-    task = build(whole, asked, similarity, on_any=lambda here: any(gather_objects(here, group)))
-    return task.only(_share(gather_objects(len(queries), group), group), task.queries)
+    queries = _gather_labels(queries, group)
+    task = build_task(
+        whole, queries, similarity, on_any=lambda here: any(gather_objects(here, group))
+    )
+    return task.subset(_share(gather_objects(len(queries), group), group), task.queries)
 
 
-def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup) -> dict[str, Array]:
-    """Join the per-query arrays of all processes; every process gets the same."""
+def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup | None) -> dict[str, Array]:
+    """Concatenate the per-query arrays of all processes, on every process."""
+    if group is None:
+        return arrays
     parts = gather_objects(arrays, group)
     return {name: np.concatenate([part[name] for part in parts]) for name in arrays}
 
 
 def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Do a task on every process; every process refuses what one of them refuses.
-
-    A process that raised alone would leave the others waiting for ever.
-    """
+    """Run a task on every rank; raise on all ranks if any rank raises a ValueError."""
     if group is None:
         return task()
     done: list[T] = []
@@ -53,15 +58,15 @@ def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         done.append(task())
     except ValueError as error:
         problem = str(error) or type(error).__name__
-    told = gather_objects(problem, group)
-    problems = [f"process {rank}: {text}" for rank, text in enumerate(told) if text]
+    texts = gather_objects(problem, group)
+    problems = [f"process {rank}: {text}" for rank, text in enumerate(texts) if text]
     if problems:
         raise ValueError("; ".join(problems))
     return done[0]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The values of all processes, in the order of ranks."""
+    """Return the values of all processes, in the order of ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -85,7 +90,7 @@ def _agree(check: Check, group: dist.ProcessGroup) -> tuple[Items, Items | None]
 
 
 def _share(counts: list[int], group: dist.ProcessGroup) -> slice:
-    """Where the rows of this process stand among those of all."""
+    """Return the slice of this process's rows among those of all."""
     rank = dist.get_rank(group)
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 

@@ -1,4 +1,4 @@
-"""``evaluate``: every metric from one pass; ``Evaluation``: the numbers behind the means."""
+"""``evaluate`` and its variants: all metrics in one pass; ``Evaluation``: scores per query."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by_vectors, expanded
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
-from proximetry.metrics.task import Items, Task, build, check
+from proximetry.metrics.task import Items, Task, check_inputs
 from proximetry.metrics.verification import Verification
 
 # Rows scored together: a few running sums in float64 for each.
@@ -50,14 +50,14 @@ ResampleBy = Literal["class", "query"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
-    """Every score of every query.
+    """The scores of every query.
 
     Attributes:
         scores: by metric name, one number per query; NaN for queries without a positive.
-        query_codes: the class number of each query.
-        classes: the label of each class number.
-        positives: how many items of its class each query could find.
-        whole: scores of the set as a whole: clustering and verification, if asked for.
+        query_codes: the class index of each query.
+        classes: the label of each class index.
+        positives: the number of relevant items of each query.
+        whole: clustering and verification scores of the whole set, if requested.
         verification: the result behind the score, with its standard error and threshold.
     """
 
@@ -72,8 +72,7 @@ class Evaluation:
         if not (self.positives > 0).any():
             raise ValueError(
                 f"none of the {len(self.positives)} queries has a positive: every label occurs "
-                "once, or the queries share no label with the gallery (or all positives are "
-                "ignored); there is nothing to measure"
+                "once, the queries share no label with the gallery, or all positives are ignored"
             )
 
     def __len__(self) -> int:
@@ -85,20 +84,20 @@ class Evaluation:
 
     @property
     def scored(self) -> npt.NDArray[np.bool_]:
-        """Which queries have a positive and so take part in the means."""
+        """Mask of the queries with a positive, over which the means are taken."""
         return self.positives > 0
 
     def mean(self) -> dict[str, float]:
-        """Means over the queries that have a positive, and how many have and have not."""
+        """Return the means over the queries with a positive, and both numbers of queries."""
         scored = self.scored
         means = {name: float(values[scored].mean()) for name, values in self.scores.items()}
         counts = dict(zip(COUNTS, (float(scored.sum()), float((~scored).sum())), strict=True))
         return means | self.whole | counts
 
     def per_class(self) -> dict[str, npt.NDArray[Any]]:
-        """A table by columns: ``label``, ``queries`` (those scored) and the mean of each score.
+        """Return columns of a table: ``label``, ``queries`` (scored ones), the mean of each score.
 
-        Classes none of whose queries has a positive are left out.
+        Classes without a scored query are skipped.
         """
         codes = self.query_codes[self.scored]
         counts = np.bincount(codes, minlength=len(self.classes))
@@ -198,6 +197,44 @@ class Evaluation:
         return {name: Interval(*row) for name, row in zip(scores, rows, strict=True)}
 
 
+def evaluate(
+    embeddings: Embeddings,
+    labels: Labels,
+    *,
+    queries: Embeddings | None = None,
+    query_labels: Labels | None = None,
+    metrics: Metrics = DEFAULT,
+    similarity: Similarity = "cosine",
+    ignore_groups: Labels | None = None,
+    query_ignore_groups: Labels | None = None,
+    expand: int = 0,
+    rerank: bool = False,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Compute retrieval metrics. All values are fractions between 0 and 1.
+
+    Args:
+        embeddings: see `retrieve`, as for ``labels``, ``queries``, ``query_labels``,
+            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
+        metrics: the metrics to compute; see `Metrics`.
+        expand: number of neighbors for query expansion (`expand_queries`); 0 disables it.
+        rerank: re-rank the 100 nearest items of each query by `k_reciprocal_distances` among
+            these and the query; the other items follow in their order.
+        group: the process group over which embeddings (and queries) are distributed, such as
+            ``torch.distributed.group.WORLD``; every process gets the metrics of all.
+        progress: called with (done, total).
+
+    Returns:
+        The means over all queries with a positive, under the names of ``metrics.names()``, with
+        ``queries`` and ``queries_without_positive``, the numbers of queries used and skipped.
+
+    Raises:
+        ValueError: if the inputs do not match, or no query has a positive.
+    """
+    return evaluate_queries(**locals()).mean()
+
+
 def evaluate_queries(
     embeddings: Embeddings,
     labels: Labels,
@@ -213,69 +250,39 @@ def evaluate_queries(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Like `evaluate`, keeping the score of every query."""
+    """Compute what `evaluate` computes and keep the scores of every query."""
     _check_metrics(metrics)
-    if metrics.one_set() and queries is not None:
-        raise ValueError(f"{metrics.one_set()} takes one set, not queries and a gallery")
-    if metrics.one_set() and similarity == "hamming":
-        raise ValueError(
-            f'{metrics.one_set()} takes embeddings, not the packed codes of similarity="hamming"'
-        )
-    _check_second_stage(expand, rerank, metrics, similarity)
-
-    checked = partial(
-        check,
+    one_set = metrics.one_set()
+    if one_set and queries is not None:
+        raise ValueError(f"{one_set} takes one set, not queries and a gallery")
+    if one_set and similarity == "hamming":
+        raise ValueError(f'{one_set} takes embeddings, not packed codes (similarity="hamming")')
+    _check_second_stage(expand, rerank, one_set, similarity)
+    inputs = partial(
+        check_inputs,
         similarity,
         (embeddings, labels, ignore_groups),
         (queries, query_labels, query_ignore_groups),
         allow_empty=group is not None,
     )
-    if group is None:
-        task = build(*checked(), similarity)
-    else:
-        task = gather_task(checked, similarity, group)
+    task = gather_task(inputs, similarity, group)
     with full_precision(task.gallery.device):
         if expand:
             task = expanded(task, int(expand), progress)
         reorder = by_k_reciprocity(task, progress) if rerank else None
-        arrays = _score_task(task, metrics, progress, reorder, RERANKED)
-        if group is not None:
-            arrays = gather_arrays(arrays, group)
-        codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
+        evaluation = _score_task(task, metrics, group, progress, reorder, RERANKED)
         whole, verification = {}, None
         if metrics.clustering:
             vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
             whole = cluster(vectors, task.gallery_codes)
         if metrics.verification and similarity != "hamming":
-            # Not of the task, whose vectors are in other units.
+            # The vectors of the task may be shifted and scaled.
             vectors = as_vectors(embeddings, similarity, "embeddings", allow_empty=True)
             if group is not None:
                 vectors = gather_rows(vectors, group)[0]
             verification = verify_classes(vectors, task.gallery_codes, similarity=similarity)
             whole["verification"] = verification.accuracy
-    return Evaluation(arrays, codes, task.classes, positives, whole, verification)
-
-
-def _check_metrics(metrics: Metrics) -> None:
-    if not isinstance(metrics, Metrics):
-        raise ValueError(
-            f"metrics must be a Metrics object, got {shown(metrics)}. "
-            "Pass for example metrics=Metrics(recall_at=(1, 10))."
-        )
-
-
-def _check_second_stage(
-    expand: int, rerank: bool, metrics: Metrics, similarity: Similarity
-) -> None:
-    as_count(expand, "expand", 0)
-    if expand and similarity != "cosine":
-        raise ValueError(f"expand is for vectors that are compared by the cosine, not {similarity}")
-    if rerank and similarity not in ("cosine", "euclidean"):
-        raise ValueError(
-            f"rerank is for vectors that are compared by cosine or euclidean, not {similarity}"
-        )
-    if (expand or rerank) and metrics.one_set():
-        raise ValueError(f"expand and rerank change lists, of which {metrics.one_set()} has none")
+    return replace(evaluation, whole=whole, verification=verification)
 
 
 def evaluate_codes(
@@ -292,150 +299,110 @@ def evaluate_codes(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Like `evaluate_queries`, searching by the Hamming distance of `binary_codes`.
+    """Evaluate a search by the Hamming distance of `binary_codes`, like `evaluate_queries`.
 
     Args:
-        embeddings: the vectors, as for ``labels``, ``queries`` and what is not named here.
-        candidates: so many of the nearest by their codes are then ordered by ``similarity``, of
-            the vectors; the rest follows as the codes have it. 0 leaves the order to the codes.
+        embeddings: the vectors, not codes; other arguments are those of `evaluate`.
+        candidates: number of items nearest by code that are re-ordered by the ``similarity`` of
+            their vectors; the others follow in the order of the codes. 0 uses the codes alone.
         similarity: of the vectors, "cosine" or "euclidean".
     """
     candidates = as_count(candidates, "candidates", 0)
     if similarity not in ("cosine", "euclidean"):
         raise ValueError(
-            f'similarity must be "cosine" or "euclidean", that of the vectors, got {similarity!r}; '
-            'packed codes go to evaluate(…, similarity="hamming")'
+            f'similarity of the vectors must be "cosine" or "euclidean", got {similarity!r}. '
+            'Pass packed codes to evaluate(…, similarity="hamming").'
         )
     _check_metrics(metrics)
     if metrics.one_set():
         raise ValueError(f"{metrics.one_set()} takes embeddings, not codes")
-    given = (embeddings, labels, ignore_groups)
-    asked = (queries, query_labels, query_ignore_groups)
-    vectors: list[Tensor] = []  # of the gallery, and of queries apart
+    vectors: list[Tensor] = []  # of the gallery, and of the queries if there are any
 
-    def coded() -> tuple[Items, Items | None]:
-        gallery, found = check(similarity, given, asked, allow_empty=group is not None)
-        vectors[:] = [items.vectors for items in (gallery, found) if items is not None]
-        codes = replace(gallery, vectors=binary_codes(gallery.vectors))
-        if found is None:
-            return codes, None
-        return codes, replace(found, vectors=binary_codes(found.vectors))
+    def code_inputs() -> tuple[Items, Items | None]:
+        first, second = check_inputs(
+            similarity,
+            (embeddings, labels, ignore_groups),
+            (queries, query_labels, query_ignore_groups),
+            allow_empty=group is not None,
+        )
+        vectors[:] = [items.vectors for items in (first, second) if items is not None]
+        first = replace(first, vectors=binary_codes(first.vectors))
+        if second is not None:
+            second = replace(second, vectors=binary_codes(second.vectors))
+        return first, second
 
-    task = build(*coded(), "hamming") if group is None else gather_task(coded, "hamming", group)
+    task = gather_task(code_inputs, "hamming", group)
     reorder = None
     with full_precision(task.gallery.device):
         if candidates:
-            held = vectors[0] if group is None else gather_rows(vectors[0], group)[0]
-            reorder = by_vectors(vectors[-1], held, similarity)
-        arrays = _score_task(task, metrics, progress, reorder, candidates)
-    if group is not None:
-        arrays = gather_arrays(arrays, group)
-    codes, positives = arrays.pop("query_codes"), arrays.pop("positives")
-    return Evaluation(arrays, codes, task.classes, positives)
+            gallery = vectors[0] if group is None else gather_rows(vectors[0], group)[0]
+            reorder = by_vectors(vectors[-1], gallery, similarity)
+        return _score_task(task, metrics, group, progress, reorder, candidates)
 
 
-def evaluate(
-    embeddings: Embeddings,
-    labels: Labels,
-    *,
-    queries: Embeddings | None = None,
-    query_labels: Labels | None = None,
-    metrics: Metrics = DEFAULT,
-    similarity: Similarity = "cosine",
-    ignore_groups: Labels | None = None,
-    query_ignore_groups: Labels | None = None,
-    expand: int = 0,
-    rerank: bool = False,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Measure retrieval. All values are fractions between 0 and 1.
+def _check_metrics(metrics: Metrics) -> None:
+    if not isinstance(metrics, Metrics):
+        raise ValueError(
+            f"metrics must be a Metrics object, got {shown(metrics)}. "
+            "Pass for example metrics=Metrics(recall_at=(1, 10))."
+        )
 
-    Args:
-        embeddings: see `retrieve`, as for ``labels``, ``queries``, ``query_labels``,
-            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
-        metrics: what to compute; see `Metrics`.
-        expand: search for each query moved towards so many of its nearest items
-            (`expand_queries`).
-        rerank: order the 100 nearest items of each query by `k_reciprocal_distances` among
-            these and the query; the rest follows as it was.
-        group: the process group over which embeddings (and queries) are spread, such as
-            ``torch.distributed.group.WORLD``; every process gets the metrics of the whole.
-        progress: called with (done, total) now and then.
 
-    Returns:
-        The means over all queries with a positive, under the names of ``metrics.names()``, with
-        ``queries`` and ``queries_without_positive``, how many were counted and left out.
-
-    Raises:
-        ValueError: if the input does not fit, or no query has a positive.
-    """
-    return evaluate_queries(
-        embeddings,
-        labels,
-        queries=queries,
-        query_labels=query_labels,
-        metrics=metrics,
-        similarity=similarity,
-        ignore_groups=ignore_groups,
-        query_ignore_groups=query_ignore_groups,
-        expand=expand,
-        rerank=rerank,
-        group=group,
-        progress=progress,
-    ).mean()
+def _check_second_stage(expand: int, rerank: bool, one_set: str, similarity: Similarity) -> None:
+    as_count(expand, "expand", 0)
+    if expand and similarity != "cosine":
+        raise ValueError(f"expand needs the similarity cosine, got {similarity}")
+    if rerank and similarity not in ("cosine", "euclidean"):
+        raise ValueError(f"rerank needs the similarity cosine or euclidean, got {similarity}")
+    if (expand or rerank) and one_set:
+        raise ValueError(f"expand and rerank do not apply to {one_set}")
 
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
-    """Score lists that are already there; a score that needs longer lists is refused."""
+    """Score the lists of a `RetrievalResult`; raise if a metric needs longer lists."""
     _check_metrics(metrics)
     if metrics.one_set():
         raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
-        raise ValueError("this search was made without labels, which scores need")
-    hits = torch.from_numpy(result.hits)
+        raise ValueError("the search was made without labels. Pass labels to retrieve().")
     _check_depth(result, result.positives, metrics)
-    values = score_lists(hits, torch.from_numpy(result.positives), _ranks_in_lists(hits), metrics)
-    return Evaluation(
-        {name: value.numpy() for name, value in values.items()},
-        result.query_codes,
-        result.classes,
-        result.positives,
-    )
+    hits = torch.from_numpy(result.hits)
+    values = score_lists(hits, torch.from_numpy(result.positives), _first_hits(hits), metrics)
+    scores = {name: value.numpy() for name, value in values.items()}
+    return Evaluation(scores, result.query_codes, result.classes, result.positives)
 
 
 def _check_depth(result: RetrievalResult, positives: IntArray, metrics: Metrics) -> None:
-    # A list that ends in an empty place holds all there is.
-    open_ended = (result.ids[:, -1] >= 0) & (positives > 0) & (not result.complete)
-    if not open_ended.any():
+    # A list that ends with an empty entry is complete.
+    cut = (result.ids[:, -1] >= 0) & (positives > 0) & (not result.complete)
+    if not cut.any():
         return
     for score in metrics.scores():
-        if score.reads == "first" and not score.k and not result.hits[open_ended].any(1).all():
+        if score.reads == "first" and not score.k and not result.hits[cut].any(1).all():
             raise ValueError(
-                f"{score.name} needs lists that reach the first positive, but some of these lists "
-                f"of {result.k} hold none; retrieve with a larger k, or call evaluate()"
+                f"{score.name} needs lists that reach the first positive, some lists of {result.k} "
+                "have none. Retrieve with a larger k, or call evaluate()."
             )
-        needed = int(positives[open_ended].max()) if score.reads == "R" else score.k
+        needed = int(positives[cut].max()) if score.reads == "R" else score.k
         if needed > result.k:
             raise ValueError(
-                f"{score.name} needs lists of {needed}, but these hold {result.k}; "
-                f"retrieve with k={needed}"
+                f"{score.name} needs lists of {needed}, got {result.k}. Retrieve with k={needed}."
             )
 
 
 def _score_task(
     task: Task,
     metrics: Metrics,
+    group: dist.ProcessGroup | None,
     progress: Progress | None,
-    reorder: Reorder | None = None,
-    candidates: int = 0,
-) -> dict[str, Any]:
-    """Per-query scores of a task, as arrays by name, with the queries' codes and positives.
+    reorder: Reorder | None,
+    candidates: int,
+) -> Evaluation:
+    """Score every query of a task; with a group, the queries of all processes.
 
-    The first ``candidates`` of each list may be reordered; what is behind them stays there.
+    ``reorder`` changes the order of the first ``candidates`` items of each list.
     """
-    count = len(task.queries)
-    device = task.gallery.device
+    count, device = len(task.queries), task.gallery.device
     positives = task.positives()
     values = {
         score.name: torch.empty(count, dtype=torch.float64, device=device)
@@ -453,17 +420,17 @@ def _score_task(
                     ids = torch.cat([first, ids[:, candidates:]], dim=1)
                 codes = task.query_codes[rows, None]
                 hits = (task.gallery_codes[ids.clamp_min(0)] == codes) & (ids >= 0)
-                ranks = _ranks_in_lists(hits)
+                ranks = _first_hits(hits)
                 if block.ranks is not None:
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
-    arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in values.items()}
-    arrays["query_codes"] = task.query_codes.cpu().numpy()
-    arrays["positives"] = positives.cpu().numpy()
-    return arrays
+    arrays = {"query_codes": task.query_codes, "positives": positives, **values}
+    gathered = gather_arrays({name: value.cpu().numpy() for name, value in arrays.items()}, group)
+    query_codes, counts = gathered.pop("query_codes"), gathered.pop("positives")
+    return Evaluation(gathered, query_codes, task.classes, counts)
 
 
-def _ranks_in_lists(hits: Tensor) -> Tensor:
-    """The place of the first hit; never, if there is none in the list."""
+def _first_hits(hits: Tensor) -> Tensor:
+    """Return the rank of the first hit of each list, `NEVER` without one."""
     return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)

@@ -1,4 +1,4 @@
-"""Embeddings and labels of any common kind, checked and made uniform."""
+"""Validation and conversion of embeddings and labels."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ FloatArray = npt.NDArray[np.float64]
 Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
 FloatSimilarity = Literal["cosine", "euclidean", "dot"]
 
-# What other tools call them.
+# Names of other tools.
 _ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
 
-# Rows looked at together when checking or normalising, so temporaries stay small.
+# Rows validated or normalized together, so temporaries stay small.
 ROWS = 4096
-# Rows that are enough to find the middle of all.
+# Rows used to estimate the median.
 _SAMPLE = 1024
 
 
 def as_count(value: Any, name: str, least: int = 1) -> int:
-    """A whole number of any integer type as an int; refuse others, and those below ``least``."""
+    """Return an integer of any type as an int; raise for others and those below ``least``."""
     if not is_whole(value, least):
         raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
     return int(value)
 
 
 def check_similarity(similarity: str, known: Any = Similarity) -> None:
-    """Refuse a similarity nobody knows."""
+    """Raise for an unknown similarity."""
     if similarity not in get_args(known):
         ours = _ELSEWHERE.get(str(similarity).lower())
         hint = f", called {ours!r} here" if ours else ""
@@ -51,7 +51,7 @@ def check_similarity(similarity: str, known: Any = Similarity) -> None:
 def as_vectors(
     values: Embeddings | None, similarity: Similarity, name: str, *, allow_empty: bool = False
 ) -> Tensor:
-    """Embeddings, or packed codes for the Hamming distance, checked."""
+    """Return validated embeddings, or packed codes for the Hamming distance."""
     check_similarity(similarity)
     if similarity == "hamming":
         codes = _as_matrix(values, name, allow_empty)
@@ -68,7 +68,7 @@ def as_vectors(
 
 
 def _check_lengths(vectors: Tensor, name: str) -> None:
-    """Refuse float64 vectors whose squares vanish or overflow; those of float32 fit in float64."""
+    """Raise for float64 vectors whose squares vanish or overflow; float32 fits in float64."""
     limits = torch.finfo(torch.float64)
     _, longest = bounds_of_lengths(vectors)
     if longest > math.sqrt(limits.max) / 2:
@@ -84,9 +84,9 @@ def _check_lengths(vectors: Tensor, name: str) -> None:
 
 
 def bounds_of_lengths(vectors: Tensor) -> tuple[float, float]:
-    """Bounds of the lengths of all vectors that are not zero; (inf, 0) if there is none.
+    """Return bounds of the lengths of nonzero vectors, (inf, 0) if there are none.
 
-    They come from the largest entries, whose squares need not be representable.
+    They are computed from the largest entries, so squares need not be representable.
     """
     entries = torch.linalg.vector_norm(vectors, torch.inf, dim=1)
     ends = torch.stack([entries.masked_fill(entries == 0, torch.inf).amin(), entries.amax()])
@@ -95,7 +95,7 @@ def bounds_of_lengths(vectors: Tensor) -> tuple[float, float]:
 
 
 def fit_float32(shortest: float, longest: float) -> bool:
-    """Whether float32 holds the products of vectors of such lengths, to its usual precision."""
+    """Return whether float32 holds the products of vectors of such lengths."""
     limits = torch.finfo(torch.float32)
     return 4 * longest * longest <= limits.max and shortest * shortest >= limits.tiny / limits.eps
 
@@ -103,10 +103,7 @@ def fit_float32(shortest: float, longest: float) -> bool:
 def as_embeddings(
     values: Embeddings | None, name: str = "embeddings", *, allow_empty: bool = False
 ) -> Tensor:
-    """A finite floating matrix on its own device: float64 stays, every other float is float32.
-
-    Half precision is a way to store: distances computed in it would tie by the thousand.
-    """
+    """Return a finite matrix on its device: float64 stays, every other float becomes float32."""
     matrix = _as_matrix(values, name, allow_empty)
     if not matrix.is_floating_point():
         raise ValueError(
@@ -146,8 +143,8 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
 
 
 def _check_finite(matrix: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, naming the first rows that hold them."""
-    # A sum is finite only if every term is, and costs no temporary; the search comes after.
+    """Raise for NaN and infinity, with the first rows."""
+    # A sum is finite only if every term is, and needs no temporary.
     if bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
         return
     bad = [
@@ -163,10 +160,7 @@ def _check_finite(matrix: Tensor, name: str) -> None:
 
 
 def normalize(matrix: Tensor) -> Tensor:
-    """Rows of unit length (a row of zeros stays zero).
-
-    Lengths are taken in float64: squares of small float32 values would vanish.
-    """
+    """Return rows of unit length, computed in float64; zero rows stay zero."""
     result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     for rows in chunks(len(matrix), ROWS):
         wide = matrix[rows].to(torch.float64)
@@ -178,21 +172,20 @@ def normalize(matrix: Tensor) -> Tensor:
 
 
 def middle(matrix: Tensor) -> Tensor:
-    """A point amid the rows: the median of each column, over some rows if there are many.
+    """Return the median of each column, over a sample of the rows.
 
-    Unlike a mean it does not follow a few far rows, and it has no more digits than the rows, so
-    that whole numbers remain exact when it is subtracted.
+    Unlike a mean it is robust, and integers stay exact when it is subtracted.
     """
     return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
 
 
 def power_of_two(largest: float) -> float:
-    """A scale that rounds nothing and keeps squares clear of under- and overflow."""
+    """Return a scale that rounds nothing and prevents under- and overflow of squares."""
     return 2.0 ** min(math.ceil(math.log2(largest)), 1023) if largest > 0 else 1.0
 
 
 def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
-    """The same points seen from another origin, in another unit of length."""
+    """Return ``(matrix − origin) / unit``."""
     result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     for rows in chunks(len(matrix), ROWS):
         result[rows] = matrix[rows].double() / unit - origin.double() / unit
@@ -200,7 +193,7 @@ def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
 
 
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
-    """A NumPy array of anything that becomes one: a tensor, a list, a column of a table."""
+    """Return a NumPy array of a tensor, a list or a column of a table."""
     if isinstance(values, Tensor):
         if values.is_meta:
             raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
@@ -214,7 +207,7 @@ def as_array(values: Any, name: str) -> npt.NDArray[Any]:
 
 
 def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
-    """Labels as a one-dimensional NumPy array of int64 or of strings."""
+    """Return labels as a one-dimensional NumPy array of int64 or of strings."""
     array = as_array(values, name)
     if array.ndim == 0:
         raise ValueError(
@@ -227,10 +220,10 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     if array.dtype.kind in "OT":
         array = _unbox(array, name)
     if len(array) == 0:
-        # An empty list has no kind of its own and must not clash with its neighbours.
+        # NumPy makes floats of an empty list.
         return array if array.dtype.kind == "U" else array.astype(np.int64)
     if array.dtype.kind == "U":
-        # A list that mixes numbers and text is turned into text by NumPy without a word.
+        # NumPy silently converts a list that mixes numbers and text to text.
         if isinstance(values, Sequence) and not all(isinstance(entry, str) for entry in values):
             raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
         if isinstance(values, Sequence) and any(str(entry).endswith("\0") for entry in values):
@@ -244,7 +237,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
 
 
 def _unbox(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Strings or integers from Python objects, as table libraries hand over their columns."""
+    """Return strings or integers from an array of Python objects, as tables have them."""
     entries = array.tolist()
     for kind, dtype in ((str, np.str_), ((int, np.integer), np.int64)):
         if all(isinstance(entry, kind) for entry in entries):
@@ -257,7 +250,7 @@ def _unbox(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
-    """Number the distinct labels of all arrays together: codes for each, and the labels by code."""
+    """Return integer codes of each array and the distinct labels of all arrays by code."""
     kinds = {array.dtype.kind for array in arrays if len(array)}
     if len(kinds) > 1:
         raise ValueError("some labels are integers and others are strings; use one kind for both")
@@ -268,13 +261,13 @@ def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]
 
 
 def tiles(total: int, width: int, device: torch.device, entries: dict[str, int]) -> Iterator[slice]:
-    """Slices of 0 … total, such that a tile of this width has no more than ``entries``."""
+    """Yield slices of 0 … total such that a tile of this width has at most ``entries``."""
     return chunks(total, max(1, by_device(device, **entries) // max(1, width)))
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Plain float32 products, whatever autocast or TF32 settings the caller has."""
+    """Compute float32 products in full precision, regardless of autocast and TF32 settings."""
     # Tensors made in inference mode could not be written to by other threads.
     with (
         held(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
@@ -285,8 +278,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
 
 
-# From torch 2.9 on each backend has a setting of its own, and once one of these has been set, the
-# setting for all cannot be read.
+# From torch 2.9 on each backend has its own setting, and once one has been set, the global setting
+# cannot be read.
 _BACKENDS: Any = torch.backends
 _BY_BACKEND = hasattr(_BACKENDS, "fp32_precision")
 _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul) if _BY_BACKEND else ("all",)

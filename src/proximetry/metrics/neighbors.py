@@ -1,7 +1,7 @@
-"""Exact nearest neighbours, one block of queries at a time.
+"""Exact nearest neighbors, one block of queries at a time.
 
 Every similarity is one matrix product: Euclidean and Hamming distances become dot products of
-slightly longer vectors. Similarities are always "larger is nearer"; neighbours are in the total
+slightly longer vectors. Similarities are always "larger is nearer"; neighbors are in the total
 order (similarity falling, index rising), so equal similarities never depend on the machine.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proximetry._common import Progress, by_device, chunks
 from proximetry.metrics.symmetric import applies, search_symmetric
-from proximetry.metrics.task import Block, Task, from_keys, project, settle, to_keys
+from proximetry.metrics.task import Block, Task, fix_ties, from_keys, project, to_keys
 
 # Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
 # products and few launches.
@@ -25,7 +25,7 @@ MOST_ROWS = 8192
 def search(
     task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
-    """Answer every query, ``depths[i]`` neighbours deep, by whichever way is faster."""
+    """Search ``depths[i]`` neighbors of every query by the faster method."""
     deepest = int(depths.max())
     if applies(task, deepest):
         yield search_symmetric(task, deepest, with_ranks=with_ranks, progress=progress)
@@ -36,17 +36,17 @@ def search(
 def search_blocks(
     task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
-    """Answer in blocks that fit in cache or memory.
+    """Search in blocks that fit in cache or memory.
 
-    Queries of like depth share a block: one large class does not make every list long.
+    Queries of similar depth share a block: one large class does not make every list long.
     """
     queries, gallery = project(task.queries, task.gallery, task.similarity)
     order = torch.argsort(depths, stable=True)
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
-        settle(similarities, task.similarity, {1: task.copies})
-        _leave_out(similarities, task, rows)
+        fix_ties(similarities, task.similarity, {1: task.copies})
+        _exclude(similarities, task, rows)
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)
         ranks = None
@@ -75,22 +75,22 @@ def _blocks(
 
 
 def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
-    # Each neighbour costs a value, an index and their copies while they are put in order.
+    # Each neighbor costs a value, an index and their copies while they are put in order.
     return max(1, min(MOST_ROWS, budget // (width * itemsize + depth * 32)))
 
 
-def _leave_out(similarities: Tensor, task: Task, rows: Tensor) -> None:
-    if task.own is not None:
-        similarities.scatter_(1, task.own[rows, None], -torch.inf)
+def _exclude(similarities: Tensor, task: Task, rows: Tensor) -> None:
+    if task.self_index is not None:
+        similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
     if task.query_groups is not None and task.gallery_groups is not None:
         same = task.query_groups[rows, None] == task.gallery_groups
         similarities.masked_fill_(same, -torch.inf)
 
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The largest entries of each row, ties by smaller index."""
+    """Return the largest entries of each row, ties by smaller index."""
     width = similarities.shape[1]
-    # One more than asked shows whether a tie straddles the end of the list.
+    # One more than depth shows whether a tie straddles the end of the list.
     values, ids = similarities.topk(min(depth + 1, width), dim=1)
     if values.shape[1] > depth:
         split = (values[:, depth - 1] == values[:, depth]) & (values[:, depth] > -torch.inf)
@@ -98,7 +98,7 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         if bool(split.any()):
             rows = split.nonzero()[:, 0]
             values, ids = values.clone(), ids.clone()
-            # A row that ties over its end is chosen again in the full order, a few rows at a time.
+            # Rows with such a tie are selected in the total order, a few at a time.
             for part in _quarters(rows, len(similarities)):
                 values[part], ids[part] = _nearest_in_total_order(similarities[part], depth)
     return _order_ties(values, ids)
@@ -136,9 +136,9 @@ def _best_ranks(similarities: Tensor, ids: Tensor, codes: Tensor, gallery_codes:
 
 
 def _count_ranks(similarities: Tensor, positive: Tensor) -> Tensor:
-    own = similarities.masked_fill(~positive, -torch.inf)
-    best = own.amax(1, keepdim=True)
-    place = (own == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
+    positives = similarities.masked_fill(~positive, -torch.inf)
+    best = positives.amax(1, keepdim=True)
+    place = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
     columns = torch.arange(similarities.shape[1], device=similarities.device)
     nearer = (similarities > best) | ((similarities == best) & (columns < place))
     return torch.where(best[:, 0] > -torch.inf, 1 + nearer.sum(1), 0)

@@ -1,4 +1,4 @@
-"""Pairs for verification: lists of them, their similarities, and templates of several frames."""
+"""Pairs for verification: read or drawn at random, their similarities, and templates of frames."""
 
 import os
 from collections.abc import Sequence
@@ -35,17 +35,17 @@ from proximetry.metrics.verification import Verification, verify
 
 Pooling = Literal["mean", "max"]
 
-# Values gathered or multiplied at once.
+# Values gathered or multiplied together.
 _TILE = {"cpu": 2**21, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
 class PairList:
-    """A verification protocol: which images are compared, in which fold, and the truth.
+    """A verification protocol: pairs of images, the fold of each pair, and the truth.
 
-    ``images`` lists each image once as (name, number); ``pairs`` is [M, 2] and points into it, so
-    embed the images in this order and hand both to ``pair_similarities``. ``same`` and ``folds``
-    go to ``verify``; ``lines`` says where in the file each pair stands.
+    ``images`` lists each image once as (name, number); ``pairs`` [M, 2] indexes it. Embed the
+    images in this order and pass both to ``pair_similarities``. ``same`` and ``folds`` go to
+    ``verify``; ``lines`` are the line numbers of the pairs in the file.
     """
 
     images: tuple[tuple[str, int], ...]
@@ -74,7 +74,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     folds, each = _header(path, lines[0][1])
     if len(lines) - 1 != 2 * folds * each:
         raise ValueError(
-            f"{path}: the first line promises {folds} × 2 × {each} = {2 * folds * each} pairs, "
+            f"{path}: the first line announces {folds} × 2 × {each} = {2 * folds * each} pairs, "
             f"the file has {len(lines) - 1}"
         )
     places: dict[tuple[str, int], int] = {}
@@ -110,7 +110,9 @@ def _pair(place: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[
     first, i, second, j = (fields[0], fields[1], fields[0], fields[2]) if same else fields
     for value in (i, j):
         if not value.isdecimal() or int(value) < 1:
-            raise ValueError(f"{place}: {value!r} is no image number in {line!r}; expected {shape}")
+            raise ValueError(
+                f"{place}: invalid image number {value!r} in {line!r}; expected {shape}"
+            )
     if (first == second) != same or (same and int(i) == int(j)):
         what = "an image with itself" if same else "a person with themselves as different people"
         raise ValueError(f"{place}: {line!r} compares {what}")
@@ -131,15 +133,13 @@ _CLASSES_PER_FOLD = 10
 
 
 def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0) -> DrawnPairs:
-    """Draw pairs of rows as LFW's list has them: half of one class, in folds.
+    """Draw random pairs of rows in the layout of LFW: half of one class, in folds.
 
-    For a pair of one class, the class is drawn and then two of its rows; for the other pairs, two
-    classes and a row of each. A pair may be drawn twice. The pairs are divided among the folds
-    evenly, at least one of either kind for each.
+    For a same pair, a class is drawn and then two of its rows; for a different pair, two classes
+    and a row of each. A pair may be drawn twice. Every fold gets the same number of pairs.
 
-    With ten classes per fold or more, folds share no class. With fewer classes they would compare
-    few pairs of classes only; then all pairs of classes take part, each in one fold, and so does
-    each class for the pairs of one class.
+    With ten classes per fold or more, folds share no class. With fewer classes, every pair of
+    classes takes part, each in one fold.
     """
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
@@ -147,8 +147,8 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     several = sum(len(rows) > 1 for rows in members)
     if len(members) < 4 or several < 2:
         raise ValueError(
-            "drawing pairs takes four classes, two of them with two images or more; here are "
-            f"{len(members)} classes, {several} of them with two images"
+            "drawing pairs takes at least four classes, two of them with two images or more, "
+            f"got {len(members)} classes, {several} with two images"
         )
     draw = np.random.default_rng(seed)
     order = draw.permutation(len(members))
@@ -158,28 +158,28 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     folds = min(folds, several)
     each = max(1, pairs // (2 * folds))
     across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
-    found: list[IntArray] = []
+    drawn: list[IntArray] = []
     for fold in range(folds):
         inside = order[fold::folds]
         able = [c for c in inside if len(members[c]) > 1]
         if few:
-            found += _rows_of_classes(draw, members, [(c, c) for c in able], each)
-            found += _rows_of_classes(draw, members, across[fold::folds], each)
+            drawn += _rows_of_classes(draw, members, [(c, c) for c in able], each)
+            drawn += _rows_of_classes(draw, members, across[fold::folds], each)
             continue
         for _ in range(each):
-            found.append(draw.choice(members[able[draw.integers(len(able))]], 2, replace=False))
+            drawn.append(draw.choice(members[able[draw.integers(len(able))]], 2, replace=False))
         for _ in range(each):
             first, second = inside[draw.choice(len(inside), 2, replace=False)]
-            found.append(np.array([draw.choice(members[first]), draw.choice(members[second])]))
-    number = np.arange(len(found))
-    return DrawnPairs(np.stack(found), number % (2 * each) < each, number // (2 * each))
+            drawn.append(np.array([draw.choice(members[first]), draw.choice(members[second])]))
+    number = np.arange(len(drawn))
+    return DrawnPairs(np.stack(drawn), number % (2 * each) < each, number // (2 * each))
 
 
 def _rows_of_classes(
     draw: np.random.Generator, members: Sequence[IntArray], classes: Any, count: int
 ) -> list[IntArray]:
     """Draw pairs of rows evenly from pairs of classes; without replacement if there are enough."""
-    found: list[IntArray] = []
+    drawn: list[IntArray] = []
     for number, (a, b) in enumerate(classes):
         share = len(range(number, count, len(classes)))
         width = len(members[b]) - (a == b)
@@ -187,8 +187,8 @@ def _rows_of_classes(
         chosen = np.resize(draw.choice(total, min(share, total), replace=False), share)
         first, second = np.divmod(chosen, width)
         second += (a == b) & (second >= first)  # no row with itself
-        found += [*np.stack([members[a][first], members[b][second]], axis=1)]
-    return found
+        drawn += [*np.stack([members[a][first], members[b][second]], axis=1)]
+    return drawn
 
 
 def verify_classes(
@@ -239,6 +239,13 @@ def _similarity(left: Tensor, right: Tensor, similarity: FloatSimilarity) -> Ten
     return (left - right).square().sum(1).sqrt().neg()
 
 
+def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
+    array = as_array(pairs, "pairs")
+    if array.ndim != 2 or array.shape[1] != 2 or not len(array):
+        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
+    return array
+
+
 def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
     array = _pair_array(pairs)
     if array.dtype.kind not in "iu":
@@ -252,13 +259,6 @@ def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
-    array = as_array(pairs, "pairs")
-    if array.ndim != 2 or array.shape[1] != 2 or not len(array):
-        raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
-    return array
-
-
 @dataclass(frozen=True)
 class Templates:
     """One vector per template, in the order of ``ids``; ``counts`` is the number of frames."""
@@ -268,17 +268,17 @@ class Templates:
     counts: IntArray
 
     def rows(self, ids: npt.ArrayLike) -> IntArray:
-        """The row of each template named, for ``pair_similarities``; any shape."""
+        """Return the row of each template id, for ``pair_similarities``; any shape."""
         return _rows_of(self.ids, np.asarray(ids))
 
 
-def _rows_of(known: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> IntArray:
-    (known_codes, codes), _ = encode(known, as_labels(wanted.reshape(-1), wanted.size, "pairs"))
+def _rows_of(known: npt.NDArray[Any], ids: npt.NDArray[Any]) -> IntArray:
+    (known_codes, codes), _ = encode(known, as_labels(ids.reshape(-1), ids.size, "pairs"))
     rows = np.searchsorted(known_codes, codes)  # both are sorted the same way
     unknown = known_codes[np.minimum(rows, len(known) - 1)] != codes
     if unknown.any():
-        raise ValueError(f"there is no template {wanted.reshape(-1)[unknown][0].item()!r}")
-    return rows.reshape(wanted.shape).astype(np.int64)
+        raise ValueError(f"unknown template {ids.reshape(-1)[unknown][0].item()!r}")
+    return rows.reshape(ids.shape).astype(np.int64)
 
 
 def templates(
@@ -286,11 +286,10 @@ def templates(
     template_ids: Labels,
     weights: Tensor | npt.ArrayLike | None = None,
 ) -> Templates:
-    """Pool the frames of each video (or the photos of each person) into one vector.
+    """Pool the frames of each video (or the photos of each person) into one unit vector.
 
-    The (weighted) mean of the rows with the same template id, as they are, scaled to length 1;
-    normalise the embeddings first if every frame should count the same whatever its length.
-    ``weights`` are one number ≥ 0 per row, such as the quality of the frame.
+    This is the (weighted) mean of the rows with the same template id, scaled to length 1. Rows are
+    not normalized first. ``weights`` are numbers ≥ 0, such as the quality of each frame.
     """
     vectors = as_embeddings(embeddings)
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
@@ -301,7 +300,7 @@ def templates(
 def _shares(
     weights: Tensor | npt.ArrayLike | None, codes: IntArray, ids: npt.NDArray[Any]
 ) -> FloatArray:
-    """Each row's share in its template; the shares of a template sum to 1."""
+    """Return each row's share in its template; the shares of a template sum to 1."""
     if weights is None:
         weights = np.ones(len(codes))
     values = as_array(weights, "weights").astype(np.float64)
@@ -317,7 +316,7 @@ def _shares(
 
 
 def _pool(vectors: Tensor, codes: IntArray, shares: FloatArray) -> Tensor:
-    """The weighted mean of the rows of each template."""
+    """Return the weighted mean of the rows of each template."""
     index, share = (torch.from_numpy(of).to(vectors.device) for of in (codes, shares))
     size = int(codes.max()) + 1, vectors.shape[1]
     sums = torch.zeros(size, dtype=torch.float64, device=vectors.device)
@@ -333,17 +332,16 @@ def set_similarities(
     *,
     pooling: Pooling = "mean",
 ) -> Tensor:
-    """Cosine of two sets of frames: the mean or the maximum over all pairs of their frames.
+    """Return the mean or maximum cosine over all pairs of frames of two templates.
 
-    ``pairs`` is [M, 2] of template ids. Frames are normalised first, so the mean over all pairs
-    is the dot product of the two mean frames.
+    ``pairs`` is [M, 2] of template ids.
     """
     if pooling not in get_args(Pooling):
         raise ValueError(f'pooling must be "mean" or "max", got {pooling!r}')
     vectors = normalize(as_embeddings(embeddings))
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
     index = _rows_of(ids, _pair_array(pairs))
-    if pooling == "mean":
+    if pooling == "mean":  # the product of the mean frames
         pooled = _pool(vectors, codes, _shares(None, codes, ids))
         return pair_similarities(pooled, index, similarity="dot").clamp_(-1, 1)
     by_template = torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)

@@ -23,7 +23,7 @@ _FEWEST = 10
 def map_embeddings(
     embeddings: Embeddings, *, similarity: _Compared = "cosine", seed: int = 0
 ) -> npt.NDArray[np.float32]:
-    """Place embeddings on a plane so that neighbours stay neighbours, by t-SNE.
+    """Place embeddings on a plane so that neighbors stay neighbors, by t-SNE.
 
     Distances between groups, and how large they are, mean little: what lies beside what does.
     Fewer than ten embeddings are placed by their two principal components.
@@ -37,8 +37,9 @@ def map_embeddings(
         [N, 2], within the unit square and of one scale along both axes.
     """
     check_similarity(similarity, _Compared)
-    given = as_embeddings(embeddings).cpu()
-    vectors = normalize(given) if similarity == "cosine" else given
+    vectors = as_embeddings(embeddings).cpu()
+    if similarity == "cosine":
+        vectors = normalize(vectors)
     components = _principal_components(vectors.double(), _DIM)
     if len(vectors) < _FEWEST or not bool(components.any()):
         return _fit_square(components[:, :2].numpy())
@@ -59,8 +60,8 @@ def _principal_components(vectors: Tensor, count: int) -> Tensor:
     directions = directions.flip(1)[:, :count]
     # A direction and its opposite are equally good; one of them is chosen for good.
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    found = centered @ (directions * largest.sign())
-    return torch.nn.functional.pad(found, (0, max(0, count - found.shape[1])))
+    coordinates = centered @ (directions * largest.sign())
+    return torch.nn.functional.pad(coordinates, (0, max(0, count - coordinates.shape[1])))
 
 
 def _fit_square(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:

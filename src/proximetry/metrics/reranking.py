@@ -1,4 +1,4 @@
-"""Better lists from the neighbours of a query: query expansion and k-reciprocal re-ranking."""
+"""Query expansion and k-reciprocal re-ranking."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from proximetry.metrics.neighbors import nearest, search
 from proximetry.metrics.task import Task
 
 ALPHA = 3.0
-"""Of query expansion."""
+"""Exponent of query expansion."""
 K1, K2, WEIGHT = 20, 6, 0.3
-"""Of k-reciprocal re-ranking."""
+"""Parameters of k-reciprocal re-ranking."""
 RERANKED = 100
-"""So many of the nearest items are ordered anew by k-reciprocal re-ranking."""
-# Values of vectors that are gathered at once: 32 MB of float64.
+"""Number of nearest items that `evaluate(rerank=True)` re-ranks."""
+# Values of vectors gathered together: 32 MB of float64.
 _GATHERED = 1 << 22
 # Distances of candidates among each other that are re-ranked together.
 _RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
@@ -34,40 +34,39 @@ _RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
 _BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 Reorder = Callable[[Tensor, Tensor], Tensor]
-"""From queries, by row, and their candidates [rows, n] to these in a better order; −1 for none."""
+"""Reorder the candidates [rows, n] of queries, given by row; −1 marks missing candidates."""
 
 
 def expand_queries(
     queries: Embeddings, neighbors: Embeddings, *, alpha: float = ALPHA
 ) -> FloatArray:
-    """Move each query towards its nearest neighbours, to search again with the result.
+    """Return queries moved towards their nearest neighbors, for a second search.
 
     α-weighted query expansion (Radenović et al. 2019): q + Σ max(0, cos(q, g))^α g over the n
-    neighbours, all of unit length; the sum is scaled to unit length. α = 0 gives every neighbour
+    neighbors, all of unit length; the sum is scaled to unit length. α = 0 gives every neighbor
     the weight 1: average query expansion (Chum et al. 2007).
 
     Args:
         queries: [queries, dimensions].
         neighbors: the nearest gallery items of each, [queries, n, dimensions].
-        alpha: how much less a far neighbour counts.
+        alpha: exponent of the weights; 0 weighs all neighbors alike.
 
     Returns:
         Unit vectors [queries, dimensions], float64.
     """
     if not alpha >= 0:
         raise ValueError(f"alpha must not be negative, got {alpha!r}")
-    asked = as_embeddings(queries, "queries")
+    vectors = as_embeddings(queries, "queries")
     shape = tuple(getattr(neighbors, "shape", ()))
-    if len(shape) != 3 or shape[0] != len(asked) or shape[2] != asked.shape[1]:
-        raise ValueError(
-            f"neighbors must be [{len(asked)}, n, {asked.shape[1]}] for these queries, got {shape}"
-        )
+    if len(shape) != 3 or (shape[0], shape[2]) != tuple(vectors.shape):
+        count, dim = vectors.shape
+        raise ValueError(f"neighbors must be [{count}, n, {dim}], got {shape}")
     flat = neighbors.reshape(-1, shape[2])
     near = normalize(as_embeddings(flat, "neighbors").double()).reshape(shape)
-    asked = normalize(asked.double())
+    vectors = normalize(vectors.double())
     # 0 to the power of 0 is 1, so that alpha = 0 is the plain mean.
-    weights = torch.einsum("qnd,qd->qn", near, asked).clamp(0, 1) ** alpha
-    return normalize(asked + torch.einsum("qn,qnd->qd", weights, near)).cpu().numpy()
+    weights = torch.einsum("qnd,qd->qn", near, vectors).clamp(0, 1) ** alpha
+    return normalize(vectors + torch.einsum("qn,qnd->qd", weights, near)).cpu().numpy()
 
 
 def k_reciprocal_distances(
@@ -80,7 +79,7 @@ def k_reciprocal_distances(
 ) -> FloatArray:
     """Distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
 
-    Items are near if they have neighbours in common that are neighbours of each other. All
+    Items are near if they have neighbors in common that are neighbors of each other. All
     queries and gallery items are ranked together by their squared Euclidean distance d, which for
     unit vectors orders them as the cosine does. R(i, k) are the items of which i is among the k + 1
     nearest and that are among those of i, i itself included; R* adds, for each j of R(i, k1), the
@@ -95,20 +94,19 @@ def k_reciprocal_distances(
     k1, k2 = as_count(k1, "k1"), as_count(k2, "k2")
     if not 0 <= weight <= 1:
         raise ValueError(f"weight must lie between 0 and 1, got {weight!r}")
-    asked, held = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
-    if asked.shape[1] != held.shape[1]:
+    first, second = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
+    if first.shape[1] != second.shape[1]:
         raise ValueError(
-            f"queries have {asked.shape[1]} dimensions and the gallery {held.shape[1]}; "
+            f"queries have {first.shape[1]} dimensions and the gallery {second.shape[1]}; "
             "they must come from one model"
         )
-    with full_precision(held.device):
-        items = torch.cat([asked.double(), held.double()])
-        found = _k_reciprocal(items.unsqueeze(0), len(asked), k1, k2, weight)[0]
-    return found.cpu().numpy()
+    with full_precision(second.device):
+        items = torch.cat([first.double(), second.double()])
+        return _k_reciprocal(items.unsqueeze(0), len(first), k1, k2, weight)[0].cpu().numpy()
 
 
-def _k_reciprocal(items: Tensor, asked: int, k1: int, k2: int, weight: float) -> Tensor:
-    """Distances [B, asked, n − asked] of the first items of each set [B, n, D] to its others."""
+def _k_reciprocal(items: Tensor, queries: int, k1: int, k2: int, weight: float) -> Tensor:
+    """Return distances [B, queries, n − queries] of the first items of [B, n, D] to the others."""
     distances = _relative_distances(items)
     count = distances.shape[1]
     depth = min(count, max(k1 + 1, k2))
@@ -124,11 +122,11 @@ def _k_reciprocal(items: Tensor, asked: int, k1: int, k2: int, weight: float) ->
         sets = torch.arange(len(ranks), device=ranks.device)[:, None, None]
         values = values[sets, ranks[..., :k2]].mean(2)
     rows = []
-    for query in range(asked):
-        common = torch.minimum(values[:, query, None], values[:, asked:]).sum(2)
+    for query in range(queries):
+        common = torch.minimum(values[:, query, None], values[:, queries:]).sum(2)
         # Both sum to 1, so the sum of maxima is 2 minus that of minima.
         rows.append(1 - common / (2 - common))
-    return (1 - weight) * torch.stack(rows, 1) + weight * distances[:, :asked, asked:]
+    return (1 - weight) * torch.stack(rows, 1) + weight * distances[:, :queries, queries:]
 
 
 def _relative_distances(items: Tensor) -> Tensor:
@@ -149,9 +147,9 @@ def _reciprocal(ranks: Tensor, count: int, k: int) -> Tensor:
 
 
 def expanded(task: Task, count: int, progress: Progress | None) -> Task:
-    """The same search for queries moved towards so many of the items that it finds for them.
+    """Return the task with queries expanded by their nearest ``count`` items.
 
-    What a query must not find it is not moved to either: itself, and items of its group.
+    Excluded items (the query itself, items of its group) do not take part.
     """
     moved = torch.empty_like(task.queries)
     depths = torch.full((len(moved),), count, device=moved.device)
@@ -160,8 +158,7 @@ def expanded(task: Task, count: int, progress: Progress | None) -> Task:
             rows, ids = block.rows[part], block.ids[part]
             # A vector of zeros moves nothing.
             near = task.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
-            found = expand_queries(task.queries[rows], near)
-            moved[rows] = torch.from_numpy(found).to(moved)
+            moved[rows] = torch.from_numpy(expand_queries(task.queries[rows], near)).to(moved)
     return replace(task, queries=moved)
 
 
@@ -173,12 +170,12 @@ def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         scores = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         for part in chunks(len(rows), _rows(ids, gallery)):
-            asked = queries[rows[part]].double().unsqueeze(1)
+            query = queries[rows[part]].double().unsqueeze(1)
             near = gallery[ids[part].clamp_min(0)].double()
             if similarity == "euclidean":
-                scores[part] = -(near - asked).square().sum(2).float()
+                scores[part] = -(near - query).square().sum(2).float()
             else:
-                scores[part] = (near * asked).sum(2).float()
+                scores[part] = (near * query).sum(2).float()
         return _in_order(ids, scores)
 
     return reorder
@@ -186,12 +183,12 @@ def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
 
 def distances_to(queries: Tensor, gallery: Tensor, ids: Tensor) -> Tensor:
     """Euclidean distances of queries to their candidates, in float64 from the differences."""
-    found = torch.empty(ids.shape, dtype=torch.float64, device=ids.device)
+    distances = torch.empty(ids.shape, dtype=torch.float64, device=ids.device)
     for part in chunks(len(ids), _rows(ids, gallery)):
-        asked = queries[part].double().unsqueeze(1)
+        query = queries[part].double().unsqueeze(1)
         near = gallery[ids[part].clamp_min(0)].double()
-        found[part] = torch.cdist(asked, near, compute_mode=_BY_DIFFERENCES)[:, 0]
-    return found
+        distances[part] = torch.cdist(query, near, compute_mode=_BY_DIFFERENCES)[:, 0]
+    return distances
 
 
 def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
@@ -212,8 +209,8 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
                 if count:
                     near = gallery[ids[part, :count]]
                     items = torch.cat([queries[rows[part], None], near], dim=1).double()
-                    found = _k_reciprocal(items, 1, K1, K2, WEIGHT)
-                    scores[part, :count] = -found[:, 0].float()
+                    distances = _k_reciprocal(items, 1, K1, K2, WEIGHT)
+                    scores[part, :count] = -distances[:, 0].float()
                 done += len(part)
                 if progress is not None:
                     progress(done, len(queries))
@@ -223,12 +220,12 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 
 
 def _rows(ids: Tensor, vectors: Tensor) -> int:
-    """Of how many lists the vectors may be gathered at once."""
+    """Return the number of lists whose vectors are gathered together."""
     return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
 
 
 def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
-    """Candidates by falling score, equal ones by index, and what is missing at the end."""
+    """Return candidates by falling score, ties by index, missing ones last."""
     scores = scores.masked_fill(ids < 0, -torch.inf)
     ids, by_id = ids.sort(dim=1)
     order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices

@@ -1,4 +1,4 @@
-"""``retrieve``: the exact nearest neighbours of every query, as a ``RetrievalResult``."""
+"""``retrieve``: the exact nearest neighbors of every query, as a ``RetrievalResult``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from proximetry.metrics.inputs import (
 )
 from proximetry.metrics.neighbors import search
 from proximetry.metrics.reranking import distances_to
-from proximetry.metrics.task import build, check
+from proximetry.metrics.task import build_task, check_inputs
 
 FORMAT = "proximetry.retrieval/1"
 _ARRAYS = ("ids", "similarities")
@@ -38,21 +38,20 @@ _ABOUT = ("gallery_size", "similarity", "is_self_search")
 class RetrievalResult:
     """The ``k`` nearest gallery items of every query, nearest first.
 
-    All arrays are NumPy arrays on the CPU. Labels are kept as ``classes[codes]``; the last four
-    attributes are None where the search was made without labels.
+    All arrays are NumPy arrays. Labels are stored as ``classes[codes]``; the last four attributes
+    are None if the search was made without labels.
 
     Attributes:
-        ids: gallery index of each neighbour, [queries, k]; −1 where there are fewer than k.
+        ids: gallery index of each neighbor, [queries, k]; −1 where there are fewer than k.
         similarities: larger is nearer, −inf beside an id of −1. The cosine or dot product; for
             "euclidean" and "hamming" the negative distance.
-        gallery_size: how many items were searched.
-        similarity: what "near" means.
+        gallery_size: the number of items searched.
+        similarity: "cosine", "euclidean", "dot" or "hamming".
         is_self_search: whether every item of the gallery was a query against the others.
-        query_codes: class number of each query.
-        gallery_codes: class number of each gallery item.
-        classes: the label of each class number, integers or strings.
-        positives: how many items of its class each query could find (itself and ignored ones
-            left out).
+        query_codes: class index of each query.
+        gallery_codes: class index of each gallery item.
+        classes: the label of each class index, integers or strings.
+        positives: the number of items of each query's class, without itself and ignored ones.
     """
 
     ids: IntArray
@@ -93,27 +92,25 @@ class RetrievalResult:
 
     @property
     def k(self) -> int:
-        """How many neighbours each list holds."""
+        """The length of the lists."""
         return int(self.ids.shape[1])
 
     @property
     def complete(self) -> bool:
-        """Whether the lists hold everything there is to find, so that no k is too large."""
+        """Whether the lists hold the whole gallery."""
         return self.k >= self.gallery_size - int(self.is_self_search)
 
     def _labeled(self) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
         if self.query_codes is None or self.gallery_codes is None or self.classes is None:
-            raise ValueError(
-                "this search was made without labels; give them to retrieve() to know hits"
-            )
+            raise ValueError("the search was made without labels. Pass labels to retrieve().")
         return self.query_codes, self.gallery_codes, self.classes
 
     @property
     def hits(self) -> npt.NDArray[np.bool_]:
-        """Which neighbours have the query's label, [queries, k]."""
+        """Which neighbors have the query's label, [queries, k]."""
         query_codes, gallery_codes, _ = self._labeled()
-        found = gallery_codes[np.maximum(self.ids, 0)] == query_codes[:, None]
-        return cast("npt.NDArray[np.bool_]", found & (self.ids >= 0))
+        same = gallery_codes[np.maximum(self.ids, 0)] == query_codes[:, None]
+        return cast("npt.NDArray[np.bool_]", same & (self.ids >= 0))
 
     @property
     def query_labels(self) -> npt.NDArray[Any]:
@@ -129,14 +126,14 @@ class RetrievalResult:
 
     @property
     def labels(self) -> npt.NDArray[Any]:
-        """The label of each neighbour, [queries, k]; look at ``ids`` for places that are empty."""
+        """The label of each neighbor, [queries, k]; undefined where ``ids`` is −1."""
         _, codes, classes = self._labeled()
         return classes[codes[np.maximum(self.ids, 0)]]
 
     def confusions(self) -> list[tuple[Any, Any, int]]:
-        """Label of the query, label of its nearest item where it is another, and how often.
+        """Return (query label, label of its nearest item, count) of wrong nearest items.
 
-        The most frequent come first. Queries that could find nothing do not count.
+        The most frequent come first. Queries without a positive do not count.
         """
         missed = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
         if self.positives is not None:
@@ -147,7 +144,7 @@ class RetrievalResult:
     def __getitem__(
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]
     ) -> RetrievalResult:
-        """The result for some of the queries: a number, a slice, a list, a mask."""
+        """Return the result of some queries: an index, a slice, a list or a mask."""
         # NumPy would make floats of an empty list.
         index = queries if isinstance(queries, slice | list) else np.asarray(queries)
         chosen = np.atleast_1d(np.arange(len(self))[index])
@@ -160,7 +157,7 @@ class RetrievalResult:
         )
 
     def top(self, k: int) -> RetrievalResult:
-        """The same with shorter lists."""
+        """Return the result with lists of length k."""
         if as_count(k, "k") > self.k:
             raise ValueError(f"k must lie between 1 and {self.k}, got {k}")
         return replace(self, ids=self.ids[:, :k], similarities=self.similarities[:, :k])
@@ -174,7 +171,7 @@ class RetrievalResult:
         )
 
     def __str__(self) -> str:
-        """A few lists as text: label, then neighbours as id:label, a star at each hit."""
+        """A few lists as text: label, then neighbors as id:label, a star at each hit."""
         lines = [repr(self)]
         for query in range(min(len(self), 5)):
             shown, name = self[query].top(min(self.k, 6)), str(query)
@@ -194,7 +191,7 @@ class RetrievalResult:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to one ``.npz`` file, all or nothing: a reader never meets half a file."""
+        """Write one ``.npz`` file atomically."""
         target = Path(path)
         about = {"format": FORMAT} | {name: getattr(self, name) for name in _ABOUT}
         names = _ARRAYS if self.classes is None else _ARRAYS + _LABELS
@@ -234,37 +231,39 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
-    The order is decided in the precision of the vectors, float32 for most, as in `evaluate`. For
-    "euclidean" the distances are then computed in float64: where they are small against the
-    lengths of the vectors, they tell items apart that the order does not.
+    The order is computed in the precision of the vectors, usually float32, as in `evaluate`. For
+    "euclidean", the returned distances are computed in float64 from the differences.
 
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
             array, of any floating type (half precision is computed in float32); packed ``uint8``
             codes for "hamming".
-        labels: one integer or string per gallery item, if hits are to be known.
-        queries: what to search for; without it every item is a query against all others, and
-            itself left out by its index.
+        labels: one integer or string per gallery item, to mark hits.
+        queries: vectors to search for; without them every gallery item is a query against all
+            others.
         query_labels: one per query, if there are labels.
-        k: neighbours per query; all there are if the gallery is smaller.
+        k: neighbors per query; all there are if the gallery is smaller.
         similarity: "cosine", "euclidean", "dot" or "hamming".
-        ignore_groups: one integer or string per gallery item; a query never meets an item of its
-            own group (same burst, same camera). Where queries stand in the gallery too, the number
-            of its row with each keeps them from finding themselves.
+        ignore_groups: one integer or string per gallery item; items of a query's group (same
+            burst, same camera) are excluded. If queries are also gallery items, pass row indices
+            to exclude self-matches.
         query_ignore_groups: the groups of the queries, if there are queries.
         progress: called with (done, total) after each block.
 
     Raises:
-        ValueError: if shapes, kinds or values do not fit; the message says which.
+        ValueError: if shapes, types or values do not match.
     """
     k = as_count(k, "k")
-    given = (embeddings, labels, ignore_groups)
-    asked = (queries, query_labels, query_ignore_groups)
-    items, searched_for = check(similarity, given, asked, allow_unlabeled=True)
-    task = build(items, searched_for, similarity)
+    items, query_items = check_inputs(
+        similarity,
+        (embeddings, labels, ignore_groups),
+        (queries, query_labels, query_ignore_groups),
+        allow_unlabeled=True,
+    )
+    task = build_task(items, query_items, similarity)
     count, device = len(task.queries), task.gallery.device
-    # Without itself, an item has one neighbour fewer.
-    depth = max(1, min(k, len(task.gallery) - (task.own is not None)))
+    # Without itself, an item has one neighbor fewer.
+    depth = max(1, min(k, len(task.gallery) - (task.self_index is not None)))
     ids = np.empty((count, depth), dtype=np.int64)
     wide = task.gallery.dtype == torch.float64
     similarities = np.empty((count, depth), dtype=np.float64 if wide else np.float32)
@@ -274,13 +273,15 @@ def retrieve(
             near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
-                vectors = (items if searched_for is None else searched_for).vectors[block.rows]
+                vectors = (items if query_items is None else query_items).vectors[block.rows]
                 near = -distances_to(vectors, items.vectors, block.ids)
                 near = near.masked_fill(block.ids < 0, -torch.inf)
             rows = block.rows.cpu().numpy()
             ids[rows] = block.ids.cpu().numpy()
             similarities[rows] = near.cpu().numpy()
-    result = RetrievalResult(ids, similarities, len(task.gallery), similarity, task.own is not None)
+    result = RetrievalResult(
+        ids, similarities, len(task.gallery), similarity, task.self_index is not None
+    )
     if labels is None:
         return result
     return replace(

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
 """What `proximetry.metrics.cluster` reports."""
 ONE_SET = (*CLUSTERING, "verification")
-"""What is measured on a set as a whole, not query by query."""
+"""Metrics of a whole set, not of single queries."""
 SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
-"""What a run reports of its proxies: `proximetry.metrics.Separability.scores`."""
-_LARGEST_CUTOFF = 1_000_000  # the best list of so many places is laid out in memory
+"""Metrics of proxies: `proximetry.metrics.Separability.scores`."""
+_LARGEST_CUTOFF = 1_000_000  # the ideal list is held in memory
 COUNTS = ("queries", "queries_without_positive")
-"""How many queries the means are taken over, and how many were left out."""
+"""Numbers of queries used and skipped."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Metrics:
     )
     at_r: bool = _declare(
         True,
-        "r_precision and map@r, which look as far as the query has positives",
+        "R-precision and MAP@R (R = number of relevant items)",
         Score("r_precision", "R", lambda lists, _: lists.at_r(lists.counts) / lists.positives),
         Score("map@r", "R", lambda lists, _: lists.at_r(lists.precisions) / lists.positives),
     )
@@ -154,7 +154,7 @@ class Metrics:
                 cutoffs = _cutoffs(getattr(self, entry.name), entry.name)
                 object.__setattr__(self, entry.name, cutoffs)
         if not self.scores():
-            raise UsageError("no score is asked for; name at least one, such as recall_at=(1,)")
+            raise UsageError("no metric is selected. Select at least one, such as recall_at=(1,).")
 
     def scores(self) -> list[Score]:
         """The scores that each query gets."""
@@ -174,25 +174,25 @@ class Metrics:
         return [*(score.name for score in self.scores()), *whole, *COUNTS]
 
     def one_set(self) -> str:
-        """What is asked for that is measured on one set, and not of queries against a gallery."""
+        """Return the names of selected metrics that take one set instead of queries and gallery."""
         names = ("clustering", "verification")
         return " and ".join(name for name in names if getattr(self, name))
 
     def of_lists(self) -> Metrics:
-        """The same without what is measured on a set as a whole."""
+        """Return the metrics of single queries only."""
         return replace(self, clustering=False, verification=False)
 
     def fixed_depth(self) -> int:
-        """How long every list must be, R apart; what reads the first positive needs no list."""
+        """Return the list length that all queries need, apart from R."""
         return max([1, *(score.k for score in self.scores() if score.reads == "k")])
 
     def needs_ranks(self) -> bool:
-        """Whether the place of the first positive is needed beyond the end of the lists."""
+        """Return whether the rank of the first positive is needed beyond the lists."""
         firsts = [score.k for score in self.scores() if score.reads == "first"]
         return any(k == 0 or k > self.fixed_depth() for k in firsts)
 
     def depths(self, positives: Tensor) -> Tensor:
-        """How long each query's list must be."""
+        """Return the list length of each query."""
         if any(score.reads == "R" for score in self.scores()):
             return positives.clamp(min=self.fixed_depth())
         return positives.new_full(positives.shape, self.fixed_depth())

@@ -22,10 +22,10 @@ class Separability:
     mean: float
 
     def scores(self) -> dict[str, float]:
-        """The mean; and of the angles of classes to their nearest rivals, mean and smallest."""
+        """Return the mean, and the mean and smallest angle to the nearest other class."""
         angles = self.per_class.double().acos()
-        found = self.mean, math.degrees(angles.mean()), math.degrees(angles.min())
-        return dict(zip(SEPARABILITY, found, strict=True))
+        values = self.mean, math.degrees(angles.mean()), math.degrees(angles.min())
+        return dict(zip(SEPARABILITY, values, strict=True))
 
 
 SAME_DIRECTION = 0.95
@@ -33,11 +33,10 @@ SAME_DIRECTION = 0.95
 
 
 def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Tensor:
-    """How many of the K proxies of each class are different, [C], of ``proxies`` [C, K, D].
+    """Return the number of distinct proxies of each class [C], of ``proxies`` [C, K, D].
 
-    Two proxies of a class count as one where their cosine is ``cosine`` or more, and so do those
-    that are joined through others; a proxy of zeros is like no other. 1 if all have become one,
-    K if none have.
+    These are the connected components of the graph of pairs with a cosine of at least ``cosine``:
+    1 if all proxies have collapsed, K if none have. A zero proxy is connected to no other.
     """
     shape = tuple(getattr(proxies, "shape", ()))
     if len(shape) != 3 or 0 in shape:

@@ -5,7 +5,7 @@ tile, and with them its copies, which take their similarities from the first of 
 tiles go first: they give each item its best positive and a first list. A tile off the diagonal
 then holds negatives only, and serves its rows and, transposed, its columns:
 
-- neighbours: maxima of small groups show the few places that can still enter a list;
+- neighbors: maxima of small groups show the few places that can still enter a list;
 - ranks: while the best positive is in its item's list, so is everything nearer; once it has been
   pushed out, the nearer items of each further tile are counted.
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from proximetry._common import Progress, chunks, torch_pool
-from proximetry.metrics.task import Block, Task, from_keys, project, settle, to_keys
+from proximetry.metrics.task import Block, Task, fix_ties, from_keys, project, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -34,7 +34,7 @@ COLUMN_GROUP = 8
 WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 # Candidates per item that are collected before they are merged into the lists together.
 MERGE_AFTER = 48
-# Threads that look through tiles at the same time; each holds one tile.
+# Threads that scan tiles at the same time; each holds one tile.
 THREADS = 4
 
 
@@ -67,7 +67,7 @@ class _State:
 def search_symmetric(
     task: Task, depth: int, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
-    """The same answer as ``neighbors.search_blocks``, for all items at once."""
+    """Return what ``neighbors.search_blocks`` returns, for all items in one block."""
     count = len(task.gallery)
     items = torch.argsort(task.components, stable=True)
     tiles = _tiles(task.components)
@@ -100,7 +100,7 @@ def search_symmetric(
         tile[:, wide:] = -torch.inf
         torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
         here = {0: copies[rows.start], 1: copies[columns.start]}
-        settle(tile[:high, :wide], task.similarity, here)
+        fix_ties(tile[:high, :wide], task.similarity, here)
         return tile
 
     def start(at: slice) -> None:
@@ -156,7 +156,7 @@ def _copies_by_tile(
 def _thread_pool() -> ThreadPoolExecutor:
     """A few threads that share the cores.
 
-    Looking through a tile runs mostly on one core: several tiles at once keep all of them busy.
+    Scanning a tile runs mostly on one core: several tiles at a time keep all cores busy.
     """
     threads = torch.get_num_threads()
     workers = min(threads, THREADS)
@@ -168,15 +168,14 @@ def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
     ids = torch.empty_like(state.keys)
     values = state.floor.new_empty(ids.shape)
     for part in chunks(len(ids), TILE):
-        found, neighbours = from_keys(state.keys[part].sort(dim=1, descending=True).values)
-        values[state.items[part]] = found
-        ids[state.items[part]] = neighbours
+        rows = state.items[part]
+        values[rows], ids[rows] = from_keys(state.keys[part].sort(dim=1, descending=True).values)
     ranks = None
     if with_ranks:
         before = (state.keys > state.best[:, None]).sum(1)
-        found = 1 + torch.where(state.lost, state.nearer, before)
-        ranks = torch.empty_like(found)
-        ranks[state.items] = found.masked_fill(state.best == NO_POSITIVE, 0)
+        by_position = 1 + torch.where(state.lost, state.nearer, before)
+        ranks = torch.empty_like(by_position)
+        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, 0)
     return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
 
 
@@ -211,10 +210,10 @@ def _serve(tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks:
             best, place = from_keys(state.best[at][lost, None])
             before = (values > best) | ((values == best) & (others < place))
             state.nearer[at][lost] += _true_per_row(before)
-    row, column, found = _candidates_by_row(tile[:high], state.floor[rows])
-    _offer(state, rows, row, to_keys(found, column_items[column]))
-    column, row, found = _candidates_by_column(tile[:, :wide], state.floor[columns])
-    _offer(state, columns, column, to_keys(found, row_items[row]))
+    row, column, values = _candidates_by_row(tile[:high], state.floor[rows])
+    _offer(state, rows, row, to_keys(values, column_items[column]))
+    column, row, values = _candidates_by_column(tile[:, :wide], state.floor[columns])
+    _offer(state, columns, column, to_keys(values, row_items[row]))
 
 
 def _candidates_by_row(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,12 +253,12 @@ def _merge(state: _State, at: slice) -> None:
     place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, place] = keys
-    rivals = torch.cat([state.keys[at], new], dim=1)
-    kept = rivals.topk(state.keys.shape[1], dim=1, sorted=False).values
+    merged = torch.cat([state.keys[at], new], dim=1)
+    kept = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
     worst = kept.amin(1)
     state.keys[at] = kept
     state.floor[at] = from_keys(worst)[0]
-    # Where a best positive has just been pushed out, all that came before it is among the rivals.
+    # Where a best positive has just been pushed out, all that came before it is in `merged`.
     pushed = ((state.best[at] < worst) & ~state.lost[at]).nonzero()[:, 0]
-    state.nearer[at][pushed] = (rivals[pushed] > state.best[at][pushed, None]).sum(1)
+    state.nearer[at][pushed] = (merged[pushed] > state.best[at][pushed, None]).sum(1)
     state.lost[at][pushed] = True

@@ -1,4 +1,4 @@
-"""A search, checked and ready to run: vectors on one device, labels and groups as numbers."""
+"""A validated search: vectors on one device, labels and groups as integers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from proximetry.metrics.inputs import (
 
 @dataclass(frozen=True)
 class Items:
-    """A gallery or queries as handed over by the caller, checked."""
+    """The validated vectors, labels and groups of a gallery or of queries."""
 
     vectors: Tensor
     labels: npt.NDArray[Any]
@@ -42,10 +42,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Task:
-    """Queries and a gallery. All tensors live on one device.
+    """Queries and a gallery, on one device.
 
-    ``own`` holds each query's own place in the gallery, which is left out by index; queries and
-    gallery items with equal group are left out too. Codes number the labels, ``classes``.
+    ``self_index`` is the gallery row of each query itself, which is excluded, as are gallery items
+    of the query's group. Codes index ``classes``, the labels.
     """
 
     queries: Tensor
@@ -54,21 +54,21 @@ class Task:
     gallery_codes: Tensor
     classes: npt.NDArray[Any]
     similarity: Similarity
-    own: Tensor | None = None
+    self_index: Tensor | None = None
     query_groups: Tensor | None = None
     gallery_groups: Tensor | None = None
 
     @property
     def is_self_search(self) -> bool:
-        """Whether every item is a query against all others, in order."""
-        return self.own is not None and self.queries is self.gallery
+        """Whether every gallery item is a query, in order."""
+        return self.self_index is not None and self.queries is self.gallery
 
     @cached_property
     def copies(self) -> tuple[Tensor, Tensor]:
-        """Gallery items whose vector stands earlier in the gallery too, and where it is first.
+        """Gallery items equal to an earlier item, and the first item equal to each.
 
-        The rounding of a product depends on its place in the matrix. So that copies are equally
-        near, all take the similarity of the first. Hamming distances are exact as they are.
+        The rounding of a product depends on its position in the matrix. Copies take the
+        similarity of the first, so that they tie. Hamming distances are exact anyway.
         """
         if self.similarity == "hamming":
             return (self.gallery_codes[:0],) * 2
@@ -76,75 +76,74 @@ class Task:
 
     @cached_property
     def components(self) -> Tensor:
-        """A number for each gallery item, the same for items of one class and for copies."""
+        """Connected components of the gallery: items of one class and copies are connected."""
         later, first = self.copies
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
-    def only(self, rows: slice, queries: Tensor) -> Task:
-        """The same for some of the queries, whose vectors are given."""
+    def subset(self, rows: slice, queries: Tensor) -> Task:
+        """Return the task for some of the queries, given their vectors."""
         return replace(
             self,
             queries=queries,
             query_codes=self.query_codes[rows],
-            own=None if self.own is None else self.own[rows],
+            self_index=None if self.self_index is None else self.self_index[rows],
             query_groups=None if self.query_groups is None else self.query_groups[rows],
         )
 
     def positives(self) -> Tensor:
-        """How many gallery items of its class each query may find."""
-        found = torch.bincount(self.gallery_codes, minlength=len(self.classes))[self.query_codes]
+        """Return the number of gallery items of each query's class that are not excluded."""
+        sizes = torch.bincount(self.gallery_codes, minlength=len(self.classes))[self.query_codes]
         if self.query_groups is None or self.gallery_groups is None:
-            return found if self.own is None else found - 1
-        # What shares class and group is left out, a query's own entry among it.
+            return sizes if self.self_index is None else sizes - 1
+        # Items of the same class and group are excluded, the query itself among them.
         groups = 1 + int(torch.cat([self.query_groups, self.gallery_groups]).amax())
-        wanted = self.query_codes * groups + self.query_groups
-        held = (self.gallery_codes * groups + self.gallery_groups).sort().values
-        return found - (
-            torch.searchsorted(held, wanted, right=True) - torch.searchsorted(held, wanted)
+        queries = self.query_codes * groups + self.query_groups
+        gallery = (self.gallery_codes * groups + self.gallery_groups).sort().values
+        return sizes - (
+            torch.searchsorted(gallery, queries, right=True) - torch.searchsorted(gallery, queries)
         )
 
 
-Given = tuple[Embeddings | None, Labels | None, Labels | None]
-"""Vectors, their labels, and the groups that are not to meet."""
+RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
+"""Vectors, labels and groups as passed by the caller."""
 
 
-def check(
+def check_inputs(
     similarity: Similarity,
-    gallery: Given,
-    queries: Given,
+    gallery: RawInputs,
+    queries: RawInputs,
     *,
     allow_empty: bool = False,
     allow_unlabeled: bool = False,
 ) -> tuple[Items, Items | None]:
-    """Refuse what does not fit together; ``allow_empty`` is for a process with no share."""
+    """Validate a gallery and queries; ``allow_empty`` is for ranks without a share."""
 
-    def items(given: Given, names: tuple[str, str, str]) -> Items:
-        vectors = as_vectors(given[0], similarity, names[0], allow_empty=allow_empty)
-        # Without labels every item counts as a class of its own.
-        unlabeled = given[1] is None and allow_unlabeled
+    def items(raw: RawInputs, names: tuple[str, str, str]) -> Items:
+        vectors = as_vectors(raw[0], similarity, names[0], allow_empty=allow_empty)
+        unlabeled = raw[1] is None and allow_unlabeled  # every item is then a class
         return Items(
             vectors,
-            as_labels(range(len(vectors)) if unlabeled else given[1], len(vectors), names[1]),
-            None if given[2] is None else as_labels(given[2], len(vectors), names[2]),
+            as_labels(range(len(vectors)) if unlabeled else raw[1], len(vectors), names[1]),
+            None if raw[2] is None else as_labels(raw[2], len(vectors), names[2]),
         )
 
-    held = items(gallery, ("embeddings", "labels", "ignore_groups"))
+    checked = items(gallery, ("embeddings", "labels", "ignore_groups"))
     names = ("queries", "query_labels", "query_ignore_groups")
     if queries[0] is None:
         for name, value in zip(names, queries, strict=True):
             if value is not None:
                 raise ValueError(f"{name} is given but queries is not; give both or neither")
-        return held, None
-    for place, pair in (
+        return checked, None
+    for column, pair in (
         (1, "labels and query_labels"),
         (2, "ignore_groups and query_ignore_groups"),
     ):
-        if (gallery[place] is None) != (queries[place] is None):
+        if (gallery[column] is None) != (queries[column] is None):
             raise ValueError(f"give {pair} together, or neither")
-    asked = items(queries, names)
-    _check_alike(held.vectors, asked.vectors)
-    return held, asked
+    checked_queries = items(queries, names)
+    _check_alike(checked.vectors, checked_queries.vectors)
+    return checked, checked_queries
 
 
 def _check_alike(gallery: Tensor, queries: Tensor) -> None:
@@ -164,16 +163,16 @@ def _check_alike(gallery: Tensor, queries: Tensor) -> None:
         )
 
 
-def build(
+def build_task(
     gallery: Items,
     queries: Items | None,
     similarity: Similarity,
     *,
     on_any: Callable[[bool], bool] = bool,
 ) -> Task:
-    """The search of every query in the whole gallery; without queries, of every item.
+    """Return the search of every query in the gallery; without queries, of every gallery item.
 
-    ``on_any`` says whether something is true on any process, where the queries are spread.
+    ``on_any`` returns whether a condition holds on any process, if queries are distributed.
     """
     device = gallery.vectors.device
     sets = [gallery] if queries is None else [gallery, queries]
@@ -186,7 +185,7 @@ def build(
     codes = [torch.from_numpy(part).to(device) for part in numbers]
     task = Task(sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity)
     if queries is None:
-        task = replace(task, own=torch.arange(len(gallery), device=device))
+        task = replace(task, self_index=torch.arange(len(gallery), device=device))
     named = [items.groups for items in sets if items.groups is not None]
     if named:
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
@@ -195,10 +194,10 @@ def build(
 
 
 def _around_origin(sets: list[Items]) -> tuple[list[Items], float]:
-    """Gallery and queries moved and scaled alike, and the unit: no digits lost to an offset.
+    """Center and scale gallery and queries, so that an offset costs no digits; return the unit.
 
-    The origin is that of the gallery, which all processes know; a unit rounds nothing, so it may
-    differ between them.
+    The origin comes from the gallery, which all processes have. A unit is a power of two, which
+    rounds nothing, so it may differ between processes.
     """
     origin = middle(sets[0].vectors)
     ends = [torch.stack(items.vectors.aminmax()).abs().max() for items in sets if len(items)]
@@ -207,19 +206,18 @@ def _around_origin(sets: list[Items]) -> tuple[list[Items], float]:
 
 
 def _needs_float64(sets: list[Items], unit: float) -> bool:
-    """Whether products of these vectors, or distances in this unit, leave the range of float32."""
-    found = [bounds_of_lengths(items.vectors) for items in sets if len(items)]
-    shortest, longest = min(low for low, _ in found), max(high for _, high in found)
+    """Return whether products of these vectors, or distances in this unit, exceed float32."""
+    bounds = [bounds_of_lengths(items.vectors) for items in sets if len(items)]
+    shortest, longest = min(low for low, _ in bounds), max(high for _, high in bounds)
     return not fit_float32(shortest, longest) or 4 * longest * unit > torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Block:
-    """Answers for some queries: neighbours in order, and the place of the best positive.
+    """Results of some queries: neighbors in order, and the rank of the first positive.
 
-    ``ids`` is −1 and ``similarities`` −inf where fewer items than asked for may be returned. For
-    "euclidean" these are negative squared distances, in the units of the task.
-    ``ranks`` counts from 1, and is 0 for queries that have no positive.
+    Missing neighbors have id −1 and similarity −inf. For "euclidean", similarities are negative
+    squared distances in the units of the task. ``ranks`` start at 1; 0 means no positive.
     """
 
     rows: Tensor
@@ -229,7 +227,7 @@ class Block:
 
 
 def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[Tensor, Tensor]:
-    """Queries and gallery items such that their dot products are the similarities."""
+    """Return queries and gallery items whose dot products are the similarities."""
     if similarity == "dot":
         return queries, gallery
     if similarity == "cosine":
@@ -237,10 +235,10 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
         return items if queries is gallery else normalize(queries), items
     if similarity == "euclidean":
         # −|q − g|² = 2 q·g − |q|² − |g|²
-        asked, held = (of.square().sum(1, keepdim=True) for of in (queries, gallery))
+        q2, g2 = (of.square().sum(1, keepdim=True) for of in (queries, gallery))
         return (
-            torch.cat([2 * queries, asked, torch.ones_like(asked)], dim=1),
-            torch.cat([gallery, -torch.ones_like(held), -held], dim=1),
+            torch.cat([2 * queries, q2, torch.ones_like(q2)], dim=1),
+            torch.cat([gallery, -torch.ones_like(g2), -g2], dim=1),
         )
     # Signs s of b bits: −(number of different bits) = (s·s′ − b) / 2, exact in float32.
     bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=gallery.device)
@@ -252,12 +250,12 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
     return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)
 
 
-def settle(
+def fix_ties(
     values: Tensor, similarity: Similarity, copies: Mapping[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Take away what rounding did: cosines beyond ±1, and copies that are not equally near.
+    """Undo rounding: clamp cosines to ±1 and give copies the same similarity.
 
-    ``copies`` are those along each dimension, as in ``Task.copies``.
+    ``copies`` are those of each dimension, as in ``Task.copies``.
     """
     if similarity == "cosine":
         values.clamp_(-1, 1)
@@ -267,7 +265,7 @@ def settle(
 
 
 def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
-    """Whole numbers in the order of float32 similarities, equal ones by smaller index first."""
+    """Return integers ordered by float32 similarity, ties by smaller index first."""
     bits = (similarities + 0.0).view(torch.int32)  # adding 0 makes −0 equal to 0
     # The bits of a negative float count backwards.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -275,7 +273,7 @@ def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
 
 
 def from_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The similarities and indices that `to_keys` was given."""
+    """Return the similarities and indices of `to_keys`."""
     bits = (keys >> 32).to(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)

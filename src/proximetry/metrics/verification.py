@@ -71,7 +71,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Tally:
-    """How many pairs of either kind are accepted at each threshold; the last accepts all."""
+    """Numbers of accepted pairs of either kind at each threshold; the last accepts all."""
 
     different: IntArray
     same: IntArray
@@ -127,12 +127,12 @@ class _Tally:
             return math.inf if best == 0 else -math.inf
         above, below = self.thresholds[best], self.thresholds[best + 1]
         middle = float(above / 2 + below / 2)
-        # Between neighbouring floats there is no middle; the upper one separates them.
+        # Between neighboring floats there is no middle; the upper one separates them.
         return middle if below < middle <= above else float(above)
 
 
 def allowed_accepts(far: float, different: int) -> int:
-    """How many false accepts a rate allows: 0.29 of 100 are 29, although 0.29 · 100 < 29."""
+    """Return the false accepts a rate allows: 0.29 of 100 are 29, although 0.29 · 100 < 29."""
     if not 0 < far <= 1:
         raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
     exact = far * different
@@ -189,7 +189,7 @@ def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     """The most same pairs that can be accepted with at most a fraction ``far`` of false accepts.
 
     No interpolation: a threshold that really exists. A ``far`` below one in the number of
-    different pairs cannot be measured and is refused.
+    different pairs cannot be measured and raises.
     """
     tally = _tally(similarities, same)
     rate = tally.tar_at_far(far)
@@ -213,7 +213,7 @@ def verify(
 
     For each fold the threshold is chosen on all other folds, where it makes the most decisions
     right, and evaluated on the fold. Candidates are all that can differ: the midpoints between
-    neighbouring similarities, and ±∞ (accept nothing, accept everything); among equally good
+    neighboring similarities, and ±∞ (accept nothing, accept everything); among equally good
     ones the highest wins, which accepts the fewest. ``folds`` is a number (the pairs are cut
     into that many blocks in their order, as LFW lists them) or one fold id per pair.
 

@@ -1,7 +1,6 @@
 """Models: an `Embedder` is a backbone, a pooling and a head.
 
-What is listed here is imported when it is first used, so that `proximetry.models.names` costs
-nothing.
+Names are imported on first use; `proximetry.models.names` imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -9,9 +8,10 @@ from typing import TYPE_CHECKING
 from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
+    from proximetry.models.architecture import Architecture
     from proximetry.models.backbones import list_backbones
     from proximetry.models.batchnorm import evaluating, freeze_batchnorm, set_batchnorm_momentum
-    from proximetry.models.embedder import Architecture, Embedder
+    from proximetry.models.embedder import Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
     from proximetry.models.weights import WeightsError, WeightsRecord
@@ -33,9 +33,10 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "architecture": ("Architecture",),
         "backbones": ("list_backbones",),
         "batchnorm": ("evaluating", "freeze_batchnorm", "set_batchnorm_momentum"),
-        "embedder": ("Architecture", "Embedder"),
+        "embedder": ("Embedder",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),
         "weights": ("WeightsError", "WeightsRecord"),

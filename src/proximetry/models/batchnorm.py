@@ -1,4 +1,4 @@
-"""Batch normalisation: evaluation mode, frozen statistics, and how fast they move."""
+"""Evaluation mode, and frozen statistics and momentum of batch norm."""
 
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
-    """Switch to evaluation mode, and every part back to what it was when no thread needs it."""
+    """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
     return held(module.modules(), False, _mode, _switch)
 
 
@@ -32,9 +32,8 @@ def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:
 def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
     """Freeze the running statistics of every batch norm in `module`, and return it.
 
-    They are used as they are and no longer updated, also after later calls of `.train()`: a
-    forward hook puts each layer into evaluation mode. Copies and pickles stay frozen. With
-    `affine`, scale and shift stop learning too.
+    A forward hook puts each layer into evaluation mode, also after `.train()`. Copies and pickles
+    stay frozen. With `affine`, scale and shift are frozen too.
     """
     for layer in module.modules():
         if not isinstance(layer, _BatchNorm):
@@ -49,7 +48,7 @@ def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
 
 
 def set_batchnorm_momentum(module: Module, momentum: float) -> Module:
-    """Set how much one batch moves the running statistics (PyTorch's sense; Proxy-Anchor 0.9)."""
+    """Set the momentum of the running statistics, as PyTorch defines it (Proxy-Anchor: 0.9)."""
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum must be between 0 and 1, got {momentum!r}")
     for layer in module.modules():

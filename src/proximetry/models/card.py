@@ -1,4 +1,4 @@
-"""The model card of an embedder: what it is, how it was made and what it has come to."""
+"""Model card of an embedder: description, metrics, training details, preprocessing."""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -13,19 +13,19 @@ from proximetry.models.embedder import Embedder, versions
 
 TASK = "image-feature-extraction"
 _TAGS = ("embeddings", "image-retrieval", "metric-learning", "proximetry", "timm")
-# What `train` saves beside the metrics.
+# Saved by `train` with the metrics.
 _COUNTS = ("epoch", "queries", "queries_without_positive")
 _PROTOCOLS = {
     "held_out": "The epoch was selected on classes held out of training, not on the test set.",
-    "last": "The last epoch was taken: nothing was selected.",
-    "paper": "The epoch was selected on the test set, as many papers do, which flatters the "
-    "figures of the test set.",
+    "last": "The last epoch was used, without selection.",
+    "paper": "The epoch was selected on the test set, as in many papers: its metrics are "
+    "optimistic.",
 }
 _SPLITS = {"held_out": "classes held out of training", "test": "test set"}
 
 
 def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
-    """Return the README.md of a repository that holds this embedder."""
+    """Return the README.md of the embedder's repository."""
     results = [
         EvalResult(
             task_type=TASK,
@@ -48,14 +48,14 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
         model_name=repo_id.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
-    parts = (_use(embedder, repo_id), _evaluation(embedder), _making(embedder), _pixels(embedder))
+    parts = (_use(embedder, repo_id), _evaluation(embedder), _training(embedder), _pixels(embedder))
     return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _figures(
     metrics: Mapping[str, Any], split: str = "", part: str = ""
 ) -> Iterator[tuple[str, str, str, float]]:
-    """The split, the part of it, the name and the value of every metric."""
+    """Yield split, part of the split, name and value of every metric."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             deeper = f"{part} {name}".strip() if split else ""
@@ -72,52 +72,42 @@ def _dataset(embedder: Embedder) -> str:
 
 
 def _recipe(embedder: Embedder, *keys: str) -> str:
-    """A value of the recipe as text, "" if there is none."""
-    found: Any = embedder.recipe
+    """Return a value of the recipe as text, "" if it is missing."""
+    value: Any = embedder.recipe
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return "" if found is None else _plain(found)
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return "" if value is None else _plain(value)
 
 
 def _plain(value: object) -> str:
-    """Text of one line that is no markup in a table."""
+    """Return one line of text without markup, for a table."""
     words = " ".join(str(value).split())
     return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
 
 
-def _table(head: str, rows: Mapping[str, str]) -> str:
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    return "\n".join([f"| {head} | |", "|---|---|", *lines])
-
-
 def _use(embedder: Embedder, repo_id: str) -> str:
-    kind = embedder.architecture.similarity
     what = "images" if embedder.takes_images else str(embedder.preprocessing)
-    given = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
+    inputs = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
     classes = embedder.class_names
     trained = f", trained on {spaced(len(classes))} classes" if classes else ""
     codes = (
-        f" The signs of its dimensions are binary codes of {embedder.bits} bits, compared by "
-        "Hamming distance."
-        if embedder.bits
-        else ""
+        f" Its signs are {embedder.bits}-bit codes for Hamming distance." if embedder.bits else ""
     )
     return f"""# {repo_id}
 
 An embedder of {what}: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
 
-**Intended use**: finding {what} of the same class again, by {kind} similarity of their
-embeddings, among {what} like those it was trained on; on others, measure it before you rely on \
-it.{codes}
+**Intended use**: retrieving {what} of the same class by {embedder.architecture.similarity} \
+similarity. Evaluate it first on {what} that differ from its training data.{codes}
 
 ```python
 from proximetry.models import Embedder
 
 embedder = Embedder.from_hub("{repo_id}")
-vectors = embedder.encode({given})
+vectors = embedder.encode({inputs})
 ```
 
-On the command line `hub:{repo_id}` stands for it: `proximetry evaluate hub:{repo_id} FOLDER`."""
+Command line: `proximetry evaluate hub:{repo_id} FOLDER`."""
 
 
 def _evaluation(embedder: Embedder) -> str:
@@ -130,22 +120,22 @@ def _evaluation(embedder: Embedder) -> str:
     if not rows:
         return ""
     protocol = _PROTOCOLS.get(str(metrics.get("protocol")), "")
-    told = f"Measured on {_dataset(embedder)}; metrics are fractions. {protocol}".strip()
-    head = ["## Evaluation", "", told, "", "| images | metric | value |", "|---|---|---|"]
+    intro = f"Measured on {_dataset(embedder)}; metrics are fractions. {protocol}".strip()
+    head = ["## Evaluation", "", intro, "", "| images | metric | value |", "|---|---|---|"]
     return "\n".join([*head, *rows])
 
 
-def _making(embedder: Embedder) -> str:
-    made, start = embedder.architecture, embedder.weights
+def _training(embedder: Embedder) -> str:
+    made = embedder.architecture
     rows = {
         "backbone": _plain(made.backbone),
-        "started from": _plain(start.origin),
+        "initial weights": _plain(embedder.weights.origin),
         "pooling": made.pooling,
         "dimensions": str(embedder.dim),
         "LayerNorm before the head": "yes" if made.layer_norm else "",
         "unit length": "yes" if made.normalize else "no",
         "flip test-time augmentation": "yes" if made.flip_tta else "no",
-        "centre crops of test-time augmentation": ", ".join(map(str, made.tta_crops)),
+        "center crops of test-time augmentation": ", ".join(map(str, made.tta_crops)),
         "recipe": _recipe(embedder, "name"),
         "dataset": _dataset(embedder) if embedder.recipe else "",
         "loss": _recipe(embedder, "loss", "name"),
@@ -154,22 +144,19 @@ def _making(embedder: Embedder) -> str:
         "fingerprint": f"`{embedder.fingerprint()}`",
         "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
     }
-    whole = "\n\nThe whole recipe is in `embedder.json`." if embedder.recipe else ""
-    return "## How it was made\n\n" + _table("network", rows) + whole
+    recipe = "\n\nThe full recipe is in `embedder.json`." if embedder.recipe else ""
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines]) + recipe
 
 
 def _pixels(embedder: Embedder) -> str:
     wanted = embedder.preprocessing
     if not embedder.takes_images:
-        return f"## Preprocessing\n\nNone: it takes {wanted}, as float32, as they are."
+        return f"## Preprocessing\n\nNone: the input is float32 {wanted}."
     height, width = wanted.crop
-    rows = {
-        "scaled to": f"{described_size(wanted.resize)} pixels, {wanted.interpolation}",
-        "crop in the centre": f"{height} × {width}",
-        "channels": wanted.channels,
-        "scale, mean, std": f"{wanted.scale:.6g}, {list(wanted.mean)}, {list(wanted.std)}",
-    }
-    return (
-        "## Preprocessing\n\n`encode` does this, and so do files of `proximetry export` but for "
-        "resizing and cropping.\n\n" + _table("step", rows)
-    )
+    return f"""## Preprocessing
+
+Resize to {described_size(wanted.resize)} pixels ({wanted.interpolation}), center crop \
+{height} × {width}, {wanted.channels} × {wanted.scale:.6g}, mean {list(wanted.mean)}, std \
+{list(wanted.std)}. `encode` does all of it; ONNX files of `proximetry export` do all but resizing \
+and cropping."""

@@ -1,4 +1,4 @@
-"""`Embedder`: backbone, pooling and head; from images to vectors, to disk and to ONNX."""
+"""`Embedder`: backbone, pooling and head; encodes, saves, loads and exports."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ from proximetry._common import (
     some,
     unit,
 )
+from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
     build,
@@ -42,14 +43,9 @@ from proximetry.models.backbones import (
 )
 from proximetry.models.backbones.vectors import build_for_vectors
 from proximetry.models.batchnorm import evaluating
-from proximetry.models.encoding import embed_images, embed_tensors
+from proximetry.models.encoding import embed_images
 from proximetry.models.names import (
-    LARGEST_BITS,
-    LARGEST_DIM,
-    MOST_TTA_CROPS,
     OWN,
-    POOLINGS,
-    SIMILARITIES,
     VECTOR_BACKBONES,
     Similarity,
 )
@@ -63,6 +59,7 @@ from proximetry.models.preprocessing import (
 )
 from proximetry.models.storage import (
     DESCRIPTION,
+    EXTRAS,
     find_embedder,
     read_embedder,
     write_embedder,
@@ -73,94 +70,30 @@ _LARGEST_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
 
 Stage = Literal["pixels", "normalized", "features"]
-"""How far a batch is on its way: pixels 0…255, what the network takes, or pooled features."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What an embedder is made of, in the words of `Embedder.create`.
-
-    A `dim` of 0 means no linear head; the `pooling` of an embedder is never "auto". With `binary`
-    the signs of the `dim` dimensions are trained to be codes of so many bits. The `backbone` is a
-    name of timm, one for vectors, or "own:" and the class of a module given to `Embedder.wrap`.
-    """
-
-    backbone: str
-    dim: int
-    pooling: str
-    layer_norm: bool
-    normalize: bool
-    flip_tta: bool = False
-    similarity: Similarity = "cosine"
-    binary: bool = False
-    tta_crops: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, known in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
-            if getattr(self, name) not in known:
-                names = ", ".join(map(repr, known))
-                raise ValueError(f"{name} must be one of {names}, got {shown(getattr(self, name))}")
-        if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
-            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {shown(self.dim)}")
-        for name in ("layer_norm", "normalize", "flip_tta", "binary"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {shown(getattr(self, name))}")
-        crops = self.tta_crops
-        if (
-            not isinstance(crops, list | tuple)
-            or len(crops) > MOST_TTA_CROPS
-            or not all(isinstance(share, float) and 0 < share < 1 for share in crops)
-        ):
-            raise ValueError(
-                f"tta_crops must be at most {MOST_TTA_CROPS} numbers between 0 and 1, such as "
-                f"[0.875], got {shown(crops)}"
-            )
-        object.__setattr__(self, "tta_crops", tuple(crops))  # which JSON makes a list
-        if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):
-            raise ValueError(
-                f"bits must be a multiple of 8 from 8 to {LARGEST_BITS}, got {self.dim}"
-            )
-        if self.binary and self.similarity != "cosine":
-            raise ValueError(
-                f"bits are for the similarity 'cosine', which signs keep, not {self.similarity!r}"
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as they are saved and counted in fingerprints.
-
-        What was added later is left out where it is not used: an embedder stays what it was.
-        """
-        found = {**asdict(self), "tta_crops": list(self.tta_crops)}
-        return {k: v for k, v in found.items() if v or k not in ("binary", "tta_crops")}
+"""Stage of a batch: pixels 0…255, normalized input of the network, or pooled features."""
 
 
 class NoFeatureMapError(ValueError):
-    """A pooling of feature maps was asked of a network that has none; ``reason`` says so."""
-
-    def __init__(self, pooling: str, reason: str) -> None:
-        super().__init__(
-            f"pooling {pooling!r} needs a feature map, but {reason}: use pooling='token'"
-        )
-        self.reason = reason
+    """The pooling needs a feature map, and the backbone returns tokens."""
 
 
 class Embedder(nn.Module):
-    """Turn images into vectors in which near means alike.
+    """Image embedding model: backbone, pooling and linear head.
 
-    Made by `Embedder.create`, by `Embedder.wrap` around a network of one's own, or read by
-    `Embedder.load`. The network is backbone → pooling →
-    LayerNorm without affine (optional) → linear to `dim` (optional) → L2 (optional).
+    Create one with `Embedder.create`, `Embedder.wrap` (a custom module) or `Embedder.load`. The
+    network is backbone → pooling → LayerNorm without affine (optional) → linear to `dim`
+    (optional) → L2 (optional).
 
     Attributes:
-        architecture: names and settings the network is made of.
-        preprocessing: the pixels it takes; `Tensors` if it takes no images.
-        weights: what the backbone started from.
+        architecture: settings of the network.
+        preprocessing: the input of the network; `Tensors` if it takes no images.
+        weights: initial weights of the backbone.
         width: dimension of the pooled features.
         dim: dimension of the vectors.
-        bits: length of the binary codes that were trained, or None.
-        class_names: the classes it was trained on, if they were saved with it.
-        metrics: what was saved with it, for people and for other packages.
-        recipe: the same.
+        bits: length of the trained binary codes, or None.
+        class_names: training classes, if saved.
+        metrics: metrics, if saved.
+        recipe: training recipe, if saved.
     """
 
     def __init__(
@@ -173,22 +106,21 @@ class Embedder(nn.Module):
         super().__init__()
         if architecture.pooling == "cls-avg" and not has_class_token(model):
             raise ValueError(
-                f"pooling 'cls-avg' is for transformers with a class token, and "
-                f"{architecture.backbone} has none: use pooling='auto'"
+                f"pooling 'cls-avg' needs a class token, and {architecture.backbone} has none. "
+                "Use pooling='auto'."
             )
         if not isinstance(preprocessing, Preprocessing) and (
             architecture.flip_tta or architecture.tta_crops
         ):
             key = "flip_tta" if architecture.flip_tta else "tta_crops"
             raise ValueError(f"{key} is for images; {architecture.backbone} takes {preprocessing}")
-        features = _look_at(model, architecture, preprocessing)
+        features = _probe(model, architecture, preprocessing)
         pooling = _resolve_pooling(architecture, features, model)
         width = features.channels
         if pooling == "flatten":
             width *= prod(features.size or ())
         self.architecture = replace(architecture, pooling=pooling)
-        # Who asks for more than both have in common works with images alone.
-        self.preprocessing = cast(Preprocessing, preprocessing)
+        self.preprocessing = cast(Preprocessing, preprocessing)  # Tensors if not takes_images
         self.weights = weights
         self.width = width
         self.dim = architecture.dim or width
@@ -201,8 +133,8 @@ class Embedder(nn.Module):
         self.head: nn.Module = nn.Identity()
         if architecture.dim * width > _LARGEST_HEAD:
             raise ValueError(
-                f"a head from {width} features to {architecture.dim} dimensions is too large for "
-                "the memory; choose fewer dimensions, another pooling or smaller images"
+                f"head too large: {width} features × {architecture.dim} dimensions. Use fewer "
+                "dimensions, another pooling or smaller images."
             )
         if architecture.dim:
             self.head = nn.Linear(width, architecture.dim)
@@ -210,10 +142,11 @@ class Embedder(nn.Module):
             nn.init.zeros_(self.head.bias)
         self._channels_last = features.channels_last
         self._dropped = features.dropped
-        self._idle = {name for name, value in model.named_parameters() if not value.requires_grad}
+        self._frozen: set[str] = set()
+        self.keep_frozen()
 
     @classmethod
-    @torch.inference_mode(False)  # parameters that are made in it could not be trained
+    @torch.inference_mode(False)  # inference tensors cannot be trained
     def create(
         cls,
         backbone: str,
@@ -232,39 +165,37 @@ class Embedder(nn.Module):
         squash: bool | None = None,
         input_dim: int | None = None,
     ) -> Self:
-        """Make an embedder.
+        """Create an embedder.
 
         Args:
-            backbone: any name of `list_backbones()`; for vectors instead of images "vectors", a
+            backbone: a name from `list_backbones()`; for vectors instead of images "vectors", a
                 linear head, or "vectors_mlp", a small MLP before it.
-            dim: dimension of the vectors; None or 0 leaves the pooled features as they are.
-            bits: for binary codes, 64, 128, 256 or another multiple of 8: the vectors have so many
-                dimensions instead of `dim`, and `encode(…, binary=True)` gives their signs.
+            dim: dimension of the vectors; None or 0 returns the pooled features.
+            bits: length of binary codes, a multiple of 8 such as 64; replaces `dim`, and
+                `encode(…, binary=True)` returns the signs of the vectors.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
                 at 3) or "flatten" for backbones with a feature map; "token" for transformers,
-                which pool their tokens themselves, or "cls-avg", the class token and the mean of
-                the patch tokens side by side (DINOv2, DINOv3). "auto" is what the network was
-                trained with: "token" for transformers, "flatten" for sphereface20, and for other
-                networks of timm "pre-logits", the input of their classifier. Other poolings drop
-                the layers that a network has behind its own, with a warning that names them.
+                which pool their own tokens, or "cls-avg", the class token and the mean of the
+                patch tokens concatenated (DINOv2, DINOv3). "auto" is the pooling that the network
+                was trained with: "token" for transformers, "flatten" for sphereface20, and
+                "pre-logits", the input of the classifier, for other networks of timm. Other
+                poolings drop the layers after the network's own pooling, with a warning.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
-            normalize: L2-normalise the vectors.
+            normalize: L2-normalize the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
                 horizontal flip, outside training (2× cost).
-            tta_crops: test-time augmentation: also average the features of the centre of the
-                crop, such shares of its sides as (0.875,), enlarged to its size; with `flip_tta`
-                of its flip too.
-            similarity: how the vectors are compared, "cosine" or "euclidean"; None takes
-                "cosine" if they are normalised, else "euclidean".
-            weights: "auto" takes an installed package that carries them, else the hub, else
-                fails; "package", "hub", a file, or "none" for random weights on purpose.
-            image_size: side of the square crop; None takes what the weights were trained with.
-            resize: short side before the crop when evaluating; None keeps the usual proportion.
-            squash: when evaluating, scale both sides to `resize`, or to `image_size` unless it is
-                given, whatever the shape of the image; None takes what the weights were evaluated
-                with (timm's `crop_mode`).
-            input_dim: dimension of the vectors that the embedder takes, for "vectors" and
-                "vectors_mlp" alone.
+            tta_crops: test-time augmentation: also average the features of center crops,
+                enlarged to full size, as fractions of the sides such as (0.875,); with `flip_tta`
+                also of their flips.
+            similarity: similarity of the vectors, "cosine" or "euclidean"; None selects "cosine"
+                if they are normalized, else "euclidean".
+            weights: "auto" uses an installed package with weights, else the hub, else raises;
+                "package", "hub", a file or folder, or "none" for random weights.
+            image_size: side of the square crop; None uses that of the weights.
+            resize: short side before the evaluation crop; None keeps the usual ratio.
+            squash: resize both sides to `resize`, or to `image_size` without it, ignoring the
+                aspect ratio; None follows the weights (timm's `crop_mode`).
+            input_dim: dimension of the input vectors, for "vectors" and "vectors_mlp" only.
         """
         dim = _count("dim", (dim if bits is None else bits) or None)
         image_size, resize = _count("image_size", image_size), _count("resize", resize)
@@ -281,11 +212,11 @@ class Embedder(nn.Module):
             flip_tta,
             similarity,
             bits is not None,
-            tta_crops,  # type: ignore[arg-type] # which makes a tuple of them
+            tta_crops,  # type: ignore[arg-type] # converted to a tuple
         )
         if (input_dim is not None) != (backbone in VECTOR_BACKBONES):
-            needs = "needs input_dim" if input_dim is None else "takes images: leave out input_dim"
-            raise ValueError(f"backbone {backbone!r} {needs}")
+            problem = "needs input_dim" if input_dim is None else "takes images, not input_dim"
+            raise ValueError(f"backbone {backbone!r} {problem}")
         if input_dim is not None:
             model, record = build_for_vectors(backbone, input_dim), _RANDOM
             return cls(model, architecture, Tensors((input_dim,)), record)
@@ -313,33 +244,30 @@ class Embedder(nn.Module):
         normalize: bool = True,
         similarity: Similarity | None = None,
     ) -> Self:
-        """Make an embedder of a network of one's own, which is tried at once.
+        """Create an embedder from a custom network, which becomes its `backbone`, without head.
 
-        The module itself becomes its `backbone`; there is no head. Its code is not saved with it:
-        `Embedder.load` takes it again as ``module``.
+        The network is tested with two random inputs. Its code is not saved: pass the module to
+        `Embedder.load` again.
 
         Args:
-            module: takes normalised pixels [B, 3, H, W], or tensors [B, *shape], and returns
-                [B, dim].
-            preprocessing: how images become pixels (`Preprocessing`); or, where they are none, the
-                shape of one tensor that the module takes, as (1, 28, 28).
+            module: maps normalized pixels [B, 3, H, W], or tensors [B, *shape], to [B, dim].
+            preprocessing: a `Preprocessing` for images, or the shape of one input tensor, such as
+                (1, 28, 28).
             dim: dimension of the vectors.
-            normalize: L2-normalise the vectors.
+            normalize: L2-normalize the vectors.
             similarity: as in `create`.
 
         Raises:
-            ValueError: if it cannot take that, or does not give finite vectors [B, dim].
+            ValueError: if the module fails or does not return finite vectors [B, dim].
         """
-        if isinstance(module, cls):
-            raise ValueError("module is an Embedder already: there is nothing to wrap")
         if not isinstance(module, nn.Module):
             what = "a class: write Net()" if isinstance(module, type) else shown(module)
             raise ValueError(f"module must be a torch.nn.Module, got {what}")
         if not isinstance(preprocessing, Preprocessing | Tensors):
             if not isinstance(preprocessing, Sequence) or isinstance(preprocessing, str):
                 raise ValueError(
-                    "preprocessing must be a Preprocessing, or the shape of a tensor that the "
-                    f"module takes, got {shown(preprocessing)}"
+                    "preprocessing must be a Preprocessing or the shape of an input tensor, got "
+                    f"{shown(preprocessing)}"
                 )
             preprocessing = Tensors(tuple(preprocessing))
         name = f"{OWN}{type(module).__name__}"
@@ -349,36 +277,40 @@ class Embedder(nn.Module):
         embedder = cls(module, architecture, preprocessing, record)
         if embedder.dim != dim:
             raise ValueError(
-                f"{type(module).__name__} gives vectors of {embedder.dim} dimensions, not dim "
-                f"{shown(dim)}"
+                f"{type(module).__name__} returns {embedder.dim} dimensions, not dim {shown(dim)}"
             )
         return embedder
 
     @property
     def is_own(self) -> bool:
-        """Whether the network is one of the user's, whose code is not saved (see `wrap`)."""
+        """Whether the network is a custom module, whose code is not saved (see `wrap`)."""
         return self.architecture.backbone.startswith(OWN)
 
     @property
     def takes_images(self) -> bool:
-        """Whether it takes images, and not tensors as they are."""
+        """Whether the input is images rather than tensors."""
         return isinstance(self.preprocessing, Preprocessing)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Embed normalised pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
+        """Embed normalized pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
         return self.project(self.features(pixels))
 
-    def features(self, pixels: Tensor) -> Tensor:
-        """Return the pooled features [B, width] of normalised pixels, before LayerNorm and head."""
-        found = self._pooled(pixels)
+    def features(self, batch: Tensor, stage: Stage = "normalized") -> Tensor:
+        """Return the pooled features [B, width] of a batch, before LayerNorm and head."""
+        if stage == "features":
+            return batch
+        if stage == "pixels":
+            batch = self.preprocessing.normalize(batch)
+        batch = batch.to(self._weight.dtype)  # of a half-precision network
+        pooled = self._pooled(batch)
         if self.training:
-            return found
-        views = [pixels, *(_zoomed(pixels, share) for share in self.architecture.tta_crops)]
+            return pooled
+        views = [batch, *(_zoomed(batch, fraction) for fraction in self.architecture.tta_crops)]
         if self.architecture.flip_tta:
             views += [view.flip(3) for view in views]
         for view in views[1:]:
-            found = found + self._pooled(view)
-        return found / len(views) if len(views) > 1 else found
+            pooled = pooled + self._pooled(view)
+        return pooled / len(views) if len(views) > 1 else pooled
 
     def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
@@ -386,58 +318,45 @@ class Embedder(nn.Module):
         if self.architecture.pooling == "cls-avg":
             return class_and_patches(self.backbone, pixels)
         model: Any = self.backbone
-        found = model.forward_features(pixels)
+        feature_map = model.forward_features(pixels)
         if self.architecture.pooling == "pre-logits":
-            return model.forward_head(found, pre_logits=True)  # type: ignore[no-any-return]
+            return model.forward_head(feature_map, pre_logits=True)  # type: ignore[no-any-return]
         if self._channels_last:
-            found = found.permute(0, 3, 1, 2)
-        return self.pooling(found)  # type: ignore[no-any-return]
+            feature_map = feature_map.permute(0, 3, 1, 2)
+        return self.pooling(feature_map)  # type: ignore[no-any-return]
 
-    def project(self, features: Tensor) -> Tensor:
-        """Return the vectors [B, dim] of pooled features [B, width]."""
-        vectors = self.project_freely(features)
-        return unit(vectors)[0] if self.architecture.normalize else vectors
+    def project(self, features: Tensor, *, normalize: bool = True) -> Tensor:
+        """Return the vectors [B, dim] of pooled features [B, width].
 
-    def project_freely(self, features: Tensor) -> Tensor:
-        """Return the vectors of pooled features as long as the head makes them."""
+        Without `normalize` they are the output of the head, before L2 normalization.
+        """
         if self.architecture.layer_norm:
             features = F.layer_norm(features, features.shape[-1:])
         vectors: Tensor = self.head(features)
-        # Half precision may do the network; lengths and losses need float32.
-        return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-
-    def features_from(self, batch: Tensor, stage: Stage) -> Tensor:
-        """Return the pooled features [B, width] of a batch, however far it is on its way."""
-        if stage == "features":
-            return batch
-        if stage == "pixels":
-            batch = self.preprocessing.normalize(batch)
-        # A network in half precision takes pixels in half precision.
-        return self.features(batch.to(self._weight.dtype))
+        # Norms and losses need float32, also after a half-precision network.
+        vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+        return unit(vectors)[0] if normalize and self.architecture.normalize else vectors
 
     @torch.no_grad()
-    def pixel_features(self, pixels: Tensor, stage: Stage = "pixels") -> Tensor:
-        """Return the pooled features [B, width] of uint8 pixels [B, 3, H, W], in evaluation mode.
-
-        The first half of `embed`; `project` is the second.
-        """
-        if pixels.ndim == 4:
-            # One memory layout, so that equal pixels give equal bits wherever they come from.
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
+    def pixel_features(self, batch: Tensor, stage: Stage = "pixels") -> Tensor:
+        """Return `features` in evaluation mode, without gradients."""
+        if batch.ndim == 4:
+            # One memory format: equal pixels give bit-equal features.
+            batch = batch.contiguous(memory_format=torch.channels_last)
         with evaluating(self):
-            return self.features_from(pixels, stage)
+            return self.features(batch, stage)
 
     @property
     def _weight(self) -> Tensor:
-        """Any weight, which tells the device and the precision of all."""
+        """A parameter, for the device and dtype of the network."""
         return next(self.parameters(), torch.empty(0))
 
     @torch.no_grad()
     def embed(self, pixels: Tensor) -> Tensor:
         """Return the vectors [B, dim] of uint8 pixels [B, 3, H, W], in evaluation mode.
 
-        `Preprocessing.pixels` gives such pixels. The result is float32 and on their device, also
-        under autocast.
+        `Preprocessing.pixels` returns such pixels. The result is float32, on the device of the
+        pixels; autocast is ignored.
         """
         with torch.autocast(pixels.device.type, enabled=False):
             return self.project(self.pixel_features(pixels)).float()
@@ -454,113 +373,106 @@ class Embedder(nn.Module):
     ) -> Tensor:
         """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
 
-        Each is turned upright, made RGB, resized and cropped as `preprocessing` says. An embedder
-        that takes vectors or other tensors gets these instead: an array [N, *shape], or several.
+        Each is oriented upright, converted to RGB, resized and cropped by `preprocessing`. An
+        embedder of vectors or other tensors takes an array [N, *shape] or a list of them.
 
         Args:
             images: any number of images.
-            batch_size: images per pass.
-            concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (the custom in
-                face verification, e.g. Zhao et al. 2019).
-            binary: return binary codes instead of vectors, as `metrics.binary_codes` makes them;
-                meant for embedders with `bits`.
+            batch_size: images per forward pass.
+            concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (common in face
+                verification, e.g. Zhao et al. 2019).
+            binary: return binary codes instead of vectors, as `metrics.binary_codes`, for
+                embedders with `bits`.
             progress: called with the number of images done, after every batch.
-            on_error: called with the number of an image that cannot be read, and why, in order;
-                it is then left out. None raises a ValueError.
+            on_error: called with the index of an unreadable image and the error, in order; the
+                image is skipped. None raises a ValueError.
 
         Returns:
             Tensor [N, dim], float32, finite, on the CPU; packed codes [N, ⌈dim / 8⌉], uint8, if
             `binary`.
 
         Raises:
-            ValueError: for an image that cannot be read, unless there is an `on_error`, and for
-                embeddings with NaN or infinity, naming the image and the weights to blame.
+            ValueError: for an unreadable image without `on_error`, and for embeddings with NaN or
+                infinite values.
         """
         if self.takes_images:
-            _refuse_one_image(images)
+            _check_not_one_image(images)
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if not is_whole(batch_size):
-            raise ValueError(f"batch_size must be a whole number from 1 up, got {batch_size!r}")
+            raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
-            raise ValueError("with flip_tta both flips have one vector: concat_flip adds nothing")
-        made = binary_codes if binary else lambda vectors: vectors
-        vectors = [made(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
-        done = told = 0
+            raise ValueError("concat_flip has no effect with flip_tta: both flips have one vector")
+        convert = binary_codes if binary else lambda vectors: vectors
+        results = [convert(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
+        done = reported = 0
 
-        def left_out(place: int, error: Exception) -> None:
+        def skip(index: int, error: Exception) -> None:
             nonlocal done
             done += 1
             if on_error is not None:
-                on_error(place, error)
+                on_error(index, error)
 
-        shared: Any = {
-            "device": self._weight.device,
-            "batch_size": batch_size,
-            "blame": lambda: why_not_finite(self),
-        }
-        if isinstance(images, np.ndarray | Tensor) and not self.takes_images:
-            batches = embed_tensors(self.embed, images, **shared)
-        else:
-            batches = embed_images(
-                self.embed,
-                images,
-                self.preprocessing,
-                concat_flip=concat_flip,
-                on_error=on_error and left_out,
-                **shared,
-            )
-        for places, found in batches:
-            vectors.append(made(found))
-            done += len(places)
+        for indices, vectors in embed_images(
+            self.embed,
+            images,
+            self.preprocessing,
+            device=self._weight.device,
+            batch_size=batch_size,
+            concat_flip=concat_flip,
+            on_error=on_error and skip,
+            blame=lambda: why_not_finite(self),
+        ):
+            results.append(convert(vectors))
+            done += len(indices)
             if progress is not None:
-                progress(told := done)
-        if progress is not None and done > told:  # none of the last batch could be read
+                progress(reported := done)
+        if progress is not None and done > reported:  # the last batch had no readable image
             progress(done)
-        return torch.cat(vectors)
+        return torch.cat(results)
 
     def fingerprint(self) -> str:
-        """Return a checksum of all that decides the vectors: network, preprocessing, weights.
+        """Return a checksum of network, preprocessing and weights.
 
-        Two embedders that have the same one give vectors that can be compared.
+        Vectors of embedders with equal fingerprints are comparable.
         """
-        made_of = [self.architecture.to_json(), asdict(self.preprocessing)]
-        whole = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+        settings = [self.architecture.to_json(), asdict(self.preprocessing)]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name, value in sorted(self.state_dict().items()):
-            # Half precision counts as the float32 that it becomes when it is saved and loaded.
+            # Half precision is hashed as float32, to which `load` converts it.
             plain = value.detach().cpu()
             plain = (plain.float() if plain.is_floating_point() else plain).contiguous()
-            whole.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
-            whole.update(plain.reshape(-1).view(torch.uint8).numpy())
-        return whole.hexdigest()
+            digest.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def keep_frozen(self) -> None:
-        """Never train what of the backbone is frozen now (``requires_grad`` is false)."""
+        """Exclude the currently frozen parameters of the backbone from `parameter_parts`."""
         named = self.backbone.named_parameters()
-        self._idle |= {name for name, value in named if not value.requires_grad}
+        self._frozen |= {name for name, value in named if not value.requires_grad}
 
     def parameter_parts(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parts, for a learning rate each: backbone, head (with pooling)."""
+        """Return the trainable parameters of backbone and head (with pooling)."""
         named = self.backbone.named_parameters()
         return {
-            "backbone": [value for name, value in named if name not in self._idle],
+            "backbone": [value for name, value in named if name not in self._frozen],
             "head": [*self.pooling.parameters(), *self.head.parameters()],
         }
 
     def backbone_layers(self) -> list[list[nn.Parameter]]:
-        """Return the trainable parameters of the backbone by layers, from first to last.
+        """Return the trainable parameters of the backbone by layer, from first to last.
 
-        The layers are those that timm's networks tell apart: the stem, each block, what follows.
+        Layers are those of timm's `group_matcher`: the stem, each block, and the rest.
         """
         matcher = getattr(self.backbone, "group_matcher", None)
         if matcher is None:
             raise UsageError(
-                f"{self.architecture.backbone} does not tell its layers apart, as the networks of "
-                "timm do: its layers have one learning rate"
+                f"{self.architecture.backbone} has no layer groups (timm's group_matcher): all "
+                "layers have the same learning rate"
             )
         layers = load_timm().models.group_parameters(self.backbone, matcher(coarse=False))
         named = dict(self.backbone.named_parameters())
-        trained = [[named[n] for n in layers[i] if n not in self._idle] for i in sorted(layers)]
+        trained = [[named[n] for n in layers[i] if n not in self._frozen] for i in sorted(layers)]
         return [layer for layer in trained if layer]
 
     def save(
@@ -571,10 +483,10 @@ class Embedder(nn.Module):
         metrics: dict[str, Any] | None = None,
         recipe: dict[str, Any] | None = None,
     ) -> Path:
-        """Write the embedder to a folder; an embedder that is already there is replaced at once.
+        """Save the embedder to a folder, atomically replacing an embedder there.
 
-        What is not given is kept from before. Raises ValueError when the folder holds
-        anything else.
+        Metadata that is not passed keeps its value. Raises ValueError if the folder contains other
+        files.
         """
         extras = {
             "class_names": self.class_names if class_names is None else list(class_names),
@@ -600,10 +512,10 @@ class Embedder(nn.Module):
         *,
         module: nn.Module | None = None,
     ) -> Self:
-        """Read what `save` wrote, ready to encode. Downloads nothing and runs no stored code.
+        """Load a saved embedder in evaluation mode. Downloads nothing and runs no stored code.
 
-        ``folder`` may also be that of the run that saved it. A network that was given to `wrap`
-        is given again as ``module``, in the same shape; it gets the saved weights.
+        ``folder`` may also be a run folder. A custom network (see `wrap`) is passed as
+        ``module`` and receives the saved weights.
         """
         return cls._read(find_embedder(Path(folder)), device, module)
 
@@ -613,58 +525,54 @@ class Embedder(nn.Module):
         cls, folder: Path, device: str | torch.device, module: nn.Module | None = None
     ) -> Self:
         description, tensors = read_embedder(folder)
-        _check_module(folder, description, module)
+        _check_module(folder, description["architecture"].get("backbone"), module)
+        damaged = f"{folder / DESCRIPTION} is damaged"
         try:
             architecture = Architecture(**description["architecture"])
             preprocessing = input_from_json(description["preprocessing"])
             record = WeightsRecord(**description["weights"])
-            extras = {name: _extra(description, name, kind) for name, kind in _EXTRAS.items()}
-            # The random start of the layers is overwritten; the caller's generator stays as it is.
             with random_numbers_kept():
                 if module is None:
                     _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
         except KeyError as error:
-            raise ValueError(f"{folder / DESCRIPTION} is damaged: {error} is missing") from error
+            raise ValueError(f"{damaged}: {error} is missing") from error
         except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-            # A network of timm raises whatever an impossible size of images makes it trip over.
+            # timm raises any of these for an impossible image size.
             reason = shorten(str(error), 500)
             if module is not None:
                 raise ValueError(f"module does not fit {folder}: {reason}") from error
-            raise ValueError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
+            raise ValueError(f"{damaged}: {reason}") from error
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
-            if module is not None:
-                reason = shorten(" ".join(str(error).split()), 500)
-                raise ValueError(f"the weights in {folder} do not fit module: {reason}") from error
+            reason = shorten(" ".join(str(error).split()), 500)
+            saved_with = shown(description.get("versions"))
             raise ValueError(
-                f"{folder} does not fit {architecture.backbone} as timm {versions()['timm']} makes "
-                f"it (saved with {shown(description.get('versions'))}): {shorten(str(error), 500)}"
+                f"the weights in {folder} do not fit {architecture.backbone} with timm "
+                f"{versions()['timm']} (saved with {saved_with}): {reason}"
             ) from error
-        for name, value in extras.items():
-            setattr(embedder, name, value)
+        for name in EXTRAS:
+            setattr(embedder, name, description.get(name))
         return embedder.eval().to(device)
 
     def push_to_hub(
         self, repo_id: str, *, license: str | None = None, private: bool = False
     ) -> str:
-        """Write the embedder, with a model card, to a repository of the Hugging Face Hub.
+        """Upload the embedder and a model card to the Hugging Face Hub, in one commit.
 
-        One commit: the embedder and the card that are there are replaced together. Class names,
-        metrics and recipe go along, as in `save`.
+        Class names, metrics and recipe are included, as in `save`.
 
         Args:
-            repo_id: owner/name; made if it is not there.
-            license: the hub's name of the license you give it, such as "apache-2.0"; None says
-                nothing about it.
+            repo_id: owner/name; created if it does not exist.
+            license: license identifier of the hub, such as "apache-2.0"; None states none.
             private: whether a new repository is private.
 
         Returns:
-            Its address.
+            Address of the repository.
         """
-        from proximetry.models.hub import push  # which imports this file
+        from proximetry.models.hub import push  # circular import
 
         return push(self, repo_id, license, private)
 
@@ -672,23 +580,22 @@ class Embedder(nn.Module):
     def from_hub(
         cls, repo_id: str, revision: str | None = None, device: str | torch.device = "cpu"
     ) -> Self:
-        """Read an embedder that `push_to_hub` wrote, downloaded unless it is in the hub's cache.
+        """Load an embedder from the Hugging Face Hub, or from the hub's local cache.
 
-        ``revision`` is a branch, a tag or a commit; None takes the newest. Files are limited in
-        size and checked as by `load`, and nothing of the repository is executed.
+        ``revision`` is a branch, tag or commit; None is the newest. Files are limited in size and
+        verified as by `load`; no code of the repository is run.
         """
-        from proximetry.models.hub import download  # which imports this file
+        from proximetry.models.hub import download  # circular import
 
         return cls._read(download(repo_id, revision), device)
 
     def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
-        """Write the network as ONNX: float32 RGB 0…255 [N, 3, H, W], resized and cropped, in.
+        """Export the network to ONNX; its input is float32 RGB 0…255 [N, 3, H, W], cropped.
 
-        Normalisation is part of the graph, the batch may have any size, and the metadata of the
-        model says what is inside and how to resize and crop. Raises ValueError unless onnxruntime
-        agrees with torch.
+        Normalization is part of the graph, the batch size is dynamic, and the metadata describe
+        preprocessing and output. Raises ValueError unless onnxruntime agrees with torch.
         """
-        from proximetry.models.export import write_onnx  # which imports this file
+        from proximetry.models.export import write_onnx  # circular import
 
         write_onnx(self, Path(path), opset)
         return Path(path)
@@ -698,30 +605,33 @@ _RANDOM = WeightsRecord("none", "random", None, 0, [])
 
 
 def _count(name: str, value: Any) -> int | None:
-    """Return a whole number of any integer type as an int, and None as it is."""
+    """Return an integer of any type as an int, and None unchanged."""
     if value is None:
         return None
     if not is_whole(value):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return int(value)
 
 
-def _zoomed(pixels: Tensor, share: float) -> Tensor:
-    """The centre of pixels [B, 3, H, W], about this share of their sides, as large as they are."""
+def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
+    """Crop the center of pixels [B, 3, H, W] to a fraction of the sides and enlarge it again."""
     sides = pixels.shape[2:]
-    # As much on the left as on the right, so that the centre of a flip is the flip of the centre.
-    top, left = (min(round(side * (1 - share) / 2), (side - 1) // 2) for side in sides)
+    # Equal margins: cropping commutes with flipping.
+    top, left = (min(round(side * (1 - fraction) / 2), (side - 1) // 2) for side in sides)
     center = pixels[:, :, top : sides[0] - top, left : sides[1] - left]
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _look_at(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
-    """Find out what a network gives for what it takes."""
+def _probe(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
+    """Return the shape of the network's output."""
     name = architecture.backbone
     if name in VECTOR_BACKBONES and isinstance(preprocessing, Tensors):
         return Features(preprocessing.shape[0], None)
     if name.startswith(OWN):
-        return Features(try_module(model, preprocessing), None)
+        sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
+        device = next((value.device for value in model.parameters()), torch.device("cpu"))
+        batch = preprocessing.normalize(sample).to(device)
+        return Features(check_vectors(type(model).__name__, model, batch), None)
     assert isinstance(preprocessing, Preprocessing)
     return prepare(model, name, preprocessing.crop, architecture.pooling)
 
@@ -733,74 +643,59 @@ def _build(name: str, preprocessing: Input) -> nn.Module:
 
 
 def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]) -> None:
-    """Reject a network that is far larger than its saved weights, before memory is allocated."""
+    """Reject a network far larger than its saved weights, before allocating it."""
     needed = 0
-    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # takes no memory
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
         state = _build(name, preprocessing).state_dict()
         needed = sum(value.numel() for value in state.values())
     saved = sum(value.numel() for value in tensors.values())
-    # A pooling may drop layers with most of the weights, as those of VGG.
+    # Some poolings drop layers with most of the weights (VGG).
     if needed > max(_LARGE_NETWORK, 16 * saved):
         raise ValueError(f"{name} has {needed} weights, the file {saved}")
 
 
-def try_module(module: nn.Module, preprocessing: Input) -> int:
-    """Let a module of the user's embed two made-up inputs; return the dimension of its vectors.
-
-    Raises:
-        ValueError: if it cannot, or gives anything but finite vectors, one for each input.
-    """
-    name = type(module).__name__
-    made_up = preprocessing.sample(2, torch.Generator().manual_seed(0))
-    device = next((value.device for value in module.parameters()), torch.device("cpu"))
-    batch = preprocessing.normalize(made_up).to(device)
-    return check_vectors(name, module, batch)
-
-
 @torch.no_grad()
 def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
-    """Return the dimension of the vectors that a module gives for a batch that it takes."""
-    took = f"{name}, given {list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    """Return the dimension of a module's output; raise unless it is finite vectors [B, dim]."""
+    call = f"{name}, given {list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     try:
         with evaluating(module), random_numbers_kept():
-            found = module(batch)
-    except Exception as error:  # whatever the user's network trips over
+            output = module(batch)
+    except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)
-        raise ValueError(f"{took}, raises {type(error).__name__}: {reason}") from error
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"{took}, gives {kind}, not a float tensor [batch, dim]")
-    if found.ndim != 2 or len(found) != len(batch) or found.shape[1] == 0:
-        raise ValueError(f"{took}, gives {list(found.shape)}, not [{len(batch)}, dim]")
-    if not torch.isfinite(found).all():
-        raise ValueError(f"{took}, gives NaN or infinite values")
-    return found.shape[1]
+        raise ValueError(f"{call}, raises {type(error).__name__}: {reason}") from error
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"{call}, returns {kind}, not a float tensor [batch, dim]")
+    if output.ndim != 2 or len(output) != len(batch) or output.shape[1] == 0:
+        raise ValueError(f"{call}, returns {list(output.shape)}, not [{len(batch)}, dim]")
+    if not torch.isfinite(output).all():
+        raise ValueError(f"{call}, returns NaN or infinite values")
+    return output.shape[1]
 
 
-def _check_module(folder: Path, description: Mapping[str, Any], module: nn.Module | None) -> None:
-    """Refuse a saved network of the user's without its module, and a module for any other."""
-    made = description.get("architecture")
-    name = made.get("backbone") if isinstance(made, dict) else None
-    own = isinstance(name, str) and name.startswith(OWN)
-    if own and module is None:
-        kind = str(name).removeprefix(OWN)
+def _check_module(folder: Path, backbone: object, module: nn.Module | None) -> None:
+    """Raise if a custom network lacks its module, or another network has one."""
+    custom = isinstance(backbone, str) and backbone.startswith(OWN)
+    if custom and module is None:
+        kind = str(backbone).removeprefix(OWN)
         raise UsageError(
-            f"{folder} holds a network of one's own, {shown(kind)}, whose code is not saved with "
-            f"it: in Python, Embedder.load({str(folder)!r}, module={kind}(…)) reads it"
+            f"{folder} contains a custom network, {shown(kind)}, whose code is not saved. Load it "
+            f"in Python: Embedder.load({str(folder)!r}, module={kind}(…))"
         )
-    if module is not None and not own:
-        raise ValueError(f"{folder} holds {shown(name)}, which needs no module: leave it out")
+    if module is not None and not custom:
+        raise ValueError(f"{folder} contains {shown(backbone)}, not a custom network: omit module")
     if module is not None and not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, got {shown(module)}")
 
 
 def versions() -> dict[str, str]:
-    """What an embedder is made with here."""
+    """Return the versions of the packages that define a network."""
     return {"proximetry": __version__, "torch": torch.__version__, "timm": load_timm().__version__}
 
 
 def why_not_finite(embedder: Embedder) -> str:
-    """Say what may be to blame for vectors of this embedder that are not finite."""
+    """Explain why vectors of an embedder are not finite."""
     bad = [
         name
         for name, value in embedder.state_dict().items()
@@ -808,27 +703,16 @@ def why_not_finite(embedder: Embedder) -> str:
     ]
     if bad:
         return (
-            f"so have its weights {some(bad)}; it has to be trained again, and a smaller learning "
-            "rate, clipping or float32 usually helps"
+            f"so have its weights {some(bad)}. Train again with a smaller learning rate, gradient "
+            "clipping or float32."
         )
     return (
-        "its weights are finite, but something overflows on the way; use float32, and look at "
-        "mean, std and scale of its preprocessing"
+        "its weights are finite: an activation overflows, or the input is not finite. Use float32 "
+        "and check mean, std and scale of the preprocessing."
     )
 
 
-# What is saved with an embedder for people and for other packages, or null.
-_EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict}
-
-
-def _extra(description: dict[str, Any], name: str, kind: type) -> Any:
-    value = description.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {shown(value)}")
-    return value
-
-
-def _refuse_one_image(images: object) -> None:
+def _check_not_one_image(images: object) -> None:
     one = isinstance(images, str | bytes | os.PathLike | Image.Image)
     if isinstance(images, np.ndarray | Tensor):
         one = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
@@ -845,7 +729,9 @@ def _resolve_pooling(architecture: Architecture, features: Features, model: nn.M
     if pooling == "auto":
         return default_pooling(model)
     if features.size is None and pooling not in ("token", "cls-avg"):
-        raise NoFeatureMapError(pooling, f"{name} gives tokens and pools them itself")
+        raise NoFeatureMapError(
+            f"pooling {pooling!r} needs a feature map, and {name} returns tokens. Use 'token'."
+        )
     if features.size is not None and pooling == "token":
-        raise ValueError(f"pooling 'token' is for transformers, but {name} gives a feature map")
+        raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
     return pooling

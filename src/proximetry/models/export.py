@@ -1,4 +1,4 @@
-"""ONNX: the whole way from RGB pixels 0…255 to vectors in one file, checked against torch."""
+"""ONNX export: a graph from RGB pixels 0…255 to vectors, checked against torch."""
 
 import json
 import logging
@@ -17,14 +17,12 @@ from proximetry._common import UsageError, atomic_write, check_writable, need
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 
-# Largest difference to torch that counts as agreement, relative to the largest value.
-TOLERANCE = 1e-4
-# torch writes this opset and converts to newer ones.
-OLDEST = 18
+TOLERANCE = 1e-4  # largest difference to torch, relative to the largest value
+OLDEST = 18  # opset that torch writes and converts to newer ones
 
 
 class _FromPixels(nn.Module):
-    """The embedder with the normalisation in front."""
+    """The embedder after normalization."""
 
     def __init__(self, embedder: Embedder) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class _FromPixels(nn.Module):
 
 
 def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
-    """Write the file if onnxruntime agrees with torch."""
+    """Export to a file if onnxruntime agrees with torch."""
     onnx, onnxruntime, _ = (
         need(package, "onnx", "ONNX export") for package in ("onnx", "onnxruntime", "onnxscript")
     )
@@ -44,7 +42,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     if not OLDEST <= opset <= newest:
         raise UsageError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
     if any(value.dtype != torch.float32 for value in embedder.parameters()):
-        embedder = deepcopy(embedder).float()  # as it would be saved and loaded
+        embedder = deepcopy(embedder).float()  # as after save and load
     network = _FromPixels(embedder)
     random = torch.Generator().manual_seed(0)
     device = next((value.device for value in embedder.parameters()), "cpu")
@@ -54,8 +52,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
             expected = network(sample).cpu()
         if not torch.isfinite(expected).all():
             raise ValueError(
-                f"the embedder gives NaN or infinite values: {why_not_finite(embedder)}; nothing "
-                "was written"
+                f"the embedder returns NaN or infinite values: {why_not_finite(embedder)}"
             )
         model = _export(network, sample[:2], opset)
     onnx.helper.set_model_props(model, _metadata(embedder))
@@ -67,7 +64,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
 
 
 def _metadata(embedder: Embedder) -> dict[str, str]:
-    """All that a deployment needs to know, and which embedder this is."""
+    """Return the description of input, output and embedder for a deployment."""
     made = embedder.architecture
     length = "of unit length" if made.normalize else "not normalized"
     codes = (
@@ -100,31 +97,31 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
 
 
 def _input(embedder: Embedder) -> dict[str, str]:
-    """What goes into the graph, and how images become that."""
+    """Return the description of the input and of the resizing and cropping before it."""
     inside = asdict(embedder.preprocessing)
     if not embedder.takes_images:
         shape = inside["shape"]
-        return {"input": f"float32 [batch, {', '.join(map(str, shape))}], as they are."}
+        return {"input": f"float32 [batch, {', '.join(map(str, shape))}], not normalized."}
     before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
     return {
         "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
-        "and cropped as `preprocessing` says. The normalization (channel order, scale, mean, "
+        "and cropped as in `preprocessing`. The normalization (channel order, scale, mean, "
         "std) is inside the graph and must not be applied again.",
         "preprocessing": json.dumps(before),
         "resize": "with Pillow: "
         + (
-            "to (height, width) = resize, whatever the shape"
+            "to (height, width) = resize, ignoring the aspect ratio"
             if embedder.preprocessing.squash
             else "shorter side = resize, longer side = int(resize * long / short)"
         )
         + ", filter = interpolation",
-        "crop": "(height, width) in the centre, from round((side - crop) / 2), halves to even",
+        "crop": "(height, width) in the center, from round((side - crop) / 2), halves to even",
         "normalization": json.dumps(inside),
     }
 
 
 def _pca_dim(embedder: Embedder) -> int | None:
-    """What the recipe says: in the network PCA is one matrix with the head."""
+    """Return the recipe's `pca_dim`: PCA is folded into the head."""
     model = (embedder.recipe or {}).get("model")
     dim = model.get("pca_dim") if isinstance(model, dict) else None
     return dim if dim == embedder.dim else None
@@ -133,7 +130,7 @@ def _pca_dim(embedder: Embedder) -> int | None:
 def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
     try:
         with warnings.catch_warnings(), _quiet("onnxscript"):
-            warnings.simplefilter("ignore")  # the exporter's remarks about its own internals
+            warnings.simplefilter("ignore")  # of the exporter's internals
             program = torch.onnx.export(
                 network,
                 (sample,),
@@ -145,8 +142,7 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
                 verbose=False,
             )
             return program.model_proto  # type: ignore[union-attr]
-    except Exception as error:
-        # The exporter's messages fill a page; its last line of reasons is in the cause.
+    except Exception as error:  # its messages fill a page
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"
@@ -166,11 +162,11 @@ def _quiet(name: str) -> Iterator[None]:
 
 def _compare(session: Any, sample: Tensor, expected: Tensor) -> None:
     for batch in (1, 3):
-        (found,) = session.run(None, {"pixels": sample[:batch].numpy()})
-        difference = (torch.from_numpy(found) - expected[:batch]).abs().max()
+        (output,) = session.run(None, {"pixels": sample[:batch].numpy()})
+        difference = (torch.from_numpy(output) - expected[:batch]).abs().max()
         relative = float(difference / expected.abs().max().clamp(min=1e-12))
         if not relative <= TOLERANCE:
             raise ValueError(
-                f"the exported network differs from torch by {relative:.2g} at batch {batch} "
-                f"(allowed {TOLERANCE:g}); nothing was written"
+                f"the exported network differs from torch by {relative:.2g} at batch size "
+                f"{batch}, and at most {TOLERANCE:g} is allowed: nothing was written"
             )

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2022) through peft: low-rank updates are trained in the place of weights.
+"""LoRA (Hu et al. 2022) through peft: train low-rank updates instead of weights.
 
-Adapters live in the embedder that a run trains, and nowhere else. What is evaluated and saved is a
-plain twin of it, into whose weights they are merged.
+Only the embedder in training has adapters. A plain copy, into whose weights they are merged, is
+evaluated and saved.
 """
 
 from functools import partial
@@ -15,25 +15,24 @@ from proximetry.models.backbones import build
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.embedder import Embedder
 
-_BLOCKS = "blocks"  # what timm calls the list of a network's blocks
+_BLOCKS = "blocks"  # timm's name of the list of blocks
 
 
 def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embedder:
-    """Put low-rank updates beside the linear layers in the blocks of the backbone; return it.
+    """Add adapters to the linear layers in the backbone's blocks and freeze its other parameters.
 
-    Of the backbone nothing else is trained from then on. The updates begin at zero and are scaled
-    by alpha / rank, by default 1.
+    Updates start at zero and are scaled by alpha / rank, by default 1. Returns the embedder.
     """
     peft = need("peft", "lora", "LoRA")
     part: Any
     for part in embedder.backbone.modules():
         if hasattr(part, "qkv_bias_separate"):
-            # Else these take the weights past the layer, and an adapter in it would do nothing.
+            # Otherwise the weight is used without calling the layer, which bypasses an adapter.
             part.qkv_bias_separate = True
     targets = _linear_layers(embedder)
     if not targets:
         raise UsageError(
-            f"LoRA is for the linear layers in the blocks of transformers, and "
+            "LoRA needs linear layers in transformer blocks, and "
             f"{embedder.architecture.backbone} has none"
         )
     config = peft.LoraConfig(
@@ -42,18 +41,17 @@ def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embed
     peft.inject_adapter_in_model(config, embedder.backbone)
     for name, value in embedder.backbone.named_parameters():
         value.requires_grad_(".lora_" in name)
-        if not value.requires_grad:
-            embedder._idle.add(name)
+    embedder.keep_frozen()
     return embedder
 
 
 def has_lora(embedder: Embedder) -> bool:
-    """Whether there are adapters in the network."""
+    """Whether the network has adapters."""
     return any(".lora_" in name for name, _ in embedder.backbone.named_parameters())
 
 
 def plain_twin(embedder: Embedder) -> Embedder:
-    """Return the network without adapters, as `Embedder.load` makes it; `merge_lora` fills it."""
+    """Return a copy of the network without adapters, with random weights for `merge_lora`."""
     with random_numbers_kept():
         model = build(embedder.architecture.backbone, embedder.preprocessing.crop)
         plain = Embedder(model, embedder.architecture, embedder.preprocessing, embedder.weights)
@@ -62,7 +60,7 @@ def plain_twin(embedder: Embedder) -> Embedder:
 
 @torch.no_grad()
 def merge_lora(trained: Embedder, plain: Embedder) -> None:
-    """Write the weights of a network with adapters into its plain twin, in place."""
+    """Copy the weights of a network with merged adapters to its plain twin, in place."""
     state = trained.backbone.state_dict()
     state = {key.replace(".base_layer.", "."): value for key, value in state.items()}
     for name, layer in trained.backbone.named_modules():
@@ -76,10 +74,10 @@ def merge_lora(trained: Embedder, plain: Embedder) -> None:
 
 @torch.no_grad()
 def _linear_layers(embedder: Embedder) -> list[str]:
-    """The linear layers in the blocks of the backbone that are called as layers."""
-    found: list[str] = []
+    """Return the names of linear layers in the backbone's blocks that are called as modules."""
+    called: list[str] = []
     hooks = [
-        layer.register_forward_hook(partial(_note, found, name))
+        layer.register_forward_hook(partial(_record, called, name))
         for name, layer in embedder.backbone.named_modules()
         if isinstance(layer, nn.Linear) and _BLOCKS in name.split(".")
     ]
@@ -91,8 +89,8 @@ def _linear_layers(embedder: Embedder) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(called))
 
 
-def _note(found: list[str], name: str, *_: Any) -> None:
-    found.append(name)
+def _record(called: list[str], name: str, *_: Any) -> None:
+    called.append(name)

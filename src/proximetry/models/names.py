@@ -1,20 +1,16 @@
-"""Names that recipes and the command line check; importing this file loads no torch."""
+"""Names and limits for recipes and the command line; imports no torch."""
 
 from typing import Literal, get_args
 
 Similarity = Literal["cosine", "euclidean"]
 SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
-LARGEST_DIM = 65_536
-"""Dimensions of an embedding. More, here and below, is a mistake that would eat the memory."""
-LARGEST_BITS = 4096
-"""Of a binary code."""
-LARGEST_SIDE = 4096
-"""Of the images that a network takes, in pixels."""
-LARGEST_BATCH = 65_536
-"""Images in one forward pass."""
-MOST_TTA_CROPS = 16
-"""Of test-time augmentation, a forward pass each."""
+# Upper bounds that protect memory.
+LARGEST_DIM = 65_536  # dimensions of an embedding
+LARGEST_BITS = 4096  # of a binary code
+LARGEST_SIDE = 4096  # of an image, in pixels
+LARGEST_BATCH = 65_536  # images per forward pass
+MOST_TTA_CROPS = 16  # of test-time augmentation, one forward pass each
 
 POOLINGS: tuple[str, ...] = (
     "auto",
@@ -30,8 +26,8 @@ POOLINGS: tuple[str, ...] = (
 )
 
 OWN = "own:"
-"""What stands before the name of a dataset, network or loss of one's own, in place of ours."""
+"""Prefix of the names of custom datasets, networks and losses."""
 VECTOR_BACKBONES: tuple[str, ...] = ("vectors", "vectors_mlp")
-"""Networks that take vectors instead of images: a head alone, or one behind a small MLP."""
+"""Networks for vectors instead of images: a linear head, without or with a small MLP before it."""
 
 WEIGHTS_SOURCES: tuple[str, ...] = ("auto", "package", "hub", "none")  # or a path

@@ -14,13 +14,11 @@ from torch.nn import functional as F
 
 from proximetry.models.embedder import Embedder
 
-# Smallest variance, relative to the largest, that counts in whitening. float64 would resolve far
-# less, but a network in bfloat16 rounds its features by about 1e-3, whose square this is: what
-# varies less is noise, which whitening would enlarge more than a thousandfold.
+# Smallest variance used in whitening, relative to the largest: the squared rounding error of
+# bfloat16 features. Smaller variances are noise, which whitening would amplify.
 _SMALLEST_VARIANCE = 1e-6
 
-# It matters little: between 0.001 and 0.1 MAP@R of other classes changed by about a point, and was
-# above that without PCA (benchmarks/defaults).
+# From 0.001 to 0.1, MAP@R of other classes changes by about a point (benchmarks/defaults).
 _PRIOR = 0.03
 
 
@@ -36,12 +34,11 @@ def second_moments(vectors: Tensor) -> Tensor:
 def moments_of_few(
     moments: Tensor, embedder: Embedder, centered: bool = False, prior: float = _PRIOR
 ) -> Tensor:
-    """Return second moments of fewer vectors than dimensions with what the head tells added.
+    """Return regularized second moments of fewer vectors than dimensions.
 
-    Few vectors have no variance at all along most directions, and would leave it to chance which
-    of those PCA keeps. The head tells how far each varies where the features vary alike in all.
-    `prior` is what that counts, relative to the variance there is: about the origin or, `centered`,
-    the mean.
+    Adds W Wᵀ of the head, the variance of the vectors if features had equal variance in all
+    directions: otherwise the choice among directions without variance is arbitrary. `prior` is its
+    weight relative to the total variance, about the origin or, if `centered`, the mean.
     """
     head = embedder.head
     if isinstance(head, nn.Linear):
@@ -61,24 +58,24 @@ def principal_axes(
 ) -> Tensor:
     """Return the first `dim` principal axes [dim, D] of second moments, largest variance first.
 
-    About the origin, which keeps cosines; or `centered` on the mean, which distances ignore. With
-    `whitening` each axis is divided by this power of the standard deviation along it, relative to
-    that along the first: with 0 all have unit length, with 1 all components vary alike.
+    About the origin, which preserves cosines, or `centered` on the mean, which preserves distances.
+    With `whitening` each axis is divided by that power of its standard deviation, relative to the
+    first: 0 gives axes of unit length, 1 components of equal variance.
     """
     second, first, count = moments[:-1, :-1], moments[:-1, -1], moments[-1, -1]
     if not 1 <= dim <= len(second):
         raise ValueError(f"dim must be between 1 and {len(second)}, got {dim}")
     if not torch.isfinite(moments).all():
-        raise ValueError("the vectors, or their second moments, have NaN or infinite values")
+        raise ValueError("the second moments have NaN or infinite values")
     if centered:
         second = second - torch.outer(first, first) / count
     values, vectors = torch.linalg.eigh(second)
     axes: Tensor = vectors.flip(1)[:, :dim].t()
-    # The sign is arbitrary: the largest entry is made positive, so that equal runs agree.
+    # Fix the arbitrary sign: the largest entry is positive.
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     axes = axes * largest.sign()
     if whitening:
-        # Vectors that are all equal have no variance about their mean.
+        # Equal vectors have no variance about their mean.
         relative = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         deviation = relative.clamp(min=_SMALLEST_VARIANCE).sqrt().flip(0)[:dim, None]
         axes = axes / deviation**whitening
@@ -87,28 +84,26 @@ def principal_axes(
 
 @torch.no_grad()
 def centered(embedder: Embedder, mean: Tensor) -> Embedder:
-    """Return a copy of an embedder whose head gives vectors less this mean [dim].
+    """Return a copy of an embedder whose head subtracts a mean [dim].
 
-    About the mean of the training images, each sign is that of about half of them: a bit that is
-    the same for nearly all images would tell nothing.
+    Centered on the training images, each bit of a binary code is set for about half of them.
     """
-    moved = copy.deepcopy(embedder)
-    assert isinstance(moved.head, nn.Linear)
-    moved.head.bias.sub_(mean)
-    return moved
+    shifted = copy.deepcopy(embedder)
+    assert isinstance(shifted.head, nn.Linear)
+    shifted.head.bias.sub_(mean)
+    return shifted
 
 
 @torch.no_grad()
 def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
-    """Return a copy of an embedder whose vectors are reduced to their components along the axes.
+    """Return a copy of an embedder whose vectors are projected onto axes [dim, D].
 
-    `axes` is [dim, D]. Features that are at hand need not be computed again: `project` of the
-    copy turns those of `embedder.pixel_features` into the reduced vectors.
+    The pooled features stay the same: `project` of the copy maps them to the reduced vectors.
     """
     reduced, head = copy.deepcopy(embedder), embedder.head
-    reduced.dim, reduced.bits = len(axes), None  # other dimensions have other signs
+    reduced.dim, reduced.bits = len(axes), None  # the signs of other dimensions
     reduced.architecture = replace(embedder.architecture, dim=reduced.dim, binary=False)
-    # Without the usual start, which would draw random numbers.
+    # On "meta" the initialization draws no random numbers.
     linear = nn.Linear(embedder.width, reduced.dim, device="meta").to_empty(device=axes.device)
     reduced.head = linear
     if isinstance(head, nn.Linear):

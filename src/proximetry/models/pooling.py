@@ -1,4 +1,4 @@
-"""From a feature map [B, C, H, W] to one vector [B, C] per image."""
+"""Pooling of feature maps [B, C, H, W] to vectors [B, C]."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ class Average(nn.Module):
 
 
 class Maximum(nn.Module):
-    """Largest value over all positions (ProxyNCA++)."""
+    """Maximum over all positions (ProxyNCA++)."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
@@ -21,7 +21,7 @@ class Maximum(nn.Module):
 
 
 class AveragePlusMaximum(nn.Module):
-    """Mean and largest value, added: what Proxy-Anchor's reference results were made with."""
+    """Sum of mean and maximum (Proxy-Anchor)."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
@@ -29,10 +29,9 @@ class AveragePlusMaximum(nn.Module):
 
 
 class GeM(nn.Module):
-    """Generalised mean (mean of x^p)^(1/p) over all positions; p = 3 is MPA's cubic pooling.
+    """Generalized mean (mean of x^p)^(1/p) over all positions; p = 3 is MPA's cubic pooling.
 
-    Values below `eps` count as `eps`. Computed in float32 under autocast: a cube overflows
-    float16 from 41 upwards.
+    Values are clamped to at least `eps`. Computed in float32: cubes overflow float16 above 40.
     """
 
     def __init__(self, p: float = 3.0, learned: bool = False, eps: float = 1e-6) -> None:
@@ -49,7 +48,7 @@ class GeM(nn.Module):
 
 
 def make_pooling(kind: str) -> nn.Module:
-    """Return the module for a name of `POOLINGS` but "auto"; backbones may pool themselves."""
+    """Return the module of a pooling; identity for poolings of the backbone itself."""
     modules: dict[str, nn.Module] = {
         "avg": Average(),
         "max": Maximum(),
@@ -57,8 +56,5 @@ def make_pooling(kind: str) -> nn.Module:
         "gem": GeM(),
         "gem-learned": GeM(learned=True),
         "flatten": nn.Flatten(),
-        "pre-logits": nn.Identity(),
-        "token": nn.Identity(),
-        "cls-avg": nn.Identity(),
     }
-    return modules[kind]
+    return modules.get(kind, nn.Identity())

@@ -1,7 +1,7 @@
-"""What pixels a backbone takes, and the steps from an image to them."""
+"""Preprocessing: from an image to the normalized pixels of a backbone."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import floor, inf, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -22,14 +22,14 @@ from proximetry.data.images import (
 )
 from proximetry.models.names import LARGEST_SIDE
 
-_LARGEST_PIXEL = 1e9  # whose square float32 still holds
+_LARGEST_PIXEL = 1e9  # its square fits float32
 _LARGEST_TENSOR = 2**28  # values: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
 
 
 def _in_proportion(shape: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Height and width of a shape whose shorter side is as asked."""
+    """Scale a (height, width) so that its shorter side is `short_side`."""
     height, width = shape
     return height * short_side // min(shape), width * short_side // min(shape)
 
@@ -39,16 +39,16 @@ def _is_finite(value: Any) -> bool:
 
 
 def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
-    # Filled on the device: a copy from the CPU would wait for the GPU and fit into no CUDA graph.
+    # Created on the device: a copy from the CPU synchronizes and cannot be in a CUDA graph.
     return torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
 
 
 def _check_range(pixels: Tensor) -> None:
-    """Raise a ValueError for pixels in 0…1, of which the network would see next to nothing."""
+    """Raise a ValueError for pixels in 0…1."""
     if not pixels.numel():
         return
     low, high = (float(value) for value in pixels.detach().aminmax())
-    if low < high <= 1:  # images of one color may be black
+    if low < high <= 1:  # a constant image may be black
         raise ValueError(
             f"pixels must be 0…255, got float values from {low:g} to {high:g}. Multiply them by "
             "255, or pass uint8."
@@ -57,12 +57,12 @@ def _check_range(pixels: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The pixels a backbone takes.
+    """Resizing, cropping and normalization of images.
 
-    An image is resized so that its short side is `resize`, or to `resize` as (height, width)
-    whatever its shape, cropped in the centre to `crop` (height, width), put into the order
-    `channels`, multiplied by `scale` and standardised with `mean` and `std`, which are given in the
-    order of `channels` and in the units after `scale`.
+    An image is resized so that its short side is `resize`, or to `resize` = (height, width)
+    ignoring its aspect ratio; center-cropped to `crop` (height, width); reordered to `channels`,
+    multiplied by `scale` and standardized with `mean` and `std` (in the order of `channels`, after
+    `scale`).
     """
 
     resize: Size
@@ -74,7 +74,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
-        if isinstance(self.resize, list):  # of a JSON file
+        if isinstance(self.resize, list):  # from JSON
             object.__setattr__(self, "resize", tuple(self.resize))
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
         for name, values in (("resize", sides), ("crop", self.crop)):
@@ -91,7 +91,7 @@ class Preprocessing:
         if sides[0] < least[0] or sides[1] < least[1]:
             size, enough = (f"{h}×{w}" if self.squash else f"{h}" for h, w in (sides, least))
             raise ValueError(
-                f"resize {size} is smaller than the crop {height}×{width}: give resize >= {enough}"
+                f"resize {size} is smaller than the crop {height}×{width}. Use at least {enough}."
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -104,7 +104,7 @@ class Preprocessing:
         sizes += [self.scale / value for value in self.std]
         if max(sizes) > _LARGEST_PIXEL:
             raise ValueError(
-                f"mean {self.mean}, std {self.std} and scale {self.scale} make pixels too large"
+                f"mean {self.mean}, std {self.std} and scale {self.scale} give too large pixels"
             )
         if self.channels not in get_args(Channels):
             raise ValueError(f"channels must be 'RGB' or 'BGR', got {shown(self.channels)}")
@@ -112,16 +112,16 @@ class Preprocessing:
 
     @property
     def short_side(self) -> int:
-        """The shorter side of a resized image."""
+        """Shorter side of a resized image."""
         return self.resize if isinstance(self.resize, int) else min(self.resize)
 
     @property
     def squash(self) -> bool:
-        """Whether images are resized to one shape, whatever theirs is."""
+        """Whether images are resized ignoring their aspect ratio."""
         return not isinstance(self.resize, int)
 
     def size_at(self, short_side: int) -> Size:
-        """What images are scaled to, for another short side."""
+        """Return `resize` for another short side."""
         shape = self.resize
         return short_side if isinstance(shape, int) else _in_proportion(shape, short_side)
 
@@ -133,9 +133,9 @@ class Preprocessing:
         resize: int | None,
         squash: bool | None,
     ) -> Self:
-        """Take the pretrained configuration of a model of timm.
+        """Return the preprocessing of a timm model's pretrained configuration.
 
-        `crop`, `resize` and `squash` override its sizes and its `crop_mode`.
+        `crop`, `resize` and `squash` override its sizes and `crop_mode`.
         """
         config = model.pretrained_cfg
         mode = config["crop_mode"]
@@ -143,13 +143,13 @@ class Preprocessing:
             squash = mode == "squash"
             if mode == "border":
                 warnings.warn(
-                    f"{config['architecture']} takes images with a border (crop_mode), which is "
-                    "not supported: the center is cropped instead. squash=True shows all of it.",
+                    f"crop_mode 'border' of {config['architecture']} is not supported: the center "
+                    "is cropped. Use squash=True for the whole image.",
                     stacklevel=2,
                 )
         height, width = crop or config["input_size"][-2:]
-        share = config["crop_pct"] if squash == (mode == "squash") else 1.0
-        scaled = floor(height / share), floor(width / share)
+        crop_pct = config["crop_pct"] if squash == (mode == "squash") else 1.0
+        scaled = floor(height / crop_pct), floor(width / crop_pct)
         if squash:
             size: Size = _in_proportion((height, width), resize) if resize else scaled
         else:
@@ -166,12 +166,11 @@ class Preprocessing:
     def pixels(self, source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Read an image as uint8 RGB [3, height, width], resized and cropped.
 
-        This is the one function that turns an image into the pixels an embedder sees. It takes a
-        path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3] or [H, W]. A
-        large JPEG is decoded at a reduced size, given its path or bytes, so its PIL image differs.
+        `source` is a path, the bytes of a file, a PIL image, or a uint8 array or tensor [H, W, 3]
+        or [H, W]. Large JPEG files (not PIL images) are decoded at a reduced size.
 
         Raises:
-            ImageError: if it cannot be read or has more than `max_pixels`; see `open_image`.
+            ImageError: for unreadable images and more than `max_pixels`; see `open_image`.
         """
         if isinstance(source, Tensor):
             source = source.numpy(force=True)
@@ -180,12 +179,10 @@ class Preprocessing:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Turn RGB values 0…255, uint8 or float, [B, 3, H, W], into what the backbone takes.
-
-        Runs on the device of `pixels` and gives float32.
+        """Normalize RGB pixels 0…255, uint8 or float, [B, 3, H, W]; returns float32.
 
         Raises:
-            ValueError: for another shape, and for float values in 0…1.
+            ValueError: for other shapes, and for float values in 0…1.
         """
         if pixels.ndim != 4 or pixels.shape[1] != 3:
             raise ValueError(f"pixels must be [batch, 3, height, width], got {list(pixels.shape)}")
@@ -193,26 +190,28 @@ class Preprocessing:
             _check_range(pixels)
         if self.channels == "BGR":
             pixels = pixels.flip(1)
-        # Whole numbers minus the mean first: one rounding each for the shift and the factor.
+        # Subtracting first rounds integers once.
         shift = _per_channel([value / self.scale for value in self.mean], pixels.device)
         factor = _per_channel([self.scale / value for value in self.std], pixels.device)
         return (pixels.float() - shift) * factor
 
-    def transform(self) -> "Transform":
-        """Return the transform for a Dataset of one's own: image in, float32 [3, H, W] out.
+    def transform(self) -> Callable[[ImageSource], Tensor]:
+        """Return a transform for a torch Dataset: image in, float32 [3, H, W] out.
 
-        Given a path or the bytes of a file, what the embedder sees of it in evaluation, to the last
-        bit.
+        Bit-equal to `Embedder.encode` for a path or the bytes of a file. Picklable.
         """
-        return Transform(self)
+        return self._transform
+
+    def _transform(self, source: ImageSource) -> Tensor:
+        return self.normalize(self.pixels(source)[None])[0]
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Made-up pixels 0…255, float32 [count, 3, height, width]."""
+        """Return random pixels 0…255, float32 [count, 3, height, width]."""
         return torch.rand(count, 3, *self.crop, generator=generator) * 255
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` gave, also after a trip through a JSON file."""
+        """Create from the result of `dataclasses.asdict`, also read from JSON."""
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             wrong = sorted(set(values) ^ known)
@@ -222,32 +221,20 @@ class Preprocessing:
 
 
 @dataclass(frozen=True)
-class Transform:
-    """`Preprocessing.pixels` and `Preprocessing.normalize` of one image; made by `transform()`."""
-
-    preprocessing: Preprocessing
-
-    def __call__(self, source: ImageSource) -> Tensor:
-        """Turn what `Preprocessing.pixels` takes into what the network takes, [3, H, W]."""
-        return self.preprocessing.normalize(self.preprocessing.pixels(source)[None])[0]
-
-
-@dataclass(frozen=True)
 class Tensors:
-    """Tensors of one shape that a network takes as they are: vectors, spectrograms, own pixels.
+    """Input of one shape without preprocessing: vectors, spectrograms, other tensors.
 
-    It stands in the place of `Preprocessing` for embedders that do not take images.
+    Replaces `Preprocessing` in embedders that do not take images.
     """
 
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
-        whole = all(type(side) is int and side >= 1 for side in sides)
-        if not sides or not whole or prod(sides) > _LARGEST_TENSOR:
+        positive = all(type(side) is int and side >= 1 for side in sides)
+        if not sides or not positive or prod(sides) > _LARGEST_TENSOR:
             raise ValueError(
-                "shape must be whole numbers of at least 1, such as (1, 28, 28), got "
-                f"{shown(self.shape)}"
+                f"shape must be positive integers, such as (1, 28, 28), got {shown(self.shape)}"
             )
         object.__setattr__(self, "shape", sides)
 
@@ -257,7 +244,7 @@ class Tensors:
         return f"tensors of shape {list(self.shape)}"
 
     def pixels(self, source: Any) -> Tensor:
-        """Return one of them as float32."""
+        """Return one input as float32."""
         if not isinstance(source, np.ndarray | Tensor | Sequence) or isinstance(source, str):
             raise TypeError(f"this embedder takes {self}, got {shown(source)}")
         return self.normalize(torch.as_tensor(source)[None])[0].cpu()
@@ -271,16 +258,16 @@ class Tensors:
         return batch.float()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Made-up values, float32 [count, *shape]."""
+        """Return random values, float32 [count, *shape]."""
         return torch.randn(count, *self.shape, generator=generator)
 
 
 Input: TypeAlias = Preprocessing | Tensors
-"""What an embedder takes."""
+"""Input of an embedder."""
 
 
 def input_from_json(values: Mapping[str, Any]) -> Input:
-    """Read what `dataclasses.asdict` gave of either."""
+    """Create either from the result of `dataclasses.asdict`."""
     if set(values) == {"shape"}:
         return Tensors(tuple(values["shape"]))
     return Preprocessing.from_json(values)

@@ -1,8 +1,8 @@
-"""An embedder on disk: one JSON file that says everything, one safetensors file of weights.
+"""An embedder on disk: `embedder.json` and one safetensors file of weights.
 
-The weights file carries its own checksum in its name, and `embedder.json`, which has a checksum
-too, names it. Replacing `embedder.json`, one atomic rename, is the moment a save takes place:
-killed before it, the old embedder is whole; after it, the new one is.
+`embedder.json` has a checksum and names the weights file, whose name contains its own checksum. The
+atomic rename of `embedder.json` commits a save: a process killed before it leaves the old embedder,
+one killed after it the new one.
 """
 
 import hashlib
@@ -32,20 +32,21 @@ from proximetry._common import (
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
+EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict}
+"""Optional metadata of an embedder, and their types."""
 SECOND_STAGE = "second-stage"
-"""Where the final run of ``training.two_stages`` lies in its folder."""
-# A million class names take 20 MB.
-LARGEST_DESCRIPTION = 200_000_000
+"""Subfolder of the final run of ``training.two_stages``."""
+LARGEST_DESCRIPTION = 200_000_000  # bytes; a million class names take 20 MB
 _OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
 
 
 def is_ours(path: Path) -> bool:
-    """Whether this was written by a save, whole or, if that was killed, in part."""
+    """Whether a save wrote this file, also one that was killed."""
     return _OURS.fullmatch(written_for(path) or path.name) is not None
 
 
 def find_embedder(folder: Path) -> Path:
-    """The folder of an embedder, given that or the folder of the run that saved it."""
+    """Return the folder of an embedder, given that folder or its run's."""
     places = (folder / "embedder", folder / SECOND_STAGE / "embedder")
     return next((place for place in places if place.is_dir()), folder)
 
@@ -53,9 +54,9 @@ def find_embedder(folder: Path) -> Path:
 def write_embedder(
     folder: Path, description: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> None:
-    """Write a description and its weights, in place of an embedder that may be there."""
-    _refuse_foreign(folder)
-    # Safetensors refuses tensors that share memory, and those that are channels-last.
+    """Write a description and its weights, replacing an embedder in the folder."""
+    _reject_foreign(folder)
+    # safetensors rejects tensors that share memory or are channels-last.
     dense = torch.contiguous_format
     weights = save_tensors(
         {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
@@ -83,30 +84,30 @@ def write_embedder(
 
 
 def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the weights that `write_embedder` wrote."""
+    """Return the description and weights of a saved embedder."""
     description = read_description(folder)
     name, size = named_weights(description, folder / DESCRIPTION)
     path, digest = folder / name, description["tensors"]["sha256"]
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a file")
         content = path.read_bytes() if facts.st_size == size else b""
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(
-            f"{path} is damaged: its checksum is not the one it was saved with "
-            f"({facts.st_size} bytes here, {shown(size)} then)"
+            f"{path} is damaged: its checksum differs ({facts.st_size} bytes, saved with "
+            f"{shown(size)})"
         )
     try:
         return description, load_tensors(content)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
 def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]:
-    """Return the name of the weights file of a description, which is read from `path`; its size."""
+    """Return name and size of the weights file of a description that was read from `path`."""
     try:
         digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
         if not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int or size < 0:
@@ -117,7 +118,7 @@ def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]
 
 
 def weights_name(digest: str) -> str:
-    """The name of the weights file with this checksum."""
+    """Return the name of the weights file with this checksum."""
     return f"embedder-{digest[:16]}.safetensors"
 
 
@@ -129,11 +130,11 @@ def _plain(value: object) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as JSON")
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _reject_foreign(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; an embedder is saved as a folder")
+        raise ValueError(f"{folder} is a file, and an embedder is a folder")
     foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path))
     if not foreign:
         return
@@ -141,24 +142,29 @@ def _refuse_foreign(folder: Path) -> None:
         read_description(folder)
     except ValueError as error:
         raise ValueError(
-            f"{folder} holds other files ({some(foreign, 3)}) and no embedder: "
-            "choose a new or empty folder"
+            f"{folder} contains other files ({some(foreign, 3)}) and no embedder. Use a new or "
+            "empty folder."
         ) from error
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return what the embedder in a folder is made of, without its weights."""
+    """Return the description of a saved embedder, without its weights."""
     path = folder / DESCRIPTION
     if not path.is_file():
         if not folder.exists():
             raise UsageError(f"there is no folder {folder}")
-        raise UsageError(f"{folder} is no saved embedder: it has no {DESCRIPTION}")
+        raise UsageError(f"{folder} is not a saved embedder: it has no {DESCRIPTION}")
     content = read_json(path, LARGEST_DESCRIPTION)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} does not describe an embedder")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} has format version {shown(content.get('version'))}; this Proximetry "
-            f"({__version__}) reads version {VERSION}: install the one that wrote it"
+            f"{path} has format version {shown(content.get('version'))}, and Proximetry "
+            f"{__version__} reads version {VERSION}. Install the version that wrote it."
         )
+    if not isinstance(content.get("architecture"), dict):
+        raise ValueError(f"{path} is damaged: 'architecture' is missing")
+    for name, kind in EXTRAS.items():
+        if not isinstance(content.get(name), kind | None):
+            raise ValueError(f"{path} is damaged: {name} must be a {kind.__name__}")
     return content

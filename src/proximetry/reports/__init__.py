@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from proximetry._common import lazy_exports
 
 if TYPE_CHECKING:
-    from proximetry.reports.findings import Findings, examine
+    from proximetry.reports.evaluation import RunEvaluation, evaluate_run
     from proximetry.reports.record import RunRecord
     from proximetry.reports.report import comparison_page, report_page, write_report
 
 __all__ = [
-    "Findings",
+    "RunEvaluation",
     "RunRecord",
     "comparison_page",
-    "examine",
+    "evaluate_run",
     "report_page",
     "write_report",
 ]
@@ -24,7 +24,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "findings": ("Findings", "examine"),
+        "evaluation": ("RunEvaluation", "evaluate_run"),
         "record": ("RunRecord",),
         "report": ("comparison_page", "report_page", "write_report"),
     },

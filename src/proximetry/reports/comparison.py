@@ -1,4 +1,4 @@
-"""Runs side by side: figures, curves, recipes, and the queries that one finds and another not."""
+"""Sections of a comparison of runs: metrics, curves, queries, recipes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from proximetry._common import shown, spaced
 from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.scores import COUNTS
 from proximetry.reports.charts import in_percent, line_chart
-from proximetry.reports.findings import Findings
-from proximetry.reports.markup import Markup, Section, el, join, percent, table
-from proximetry.reports.pictures import Pictures
+from proximetry.reports.evaluation import RunEvaluation
+from proximetry.reports.page import Section, bold, code, percent, render, table
 from proximetry.reports.record import RunRecord
-from proximetry.reports.sections import SPLITS, interval, neighbors_of, picture, short
+from proximetry.reports.sections import SPLITS, image, interval, neighbor_images, short
 from proximetry.training.recipe import flatten
 from proximetry.training.reporting import metric_title
 
 SHOWN_CHANGES = 8
 _NEIGHBORS = 4
 
+_range = Markup('<span class="range">{}</span>').format
+
 
 def comparison_sections(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[Findings | None]
+    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
 ) -> list[Section]:
-    """The parts of a comparison."""
+    """Return the sections of a comparison."""
     sections = [_metrics(names, records, found), _curves(names, records)]
     queries = _queries(names, found)
     if queries is not None:
@@ -36,49 +38,37 @@ def comparison_sections(
 
 
 def _metrics(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[Findings | None]
+    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
 ) -> Section:
-    parts: list[object] = []
-    first = found[0]
-    if first is not None and all(one is not None for one in found):
-        # The same images for all, or figures of different things.
-        if all(one is not None and first.compares_like(one) for one in found):
-            parts.append(_paired_table(names, [one for one in found if one is not None]))
-        else:
-            images = [
-                f"{name}: {spaced(len(one.catalog))} images of "
-                f"{spaced(len(one.catalog.class_names))} classes in {one.catalog.root}"
-                for name, one in zip(names, found, strict=True)
-                if one is not None
-            ]
-            parts.append(
-                el(
-                    "div",
-                    el("h2", "These runs were not evaluated on the same images"),
-                    el(
-                        "p",
-                        "So their figures stand side by side, but their differences mean nothing, "
-                        "and queries cannot be compared. To compare them, name one set of images "
-                        "with --data.",
-                    ),
-                    el("ul", *(el("li", one) for one in images)),
-                    class_="box",
-                    role="note",
-                )
-            )
-            scores = [one.scores for one in found if one is not None]
-            bounds = [one.intervals for one in found if one is not None]
-            parts.append(
-                _plain_table("Metrics of each run on its own images", names, scores, bounds)
-            )
-    else:
+    complete = [one for one in found if one is not None]
+    tables, images, comparisons = [], [], 0
+    if len(complete) < len(found):
         for split, words in SPLITS.items():
             scores = [record.selected.get(split, {}) for record in records]
             if any(scores):
                 caption = f"Metrics of the selected epochs as each run reported them, {words}"
-                parts.append(_plain_table(caption, names, scores, [{} for _ in scores]))
-        parts.append(el("p", "Without the images of all runs, differences cannot be tested."))
-    return Section("Metrics", join(parts))
+                tables.append(_plain_table(caption, names, scores, [{} for _ in scores]))
+    elif all(complete[0].compares_like(one) for one in complete):
+        paired, comparisons = _paired_table(names, complete)
+        tables.append(paired)
+    else:
+        images = [
+            f"{name}: {spaced(len(one.catalog))} images of "
+            f"{spaced(len(one.catalog.class_names))} classes in {one.catalog.root}"
+            for name, one in zip(names, complete, strict=True)
+        ]
+        caption = "Metrics of each run on its own images"
+        scores = [one.scores for one in complete]
+        tables.append(_plain_table(caption, names, scores, [one.intervals for one in complete]))
+    content = render(
+        "comparison_metrics.html",
+        differing_images=images,
+        tables=tables,
+        comparisons=comparisons,
+        intervals=INTERVALS,
+        untested=len(complete) < len(found),
+    )
+    return Section("Metrics", content)
 
 
 def _metric_names(scores: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -105,14 +95,13 @@ def _plain_table(
     return table(f"{caption}, in percent", ["metric", *map(short, names)], rows)
 
 
-def _figure(metric: str, scores: Mapping[str, Any], bounds: Mapping[str, Interval]) -> Markup:
-    below: object = ""
-    if metric in bounds:
-        below = el("span", interval(bounds[metric]), class_="range")
-    return join([percent(scores.get(metric)), below])
+def _figure(metric: str, scores: Mapping[str, Any], bounds: Mapping[str, Interval]) -> str:
+    value = percent(scores.get(metric))
+    return value + _range(interval(bounds[metric])) if metric in bounds else value
 
 
-def _paired_table(names: Sequence[str], found: Sequence[Findings]) -> Markup:
+def _paired_table(names: Sequence[str], found: Sequence[RunEvaluation]) -> tuple[Markup, int]:
+    """Return the table of metrics and differences, and the number of comparisons in it."""
     first, *others = found
     scores = first.evaluation.scores.keys()
     comparisons = sum(len(scores & one.evaluation.scores.keys()) for one in others)
@@ -134,36 +123,18 @@ def _paired_table(names: Sequence[str], found: Sequence[Findings]) -> Markup:
             row.append(_verdict(difference[metric]) if metric in difference else "–")
         rows.append(row)
     counted = spaced(int(first.scores["queries"]))
-    told = table(f"Metrics in percent, {counted} queries, the same for all runs", head, rows)
-    return join(
-        [
-            told,
-            el(
-                "p",
-                f"Small figures below a metric: {INTERVALS}. Below a difference: interval of the "
-                "differences paired by class, with a Bonferroni correction for the "
-                f"{comparisons} comparisons of this table, so that all of them hold together at "
-                "95 %. A difference is better or worse if its interval excludes 0. This compares "
-                "embedders, not recipes: another seed trains another embedder.",
-                class_="small",
-            ),
-        ]
-    )
+    caption = f"Metrics in percent, {counted} queries, the same for all runs"
+    return table(caption, head, rows), comparisons
 
 
 def _verdict(one: Interval) -> Markup:
-    kind, word = None, "no significant difference"
+    kind, word = "", "no significant difference"
     if one.low > 0:
-        kind, word = "better", "better"
+        kind = word = "better"
     elif one.high < 0:
-        kind, word = "worse", "worse"
-    bounds = f"{_signed(one.low)} to {_signed(one.high)}"
-    return join(
-        [
-            el("span", f"{_signed(one.mean)} {word}", class_=kind),
-            el("span", bounds, class_="range"),
-        ]
-    )
+        kind = word = "worse"
+    bounds = _range(f"{_signed(one.low)} to {_signed(one.high)}")
+    return Markup('<span class="{}">{} {}</span>{}').format(kind, _signed(one.mean), word, bounds)
 
 
 def _signed(value: float) -> str:
@@ -185,22 +156,18 @@ def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
             title = f"{metric_title(metric)}, {words}"
             series = over_each_other(split, metric)
             charts.append(line_chart(title, series, shown=in_percent, from_zero=True))
-    drawn = [chart for chart in charts if chart]
-    parts: list[object] = [el("div", *drawn, class_="plots")]
-    if not drawn:
-        parts = [el("p", "No epoch is logged yet.")]
-    elif not one_loss:
-        told = "The losses are different functions: their values are not comparable, nor drawn."
-        parts.append(el("p", told, class_="small"))
-    return Section("Curves", join(parts))
+    content = render(
+        "curves.html", charts=[*filter(None, charts)], epochs="", several_losses=not one_loss
+    )
+    return Section("Curves", content)
 
 
-def _queries(names: Sequence[str], found: Sequence[Findings | None]) -> Section | None:
-    """Queries whose nearest image is right in one run and wrong in the other, by run."""
+def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Section | None:
+    """Return queries whose nearest image is right in only one of two runs."""
     first, *others = found
     if first is None:
         return None
-    pictures, parts = Pictures(), []
+    comparisons = []
     for name, other in zip(names[1:], others, strict=True):
         if other is None or not first.compares_like(other):
             continue
@@ -208,33 +175,34 @@ def _queries(names: Sequence[str], found: Sequence[Findings | None]) -> Section 
         scored = first.evaluation.scored
         gained = np.flatnonzero(theirs & ~mine & scored)
         lost = np.flatnonzero(mine & ~theirs & scored)
-        parts.append(
-            el(
-                "p",
-                f"The nearest image is right in both runs for {spaced(int((mine & theirs).sum()))} "
-                f"queries, in {names[0]} alone for {spaced(len(lost))}, in {name} alone for "
-                f"{spaced(len(gained))}, in neither for "
-                f"{spaced(int((scored & ~mine & ~theirs).sum()))}.",
-            )
+        runs = ((names[0], first), (name, other))
+        comparisons.append(
+            {
+                "name": name,
+                "both": int((mine & theirs).sum()),
+                "neither": int((scored & ~mine & ~theirs).sum()),
+                "gained": len(gained),
+                "lost": len(lost),
+                "lists": [
+                    (title, [_sides(runs, query) for query in _widest(first, other, queries)])
+                    for title, queries in (
+                        (f"{name} finds, {names[0]} does not", gained),
+                        (f"{names[0]} finds, {name} does not", lost),
+                    )
+                ],
+            }
         )
-        for title, chosen in (
-            (f"{name} finds, {names[0]} does not", gained),
-            (f"{names[0]} finds, {name} does not", lost),
-        ):
-            parts.append(el("h3", title))
-            rows = [
-                _both(pictures, (names[0], first), (name, other), int(query))
-                for query in _widest(first, other, chosen)
-            ]
-            parts.append(join(rows) if rows else el("p", "None."))
-    return Section("Queries", join(parts)) if parts else None
+    if not comparisons:
+        return None
+    content = render("comparison_queries.html", first=names[0], comparisons=comparisons)
+    return Section("Queries", content)
 
 
-def _widest(first: Findings, other: Findings, queries: Any) -> list[int]:
+def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
     """Of these queries those whose scores differ most, at most one of a class."""
     mine, theirs = first.evaluation.scores, other.evaluation.scores
     ranking = next((name for name in (first.ranking, *mine) if name in theirs), None)
-    # Runs may have no score in common; then queries come in the order of the catalogue.
+    # Runs may have no score in common; then queries come in the order of the catalog.
     apart = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
     chosen: dict[int, int] = {}
     for query in queries[np.argsort(-np.abs(apart[queries]), kind="stable")]:
@@ -242,41 +210,31 @@ def _widest(first: Findings, other: Findings, queries: Any) -> list[int]:
     return list(chosen.values())[:SHOWN_CHANGES]
 
 
-def _both(
-    pictures: Pictures, one: tuple[str, Findings], other: tuple[str, Findings], query: int
-) -> Markup:
-    findings = one[1]
-    row = int(findings.queries[query])
-    label = el("b", short(findings.catalog.labels[row]))
-    lists = [
-        el(
-            "div",
-            el("div", short(name), class_="small"),
-            el("div", *neighbors_of(pictures, found, query, _NEIGHBORS), class_="found"),
-        )
-        for name, found in (one, other)
-    ]
-    asked = picture(pictures, findings, row, "asked", label)
-    return el("div", asked, el("div", *lists, class_="sides"), class_="query-row")
+def _sides(
+    runs: Sequence[tuple[str, RunEvaluation]], query: int
+) -> tuple[Markup, list[tuple[str, list[Markup]]]]:
+    """Return the image of a query, and its neighbors in each run."""
+    first = runs[0][1]
+    row = int(first.queries[query])
+    cell = image(first, row, "asked", [], bold(short(first.catalog.labels[row])))
+    return cell, [(short(name), neighbor_images(run, query, [], _NEIGHBORS)) for name, run in runs]
 
 
 def _recipes(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
     flat = [flatten(record.recipe.to_dict()) for record in records]
     rows = [
-        [key, *(el("code", shown(values.get(key))) for values in flat)]
+        [key, *(code(shown(values.get(key))) for values in flat)]
         for key in dict.fromkeys(key for values in flat for key in values)
         if any(values.get(key) != flat[0].get(key) for values in flat)
     ]
-    told: object = el("p", "The recipes are the same.")
+    content = Markup("<p>The recipes are the same.</p>")
     if rows:
-        told = table(
-            "Keys in which the recipes differ", ["key", *map(short, names)], rows, numbers=False
-        )
-    return Section("Recipes", join([told]))
+        content = table("Keys in which the recipes differ", ["key", *map(short, names)], rows, "")
+    return Section("Recipes", content)
 
 
 def _origins(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[Findings | None]
+    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
 ) -> Section:
     rows = []
     for name, record in zip(names, records, strict=True):
@@ -300,7 +258,6 @@ def _origins(
         for name, record, one in zip(names, records, found, strict=True)
         for note in [*record.results.get("notes", []), *([] if one is None else one.notes)]
     ]
-    parts: list[object] = [table("How each run was made", [*head, "started"], rows, numbers=False)]
-    if notes:
-        parts.append(el("ul", *(el("li", note) for note in dict.fromkeys(notes))))
-    return Section("Origin", join(parts))
+    content = table("How each run was made", [*head, "started"], rows, "")
+    items = Markup("").join(Markup("<li>{}</li>").format(note) for note in dict.fromkeys(notes))
+    return Section("Origin", content + Markup("<ul>{}</ul>").format(items) if notes else content)

@@ -1,4 +1,4 @@
-"""What became of the proxies of a run: how far apart classes are, how many of K are of use."""
+"""The proxies of a run: separability of classes, and how many proxies per class are used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proximetry.training.checkpoint import read_part
 from proximetry.training.evaluator import encode_catalog
 
 TRAINING_IMAGES = 2000
-"""At most so many training images are asked which proxy they are nearest to."""
+"""Maximum number of training images that are compared with the proxies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class ProxyUse:
     """How many of its proxies the training images of each class are nearest to.
 
     Attributes:
-        images, classes: how many were asked, and of how many classes in all.
+        images, classes: number of compared images, and of all classes.
         chosen: by class, how many of the proxies are the nearest of at least one image.
         effective: by class, the exponential of the entropy of how images divide themselves among
             the proxies: K if evenly, 1 if all are nearest to one.
@@ -115,12 +115,12 @@ class ProxyUse:
 
 
 def find_use(found: ProxyFindings, embedder: Embedder, train: Catalog) -> ProxyUse:
-    """Ask training images of whole classes, drawn with seed 0, which proxy is nearest to them."""
-    asked = _draw_classes(train)
+    """Find the nearest proxy of training images of whole classes, drawn with seed 0."""
+    sample = _draw_classes(train)
     trained = _as_trained(found, embedder)
-    vectors = unit(encode_catalog(trained, asked).double())[0]
+    vectors = unit(encode_catalog(trained, sample).double())[0]
     place = {name: number for number, name in enumerate(found.names)}
-    codes = np.array([place[label] for label in asked.labels])
+    codes = np.array([place[label] for label in sample.labels])
     proxies = unit(found.weight.double())[0]
     cosines = torch.einsum("nd,nkd->nk", vectors, proxies[torch.from_numpy(codes)])
     nearest = cosines.argmax(1).numpy()
@@ -129,7 +129,7 @@ def find_use(found: ProxyFindings, embedder: Embedder, train: Catalog) -> ProxyU
     counts = counts[counts.sum(1) > 0]
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)
-    return ProxyUse(len(asked), len(train.class_names), (counts > 0).sum(1), np.exp(entropy))
+    return ProxyUse(len(sample), len(train.class_names), (counts > 0).sum(1), np.exp(entropy))
 
 
 def _draw_classes(train: Catalog) -> Catalog:

@@ -40,7 +40,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Read the folder of a run; what is damaged in it is missing, and said so."""
+        """Read the folder of a run; damaged files are listed as missing."""
         if not path.is_dir():
             raise UsageError(f"there is no folder {path}; name the folder of a run")
         folder = RunFolder(path)

@@ -63,6 +63,6 @@ for (const field of document.querySelectorAll("input[data-rows]")) {
   const rows = [...document.querySelectorAll(`#${field.dataset.rows} tbody tr`)];
   field.addEventListener("input", () => {
     const word = field.value.trim().toLowerCase();
-    for (const row of rows) row.hidden = !row.firstChild.textContent.toLowerCase().includes(word);
+    for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(word);
   });
 }

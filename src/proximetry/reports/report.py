@@ -9,9 +9,8 @@ from pathlib import Path
 from proximetry import __version__
 from proximetry._common import Steps, UsageError, atomic_write
 from proximetry.reports.comparison import comparison_sections
-from proximetry.reports.findings import Findings, examine
-from proximetry.reports.markup import Markup, Section, el, join, page
-from proximetry.reports.pictures import Pictures
+from proximetry.reports.evaluation import RunEvaluation, evaluate_run
+from proximetry.reports.page import Section, page
 from proximetry.reports.proxies import find_proxies, find_use
 from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import (
@@ -20,14 +19,13 @@ from proximetry.reports.sections import (
     headline,
     map_section,
     metrics_section,
-    missing_box,
     origin_section,
     proxies_section,
     queries_section,
 )
 
 _ABSENT = (ValueError, OSError, ModuleNotFoundError)
-"""What is raised where images, checkpoints or an extra are not there."""
+"""Raised if images, checkpoints or an extra are missing."""
 
 
 def write_report(
@@ -41,7 +39,7 @@ def write_report(
 ) -> list[str]:
     """Write the report of a run, or of several compared, all or nothing.
 
-    What is not there, such as images that were moved, is left out and named.
+    Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
         runs: folders of runs; the others are compared with the first.
@@ -60,12 +58,12 @@ def write_report(
     folders = [record.folder.path.resolve() for record in records]
     if len(set(folders)) < len(folders):
         raise UsageError("a run is named twice; name different ones")
-    found: list[Findings | None] = []
+    found: list[RunEvaluation | None] = []
     for record in records:
         try:
-            found.append(examine(record, source, root, steps, columns=columns))
+            found.append(evaluate_run(record, source, root, steps, columns=columns))
         except _ABSENT as error:
-            # Who names images wants them, or to be told why not.
+            # Explicitly named images must be readable.
             if source is not None or root is not None:
                 raise
             found.append(None)
@@ -93,32 +91,30 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def report_page(record: RunRecord, findings: Findings | None) -> bytes:
-    """Return the report of one run; what turns out to be missing is added to the record."""
-    pictures, notes = Pictures(), [] if findings is None else findings.notes
-    sections = [metrics_section(record, findings), curves_section(record)]
-    if findings is not None:
-        sections += [queries_section(findings, pictures), classes_section(findings, pictures)]
-        sections += _attempt(record, "Map", lambda: map_section(findings))
-    sections += _proxies(record, findings)
-    if pictures.unreadable:
-        record.missing.append(f"Pictures: {pictures.unreadable} cannot be read any more")
+def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
+    """Return the report of one run; missing inputs are added to `record.missing`."""
+    unreadable: list[str] = []
+    notes = [] if run is None else run.notes
+    sections = [metrics_section(record, run), curves_section(record)]
+    if run is not None:
+        sections += [queries_section(run, unreadable), classes_section(run, unreadable)]
+        sections += _attempt(record, "Map", lambda: map_section(run))
+    sections += _proxies(record, run)
+    if unreadable:
+        record.missing.append(f"Images: {len(unreadable)} cannot be read any more")
     sections.append(origin_section(record, notes))
     recipe = record.recipe
-    head = [
-        el("h1", record.name),
-        el(
-            "p",
-            f"{recipe.loss.name} with {recipe.model.backbone}, "
-            f"{recipe.model.pca_dim or recipe.model.dim} dimensions, on {recipe.data.dataset}. "
-            f"Recipe {recipe.name}. {_written()}",
-            class_="about",
-        ),
-        missing_box(record.missing),
-        el("ul", *(el("li", note) for note in notes), class_="box") if notes else Markup(),
-        headline(record, findings),
-    ]
-    return page(f"{record.name}: report", join(head), sections)
+    return page(
+        f"{record.name}: report",
+        sections,
+        heading=record.name,
+        about=f"{recipe.loss.name} with {recipe.model.backbone}, "
+        f"{recipe.model.pca_dim or recipe.model.dim} dimensions, on {recipe.data.dataset}. "
+        f"Recipe {recipe.name}. {_written()}",
+        missing=record.missing,
+        notes=notes,
+        cards=headline(record, run),
+    )
 
 
 def _written() -> str:
@@ -134,8 +130,8 @@ def _attempt(record: RunRecord, what: str, make: Callable[[], Section]) -> list[
         return []
 
 
-def _proxies(record: RunRecord, findings: Findings | None) -> list[Section]:
-    """What is known of the proxies; how they are used needs the training images too."""
+def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[Section]:
+    """Return the section on proxies; their use needs the training images too."""
     found = use = None
     what = "Proxies"
     try:
@@ -143,16 +139,16 @@ def _proxies(record: RunRecord, findings: Findings | None) -> list[Section]:
             found = find_proxies(record)
         if found is not None and found.per_class > 1:
             what = "Proxies that images choose"
-            if findings is None or findings.train is None:
+            if run is None or run.train is None:
                 raise ValueError("the training images are not there")
-            use = find_use(found, findings.embedder, findings.train)
+            use = find_use(found, run.embedder, run.train)
     except _ABSENT as error:
         record.missing.append(f"{what}: {_sentence(error)}")
     made = proxies_section(record, found, use)
     return [] if made is None else [made]
 
 
-def comparison_page(records: Sequence[RunRecord], found: Sequence[Findings | None]) -> bytes:
+def comparison_page(records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]) -> bytes:
     """Return the comparison of runs, each with the first."""
     names = _different_names(records)
     sections = comparison_sections(names, records, found)
@@ -162,16 +158,17 @@ def comparison_page(records: Sequence[RunRecord], found: Sequence[Findings | Non
         for reason in record.missing
     ]
     title = " and ".join(names) if len(names) == 2 else f"{names[0]} and {len(names) - 1} others"
-    head = [
-        el("h1", f"{title}, compared"),
-        el("p", f"{len(names)} runs, compared with {names[0]}. {_written()}", class_="about"),
-        missing_box(missing),
-    ]
-    return page(f"{title}, compared", join(head), sections)
+    return page(
+        f"{title}, compared",
+        sections,
+        heading=f"{title}, compared",
+        about=f"{len(names)} runs, compared with {names[0]}. {_written()}",
+        missing=missing,
+    )
 
 
 def _different_names(records: Sequence[RunRecord]) -> list[str]:
-    """The names of folders; their paths where names are the same."""
+    """Return the names of folders, or their paths if names are equal."""
     names = [record.name for record in records]
     if len(set(names)) == len(names):
         return names

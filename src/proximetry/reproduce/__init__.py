@@ -1,4 +1,4 @@
-"""Published tables, run again: every row of one, beside what was published.
+"""Reproduce published tables: train every row and compare with the published figures.
 
 reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 """
@@ -12,7 +12,7 @@ from proximetry.reproduce.table import ReproduceError, Table, list_tables, shipp
 if TYPE_CHECKING:
     from proximetry.reproduce.runner import Interrupted, reproduce
 
-# Imported when they are asked for: the runner needs torch.
+# Imported lazily: the runner needs torch.
 __getattr__ = lazy_exports(__name__, {"runner": ("Interrupted", "reproduce")})
 
 __all__ = [

@@ -33,10 +33,7 @@ def picture_names(results: Results) -> dict[str, str]:
 
 def why_no_seconds(results: Results) -> str:
     """Why seconds of the runs cannot be compared; empty if they can."""
-    at_once = [record.parallel for record in results.runs]
-    if None in at_once:
-        return "how many runs shared the device was not recorded"
-    most = max((n for n in at_once if n is not None), default=1)
+    most = max((record.parallel or 1 for record in results.runs), default=1)
     if most > 1:
         return f"up to {most} runs shared the device"
     devices = sorted({record.device for record in results.runs})

@@ -10,7 +10,7 @@ def _option(default: Any, about: str) -> Any:
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """The options of `proximetry reproduce`; what each does is its ``help``."""
+    """The options of `proximetry reproduce`."""
 
     seeds: tuple[int, ...] = _option((0,), "one run per row and seed")
     rows: tuple[str, ...] = _option((), "only these rows of the table; default: all")
@@ -25,12 +25,10 @@ class ReproduceOptions:
         "scale too",
     )
     selection: bool | None = _option(
-        None, "also select the epoch on held-out classes; default: as the table says"
+        None, "also select the epoch on held-out classes; default: set by the table"
     )
     device: str | None = _option(None, "cpu, cuda or cuda:1; default: cuda where there is one")
-    render: bool = _option(
-        False, "only write README.md and the pictures anew from the results that are there"
-    )
+    render: bool = _option(False, "only write README.md and the figures again from existing runs")
     keep_runs: bool = _option(False, "keep checkpoints, embedders and logs of the runs")
 
 

@@ -1,4 +1,4 @@
-"""The page of a table, made from its JSON files and nothing else."""
+"""The page of a table, made from its runs and nothing else."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from proximetry.training.recipe import DataConfig, Recipe
 from proximetry.training.reporting import AMONG_TRAIN
 from proximetry.training.schedule import drop_epochs
 
-NOT_RECORDED = "not recorded"
+_MISSING = "not recorded"
 _NEAR = 0.95  # of the best final recall: what counts as having arrived
 _NOTES_SHOWN = 3
 
@@ -255,7 +255,7 @@ def _setting(results: Results, selected: Sequence[Row] | None) -> list[str]:
     rows = {
         "data": _data(results),
         "network": f"{of('model', 'backbone')}, {of('model', 'pooling')} pooling, "
-        f"{_values(map(_dimensions, runs))}; weights: {_values(map(_weights, runs))}",
+        f"{_values(map(_dimensions, runs))}; weights: {_values(map(_weights, runs), _MISSING)}",
         "images": f"crop {of('model', 'image_size')} of {of('model', 'resize')}",
         "batch": f"{of('data', 'batch_size')}, {of('data', 'sampler')}",
         "optimiser": f"{of('optimizer', 'name')}, learning rate {of('optimizer', 'lr')}, "
@@ -267,7 +267,7 @@ def _setting(results: Results, selected: Sequence[Row] | None) -> list[str]:
         else "last epoch; the test set is evaluated during training for the curve alone",
         "seeds": ", ".join(map(str, results.seeds)),
         "device": _values(record.device for record in everything),
-        "concurrent runs": _values(record.parallel or NOT_RECORDED for record in everything),
+        "concurrent runs": _values((record.parallel for record in everything), _MISSING),
         "versions": _versions(results),
         "date": dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
         "command": f"`{_command(results, selected)}`",
@@ -286,13 +286,13 @@ def _data(results: Results) -> str:
     )
     notes = list(dict.fromkeys(n.rstrip(".") for r in results.everything for n in r.notes))
     more = len(notes) - _NOTES_SHOWN
-    rest = [f"and {more} more note{'s' * (more > 1)} in the JSON files"] if more > 0 else []
+    rest = [f"and {more} more note{'s' * (more > 1)} in runs.jsonl"] if more > 0 else []
     return "; ".join([*sets, *notes[:_NOTES_SHOWN], *rest])
 
 
 def _images(record: Record) -> str:
     if record.images is None:
-        return f"number of images {NOT_RECORDED}"
+        return f"number of images {_MISSING}"
     train, test = (spaced(record.images[k]) for k in ("train", "test"))
     return f"{train} training, {test} test images"
 
@@ -302,10 +302,9 @@ def _dimensions(record: Record) -> str:
     return f"{reduced} dimensions (PCA of {dim})" if reduced else f"{dim} dimensions"
 
 
-def _weights(record: Record) -> str:
-    weights = record.weights
-    digest = (weights.get("sha256") or "")[:10]
-    return str(weights.get("origin", NOT_RECORDED)) + (f" (sha256 {digest}…)" if digest else "")
+def _weights(record: Record) -> str | None:
+    origin, digest = record.weights["origin"], record.weights["sha256"]
+    return f"{origin} (sha256 {digest[:10]}…)" if digest else origin
 
 
 def _dates(results: Results) -> list[str]:
@@ -326,7 +325,7 @@ def _versions(results: Results) -> str:
     }
     return ", ".join(
         [
-            *(f"{k} {_values(v or NOT_RECORDED for v in found)}" for k, found in versions.items()),
+            *(f"{k} {_values(found, _MISSING)}" for k, found in versions.items()),
             *([f"code at {', '.join(sorted(commits))}"] if commits else []),
         ]
     )
@@ -421,8 +420,8 @@ def _differences(results: Results) -> list[str]:
     return [*found, *table.differences]
 
 
-def _values(many: Iterable[Any]) -> str:
-    """What all share, or all there is."""
-    own = ("the network's own" if value is None else value for value in many)
-    shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in own)
+def _values(many: Iterable[Any], missing: str = "the network's own") -> str:
+    """What all share, or all there is; ``missing`` stands for None."""
+    known = (missing if value is None else value for value in many)
+    shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in known)
     return ", ".join(dict.fromkeys(shown))

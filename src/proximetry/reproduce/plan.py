@@ -54,14 +54,13 @@ def command_for(
     seeds: Sequence[int],
     recipe: Mapping[str, Any],
     selected: Sequence[Row],
-    epochs_given: bool = False,
+    epochs_given: bool,
 ) -> str:
-    """The command that makes runs of a recipe again; what is as in the table is left out.
+    """The command that makes runs of a recipe again, without what is as in the table.
 
     ``selected`` are the rows whose epoch is also selected.
     """
     model, own = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
-    epochs = recipe["training"]["epochs"]
     datasets = {table.dataset(row) for row in table.rows}
     data = datasets.pop().upper() if len(datasets) == 1 else "DATA"
     name = table.name if table.name in shipped_tables() else f"{table.name}.yaml"
@@ -71,8 +70,8 @@ def command_for(
         words += ["--backbone", model["backbone"]]
     if model["weights"] != own.get("weights", "auto"):
         words += ["--weights", Path(model["weights"]).name]
-    if epochs_given or table.epochs(table.row(row)) not in (epochs, AUTO):
-        words += ["--epochs", str(epochs)]
+    if epochs_given:
+        words += ["--epochs", str(recipe["training"]["epochs"])]
     if tuple(selected) != table.selected_rows():
         words.append("--selection" if selected else "--no-selection")
     return " ".join(words)
@@ -144,10 +143,10 @@ def _check(table: Table, recipe: Recipe) -> None:
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
-    """Return a recipe of so many epochs; frozen epochs, drops and evaluation interval scale.
+    """Scale a recipe to another number of epochs.
 
-    Each is rounded to whole epochs, at least one; a step that would not be a whole number of epochs
-    becomes milestones.
+    Frozen epochs, learning-rate drops and evaluation interval scale too, rounded to whole epochs,
+    at least one; a step that would not be a whole number of epochs becomes milestones.
     """
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")

@@ -1,4 +1,4 @@
-"""One JSON file per run: everything a figure needs to be believed, and no path of a machine."""
+"""The runs of a table, one JSON object per line of `runs.jsonl`, without paths of a machine."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,23 +22,23 @@ from proximetry.training.recipe import (
 if TYPE_CHECKING:
     from proximetry.training.run_folder import RunFolder
 
+RUNS = "runs.jsonl"
 _ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
 _CURVE = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
 
 
 class Record(Section):
-    """What came of a run. What older runs did not record is None, or missing from a dictionary.
+    """The results of a run; None is what was not recorded.
 
     Attributes:
         last: epoch and metrics at the end.
         selected_epoch: of a selection run.
         seconds: of training alone.
         curve: per epoch: seconds of training so far, loss, and the metrics if they were computed.
-        parallel: how many runs shared the device.
+        parallel: number of runs that shared the device.
         images: number of images per split.
         views: metrics of the held-out classes for other sizes of the images.
-        epochs_given: whether `--epochs` said how many; older runs that differ from a number in the
-            table were given theirs, too.
+        epochs_given: whether `--epochs` set the number of epochs.
     """
 
     table: str
@@ -58,14 +58,14 @@ class Record(Section):
     seconds: float | None
     startup_seconds: float | None
     curve: list[dict[str, Any]]
-    parallel: int | None = None
-    images: dict[str, int] | None = None
-    views: dict[str, dict[str, Any]] | None = None
-    epochs_given: bool = False
+    parallel: int | None
+    images: dict[str, int] | None
+    views: dict[str, dict[str, Any]] | None
+    epochs_given: bool
 
     @property
     def id(self) -> str:
-        """The name of its file."""
+        """Unique within a table."""
         return run_id(self.slug, self.seed, self.kind)
 
     def metrics(
@@ -82,10 +82,9 @@ class Record(Section):
         return found if dim is None else found.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:
-        """Write the file."""
-        values = self.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-        atomic_write(folder / f"{self.id}.json", text.encode())
+        """Add the run to those of a folder, or replace the one of its id."""
+        records = {**read_records(folder), self.id: self}
+        write_records(folder, records.values())
 
 
 def make_record(
@@ -132,58 +131,66 @@ def make_record(
     )
 
 
-def read_record(path: Path) -> Record:
-    """Read a file back; one that is damaged or no run at all is named."""
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not {"table", "row", "seed", "kind"} <= values.keys():
-            raise ValueError("it is no run of a table")
-        record = Record.model_validate(values)
-        if record.id != path.stem or "epoch" not in record.last:
-            raise ValueError(f"it says that it is {record.id}")
-    except (ValueError, OSError) as error:
-        sentence = isinstance(error, ValidationError) and validation_sentence(error, Record)
-        raise ReproduceError(
-            f"{path} cannot be read as the result of a run ({sentence or error}). Remove it to run "
-            "it again, or use another --out"
-        ) from error
-    return record
+def write_records(folder: Path, records: Iterable[Record]) -> None:
+    """Write all runs of a folder, sorted by id, in one atomic step."""
+    ordered = sorted(records, key=lambda record: (record.table, record.id))
+    lines = [json.dumps(record.model_dump(mode="json"), ensure_ascii=False) for record in ordered]
+    atomic_write(folder / RUNS, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_runs(folder: Path) -> list[Record]:
+    """Read all runs of a folder; one file may hold the runs of several tables."""
+    path, runs = folder / RUNS, dict[tuple[str, str], Record]()
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = Record.model_validate(parse_json(line.decode()))
+            if (record.table, record.id) in runs:
+                raise ValueError(f"{record.id} is a duplicate")
+        except ValueError as error:
+            sentence = isinstance(error, ValidationError) and validation_sentence(error, Record)
+            raise ReproduceError(
+                f"{path}, line {number}: invalid run ({sentence or error}). Remove the line to run "
+                "it again, or use another --out"
+            ) from error
+        runs[record.table, record.id] = record
+    return list(runs.values())
 
 
 def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
-    """All runs that are done, by their names; one whose row a table does not have is named."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        record = found[path.stem] = read_record(path)
+    """Read the runs of a folder by id; with a table, each must be of one of its rows."""
+    records = {record.id: record for record in read_runs(folder)}
+    for name, record in records.items():
         try:
-            if table is not None:
-                table.row(record.row)
+            if table is not None and table.row(record.row).slug != record.slug:
+                raise ReproduceError(f"slug {record.slug!r} is not that of row {record.row!r}.")
         except ReproduceError as error:
-            raise ReproduceError(f"{path}: {error} Use another --out, or remove it") from error
-    return found
+            raise ReproduceError(
+                f"{folder / RUNS}: {name}: {error} Use another --out, or remove its line"
+            ) from error
+    return records
 
 
-def check_same(path: Path, before: dict[str, Any], run: Run) -> None:
-    """Refuse what was made with another recipe than the one asked for.
+def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
+    """Raise if ``name``, a run, was made with another recipe.
 
-    Keys that do not change results may differ, or only change floating-point rounding.
+    Keys that do not change results, or only floating-point rounding, may differ.
     """
     try:
-        there = Recipe.load(before)
+        existing = Recipe.load(before)
     except RecipeError as error:
         raise ReproduceError(
-            f"{path} was made with a recipe that this version cannot read ({error}); use another "
-            "--out, or remove it"
+            f"{name} has an invalid recipe ({error}). Use another --out, or remove it"
         ) from error
     old, new = (
         recipe.without_places().portable(without=("words", "place", "pace"))
-        for recipe in (there, keep_choices(run.recipe, there))
+        for recipe in (existing, keep_choices(run.recipe, existing))
     )
     changed = differences(old, new)
     if changed:
         raise ReproduceError(
-            f"{path} was made with another recipe: {'; '.join(changed[:3])}. Use another --out, or "
-            "remove it to run it anew"
+            f"{name} was made with another recipe: {'; '.join(changed[:3])}. Use another --out, or "
+            "remove it to run it again"
         )
 
 

@@ -1,4 +1,4 @@
-"""`reproduce`: a published table in, results beside it out. Every run is a process of its own."""
+"""`reproduce`: run the rows of a published table, each in a child process."""
 
 import os
 import re
@@ -27,7 +27,14 @@ from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import Run, make_run, plan
-from proximetry.reproduce.records import Record, Results, check_same, make_record, read_records
+from proximetry.reproduce.records import (
+    RUNS,
+    Record,
+    Results,
+    check_same,
+    make_record,
+    read_records,
+)
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
 from proximetry.training.data import divide
@@ -44,20 +51,20 @@ _HEAD = "# runs at once: "
 
 
 class Interrupted(Stopped):
-    """A command that was asked to stop, with everything saved."""
+    """The command was interrupted after saving everything."""
 
 
 class _TooLittleMemoryError(ReproduceError):
-    """A run did not fit into memory, perhaps for those beside it."""
+    """A run did not fit into memory, perhaps because of concurrent runs."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run and everything its process needs to know.
+    """A run and the inputs of its process.
 
     Attributes:
-        work: folder of what is only there while runs are at work.
-        parallel: how many runs share the device.
+        work: folder of temporary files.
+        parallel: number of runs that share the device.
     """
 
     run: Run
@@ -77,16 +84,16 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """The recipe as the process reads it, and how many runs shared the device."""
+        """The recipe for the process, and the number of runs that share the device."""
         return self.work / f"{self.run.id}.yaml"
 
     @property
     def log(self) -> Path:
-        """What the process says."""
+        """The output of the process."""
         return self.work / f"{self.run.id}.log"
 
     def most_at_once(self) -> int:
-        """How many runs shared the device, now or before it was cut off."""
+        """Largest number of runs that shared the device, also before an interruption."""
         try:
             head = self.file.read_text(encoding="utf-8").partition("\n")[0]
             return max(self.parallel, int(head.removeprefix(_HEAD)))
@@ -104,12 +111,12 @@ Child = subprocess.Popen[bytes]
 
 
 def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
-    """Start `proximetry train` for a job; alone, it may use the terminal."""
+    """Start `proximetry train` for a job; a single one may use the terminal."""
     words = [sys.executable, *program, str(job.file), str(job.folder.path)]
     environment = {
         **os.environ,
         FOLLOW_PARENT: str(os.getpid()),
-        # As many threads as here, so that the figures do not depend on how many run at once.
+        # Results must not depend on the number of concurrent runs.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
     if job.parallel > 1 and "GOMP_SPINCOUNT" not in os.environ:
@@ -137,28 +144,28 @@ def reproduce(
 ) -> Path:
     """Run every row of a published table that is not done yet; return the folder of its results.
 
-    The folder ``out/<table>`` gets one JSON file per run, README.md with ours beside the published
-    figures, and the pictures. A command that was cut off is simply given again.
+    The folder ``out/<table>`` gets the runs (runs.jsonl), README.md with ours beside the published
+    figures, and the images of plots. To resume an interrupted command, repeat it.
 
     Args:
         table: the name of a shipped table, a YAML file, or a table.
         data: folder of the table's dataset, or one that holds it under the dataset's name.
         out: where the folder of the table is made.
-        options: seeds, device and what else may be said.
-        report: gets a line for every run that ends, and other news.
+        options: seeds, device and other options.
+        report: receives a line for every finished run, and other progress.
         start: starts the process of a run.
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the same call continues.
-        ReproduceError: what is wrong with the call, or at the end which runs failed, and why.
+        ReproduceError: invalid arguments, or failed runs with their reasons.
     """
     chosen = Table.load(table)
     home = Path(out) / chosen.name
     if chosen.figure is not None:  # not after hours of training
-        need("matplotlib", "train", "drawing the pictures of this table")
+        need("matplotlib", "train", "drawing the figures of this table")
     if options.render:
-        if not any(home.glob("*.json")):
-            raise ReproduceError(f"{home} holds no results to render; --out says where they are")
+        if not (home / RUNS).exists():
+            raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
         asked = None if options.selection is None else chosen.selected_rows(options.selection)
         _write(chosen, home, (), asked)
         return home
@@ -196,7 +203,7 @@ def reproduce(
             finally:
                 _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
         except KeyboardInterrupt:  # also one that comes while the page is written
-            done = len(list(home.glob("*.json")))
+            done = len(read_records(home))
             raise Interrupted(
                 f"stopped and saved; {done} runs are done in {home}, and the same command continues"
             ) from None
@@ -216,10 +223,10 @@ def _perform(
     finish: Callable[[Job, int], str],
     report: Report,
 ) -> list[str]:
-    """Do the jobs, so many at once, and return what failed; when interrupted let all save first.
+    """Run the jobs, ``parallel`` at a time, and return the failures; on interruption, save all.
 
-    One that has too little memory beside others is done again by itself when they are through.
-    The first such run of a row also lets fewer of the rest run at once.
+    A run that is out of memory beside others is repeated separately at the end. The first such run
+    of a row also reduces ``parallel``.
     """
     waiting, failures = deque(jobs), []
     alone: deque[Job] = deque()
@@ -238,24 +245,24 @@ def _perform(
             for job, child in ended:
                 running.remove((job, child))
                 try:
-                    said = finish(job, child.wait())
+                    message = finish(job, child.wait())
                 except Exception as error:  # one run must not take the others with it
                     expected = isinstance(error, (ValueError, OSError))
-                    told = str(error) if expected else f"{type(error).__name__}: {error}"
-                    why = " ".join(told.split())
+                    text = str(error) if expected else f"{type(error).__name__}: {error}"
+                    why = " ".join(text.split())
                     if isinstance(error, _TooLittleMemoryError) and job.parallel > 1:
                         alone.append(job)
-                        said = f"{why.partition(';')[0]}; it will be run again by itself"
+                        message = f"{why.partition(';')[0]}; it will be run again separately"
                         if job.run.row.name not in crowded:
                             crowded.add(job.run.row.name)
                             at_once -= 1
                             parallel = max(1, min(parallel, at_once))
-                            said += f", and until then at most {parallel} at a time"
+                            message += f", and until then at most {parallel} at a time"
                     else:
                         failures.append(f"{job.run}: {why}")
-                        said = f"failed, {why}"
+                        message = f"failed, {why}"
                 left = len(waiting) + len(running) + len(alone)
-                report(f"{job.run}: {said}; {left} left")
+                report(f"{job.run}: {message}; {left} left")
             if not ended:
                 time.sleep(0.1)
     finally:  # none is left to end unless we were interrupted
@@ -274,7 +281,7 @@ def _finish(
     job: Job,
     code: int,
 ) -> str:
-    """Write the file of a run that has ended, remove what it leaves, and say what came out."""
+    """Record a finished run, remove its temporary files, and return its outcome."""
     if code:
         raise _why(job, code)
     _, catalog = data[job.run.recipe.data.dataset]
@@ -301,7 +308,7 @@ def _finish(
 
 
 def outcome(table: Table, record: Record) -> str:
-    """What came out of a run, in short."""
+    """Summarize a run in a few words."""
     if record.selected_epoch is not None:
         return f"epoch {record.selected_epoch} selected on held-out classes"
     metric = table.metrics[0]
@@ -325,36 +332,35 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
 
 
 def _why(job: Job, code: int) -> ReproduceError:
-    """Say in a sentence why a process ended with this code."""
+    """Return why a process ended with this code."""
     if code < 0:
-        told = f"its process was killed by signal {-code}"
+        killed = f"its process was killed by signal {-code}"
         if code == -signal.SIGKILL:
             return _TooLittleMemoryError(
-                f"{told}, as happens when memory runs out; it can be continued"
+                f"{killed}, as happens when memory runs out; it can be resumed"
             )
-        return ReproduceError(f"{told}; it can be continued")
+        return ReproduceError(f"{killed}; it can be resumed")
     if code == 130:
-        return ReproduceError("it was stopped from outside, and saved")
+        return ReproduceError("it was stopped by a signal, and saved")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else f"its process ended with code {code}"
     if re.search("out ?of ?memory|not enough memory", last, re.IGNORECASE):
         place = "the GPU" if job.on_gpu else "this machine"
         return _TooLittleMemoryError(
-            f"{place} has too little memory for it and what else runs there; give a table file of "
-            "your own with a smaller data.batch_size, a larger training.accumulate or data.cache: "
-            "pixels"
+            f"{place} has too little memory for it; use a custom table file with a smaller "
+            "data.batch_size, a larger training.accumulate or data.cache: pixels"
         )
-    whole = f" (the whole of it is in {job.log})" if "Traceback" in text else ""
+    whole = f" (log: {job.log})" if "Traceback" in text else ""
     return ReproduceError(last.removeprefix("proximetry: ") + whole)
 
 
 def _find_data(
     table: Table, name: str, data: str | Path | None, alone: bool
 ) -> tuple[str | None, Catalog]:
-    """The folder of a dataset of the table, and its catalogue; a wrong one says what to pass.
+    """Return the folder of a dataset of the table, and its catalog.
 
-    The folder of a dataset that is ``alone`` in its table may be given itself.
+    ``data`` may be the folder of a dataset that is ``alone`` in its table.
     """
     info = list_datasets()[name]
     if info.built_in:
@@ -370,7 +376,7 @@ def _find_data(
         catalog = open_dataset(name, root)
         splits = {"train": info.train, "test": info.test}
         if table.protocol == "held_out":
-            del splits["test"]  # it is not looked at
+            del splits["test"]  # it is not used
         for split, size in splits.items():
             classes = len(catalog.subset(catalog.rows(*_SPLITS[split])).class_names)
             if classes == 0:
@@ -387,7 +393,7 @@ def _find_data(
 
 @contextmanager
 def _alone(home: Path, report: Report, patience: float = PATIENCE) -> Iterator[None]:
-    """Be the only command at work in a folder, after waiting for ``patience`` seconds at most."""
+    """Lock a folder, waiting for up to ``patience`` seconds."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         lock = take_lock(home / ".lock", patience, report)
@@ -409,27 +415,26 @@ def _alone(home: Path, report: Report, patience: float = PATIENCE) -> Iterator[N
 def _check_existing(
     table: Table, home: Path, options: ReproduceOptions, on_gpu: bool
 ) -> dict[str, Record]:
-    """Read what is done; refuse to mix it with what is asked for if the recipes differ."""
+    """Read existing runs; raise if their recipes differ from the requested ones."""
     records = read_records(home, table)
     for name, record in records.items():
-        path = home / f"{name}.json"
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
         if record.epochs_given and run.recipe.training.epochs == AUTO:
             raise ReproduceError(
-                f"{path} was made with --epochs {record.recipe['training']['epochs']}; give it "
-                "again, or use another --out"
+                f"{home / RUNS}: {name} was made with --epochs "
+                f"{record.recipe['training']['epochs']}. Pass it again, or use another --out"
             )
-        check_same(path, record.recipe, run)
+        check_same(f"{home / RUNS}: {name}", record.recipe, run)
     return records
 
 
 def _check_begun(job: Job) -> None:
-    """A run that was cut off must have been the same; one that cannot go on begins anew."""
+    """Check the recipe of an interrupted run; remove one that cannot be resumed."""
     folder = job.folder
     try:
         parse_json(folder.environment.read_text(encoding="utf-8"))
         recipe = read_yaml(folder.recipe, "recipe")
-        begun = folder.results.exists() or bool(folder.newest())
+        begun = folder.inspect() is not None
     except (OSError, ValueError):
         begun = False
     if begun:
@@ -450,13 +455,13 @@ def _write(table: Table, home: Path, seeds: Sequence[int], selected: Sequence[Ro
 
 
 def _tidy(home: Path, names: Iterable[str]) -> None:
-    """Remove what runs that are done have left at work."""
+    """Remove the temporary files of finished runs."""
     work = home / "work"
     for name in names:
         shutil.rmtree(work / name, ignore_errors=True)
         for suffix in ("yaml", "log"):
             (work / f"{name}.{suffix}").unlink(missing_ok=True)
-    with suppress(OSError):  # others are at work
+    with suppress(OSError):  # others are running
         work.rmdir()
 
 

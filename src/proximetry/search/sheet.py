@@ -1,15 +1,16 @@
-"""Contact sheets: queries and what was found for them, as one HTML page or one PNG."""
+"""Contact sheets: queries and their results as one HTML page or one PNG."""
 
 import base64
-import html
 import io
 import os
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jinja2 import Environment
 from PIL import Image, ImageDraw, ImageFont
 
 from proximetry._common import UsageError, atomic_path, atomic_write, chunks, shorten
@@ -19,40 +20,25 @@ from proximetry.search.result import REMOVED, SearchResult
 THUMBNAIL = 160
 _MARGIN, _LINE = 10, 15
 _COLUMNS = 10
-# More pixels than a picture can show, or than viewers open.
+# Larger images are not opened by most viewers.
 _MOST_CELLS = 5_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
 
-_STYLE = """
-:root { color-scheme: light dark; font: 14px/1.35 system-ui, sans-serif; }
-body { margin: 1.5rem; }
-section { margin-bottom: 2rem; }
-.row { display: flex; flex-wrap: wrap; gap: .75rem; }
-figure { margin: 0; width: 160px; }
-figure.query { margin-right: 1.25rem; }
-.picture { width: 160px; height: 160px; display: grid; place-items: center;
-  background: #8881; border-radius: 4px; overflow: hidden; }
-.query .picture { outline: 2px solid #36c; }
-img { max-width: 160px; max-height: 160px; }
-figcaption { overflow-wrap: anywhere; margin-top: .25rem; }
-.small { color: #777; font-size: 12px; }
-"""
-
 
 class _Cell(NamedTuple):
-    """A picture and the lines below it."""
+    """An image and the lines below it."""
 
     path: str
     lines: tuple[str, ...]
 
 
 def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> None:
-    """Write a contact sheet, all or nothing: .html needs no other file, .png is a picture.
+    """Write a contact sheet, all or nothing: .html needs no other file, .png is an image.
 
     Args:
         file: ends in .html or .png.
         queries: the image file of each query.
-        result: what was found for them.
+        result: the search results.
     """
     if file.suffix not in (".html", ".png"):
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
@@ -60,15 +46,15 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
     if len(queries) * (result.k + 1) > _MOST_CELLS:
         raise UsageError(
-            f"a contact sheet of {len(queries)} × {result.k} images is too large to look at; "
-            f"take fewer queries or a smaller k, up to {_MOST_CELLS} images in all"
+            f"contact sheet is too large: {len(queries)} × {result.k} images. "
+            f"Use fewer queries or a smaller k, at most {_MOST_CELLS} images."
         )
     rows = [_cells(query, result, number) for number, query in enumerate(queries)]
     if file.suffix == ".html":
         atomic_write(file, _page(rows, "Search results", query=True))
         return
     with atomic_path(file) as part:
-        _picture(rows).save(part, "PNG")
+        _draw(rows).save(part, "PNG")
 
 
 def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
@@ -101,7 +87,7 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
 
 
 def _thumbnail(path: str) -> Image.Image | None:
-    """A small version of an image, None for one that cannot be read any more."""
+    """Return a small version of an image, None if it is not readable."""
     try:
         return thumbnail(path, THUMBNAIL)
     except ImageError:
@@ -109,45 +95,29 @@ def _thumbnail(path: str) -> Image.Image | None:
 
 
 def _page(rows: Sequence[Sequence[_Cell]], title: str, *, query: bool) -> bytes:
-    sections = []
-    for cells in rows:
-        figures = "\n".join(_figure(cell, first=query and i == 0) for i, cell in enumerate(cells))
-        sections.append(f'<section><div class="row">\n{figures}\n</div></section>')
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body></html>\n"
-    )
-    return page.encode("utf-8", "replace")
+    source = files("proximetry.search").joinpath("sheet.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    values = {"rows": rows, "title": title, "query": query, "data_uri": _data_uri}
+    return environment.from_string(source).render(values).encode("utf-8", "replace")
 
 
-def _figure(cell: _Cell, *, first: bool) -> str:
-    image = _thumbnail(cell.path)
-    shown = '<span class="small">not readable</span>'
-    if image is not None:
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=85)
-        data = base64.b64encode(buffer.getvalue()).decode()
-        shown = f'<img src="data:image/jpeg;base64,{data}" alt="{html.escape(cell.lines[-1])}">'
-    *lines, name = (html.escape(line) for line in cell.lines)
-    told = "<br>".join(lines)
-    return (
-        f'<figure{" class=query" if first else ""}><div class="picture">{shown}</div>'
-        f'<figcaption title="{html.escape(cell.path)}">{told}'
-        f'<div class="small">{name}</div></figcaption></figure>'
-    )
+def _data_uri(path: str) -> str:
+    image = _thumbnail(path)
+    if image is None:
+        return ""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _lines(cells: Sequence[_Cell]) -> list[list[_Cell | None]]:
-    """The query with what was found beside it, in several lines if that is much."""
+    """Return the query with its results, in several lines if there are many."""
     query, *found = cells
     parts = [found[part] for part in chunks(len(found), _COLUMNS)] or [[]]
     return [[query if i == 0 else None, *part] for i, part in enumerate(parts)]
 
 
-def _picture(found: Sequence[Sequence[_Cell]]) -> Image.Image:
+def _draw(found: Sequence[Sequence[_Cell]]) -> Image.Image:
     font = ImageFont.load_default(12)
     side, height = THUMBNAIL + _MARGIN, THUMBNAIL + 3 * _LINE + 2 * _MARGIN
     rows = [line for cells in found for line in _lines(cells)]

@@ -1,4 +1,4 @@
-"""What is called while a run goes on."""
+"""Callbacks of a run."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Callback:
     """Called by the loop, on every process; every method may be left out.
 
-    Display, trackers and checkpoints are callbacks. One of your own goes to
+    Display and trackers are callbacks. A custom one goes to
     ``train(callbacks=[...])``, of this class or of any other that has some of the methods. `Run`
     holds the recipe, the embedder, the state and the rest. ``run.finish()`` ends training after the
     present epoch, and `train` returns the results. ``run.stop()`` ends the run after the present

@@ -6,7 +6,10 @@ checksum: one bit that has changed since makes it unreadable, not a different ru
 """
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,15 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._common import CHECKSUM, SEAL, atomic_write, is_sealed, parse_json, sealed
+from proximetry._common import (
+    CHECKSUM,
+    SEAL,
+    atomic_path,
+    atomic_write,
+    is_sealed,
+    parse_json,
+    sealed,
+)
 
 FORMAT = 2
 
@@ -27,7 +38,7 @@ class CheckpointError(ValueError):
 def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write modules, optimiser and plain state."""
+    """Write modules, optimizer and plain state."""
     tensors: dict[str, Tensor] = {}
     for part, module in modules.items():
         for name, tensor in module.state_dict().items():
@@ -49,13 +60,22 @@ def save_checkpoint(
     atomic_write(path, sealed(save(tensors, {"proximetry": json.dumps(header)})))
 
 
+def link_checkpoint(source: Path, target: Path) -> None:
+    """Give a checkpoint a second name; copy it where the file system has no hard links."""
+    with atomic_path(target) as part:
+        try:
+            os.link(source, part)
+        except OSError:
+            shutil.copyfile(source, part)
+
+
 def load_checkpoint(
     path: Path,
     modules: dict[str, nn.Module],
     optimizer: Optimizer | None = None,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Read modules and, if given, the optimiser back; return the plain state.
+    """Read modules and, if given, the optimizer back; return the plain state.
 
     Before anything is changed, ``check`` may refuse the state.
     """
@@ -87,9 +107,12 @@ def load_checkpoint(
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the plain state of a checkpoint."""
-    header, _ = _read(path)
-    state: dict[str, Any] = header["state"]
+    """Return the plain state from the header of a checkpoint, without verifying the checksum."""
+    with _readable(path), path.open("rb") as file:
+        start = file.read(8)
+        size = min(int.from_bytes(start, "little"), path.stat().st_size)
+        content = start + file.read(size)
+    state: dict[str, Any] = _parse_header(path, content)["state"]
     return state
 
 
@@ -105,7 +128,7 @@ def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 def _lay_out(optimizer: Optimizer) -> None:
-    """Give the state of each parameter its memory format, by which fused optimisers go."""
+    """Give the state of each parameter its memory format, by which fused optimizers go."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -113,13 +136,26 @@ def _lay_out(optimizer: Optimizer) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return what a checkpoint says in JSON, and all of its bytes, which have their checksum."""
-    try:
+    """Return the header of a checkpoint and all of its bytes, whose checksum is verified."""
+    with _readable(path):
         content = path.read_bytes()
+    header = _parse_header(path, content)
+    if not is_sealed(content):
+        raise CheckpointError(f"{path} is damaged: it does not have the checksum it was saved with")
+    return header, content
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
     try:
         size = int.from_bytes(content[:8], "little")
         text = parse_json(content[8 : 8 + size].decode())["__metadata__"]["proximetry"]
@@ -127,11 +163,9 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
         version, _ = header["format"], header["state"]
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or no checkpoint of Proximetry") from error
-    if not is_sealed(content):
-        raise CheckpointError(f"{path} is damaged: it does not have the checksum it was saved with")
     if version != FORMAT:
         raise CheckpointError(
             f"{path} has format {version!r}, this version reads {FORMAT}; "
             "use the version of Proximetry that wrote it"
         )
-    return header, content
+    return header

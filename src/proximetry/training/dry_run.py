@@ -12,43 +12,38 @@ import numpy as np
 import torch
 
 from proximetry._common import first_few, readable_seconds, readable_size, spaced
-from proximetry.data import Catalog, VectorCatalog
+from proximetry.data import Catalog
 from proximetry.data.decoding import check_all
 from proximetry.data.images import Interpolation, Size
 from proximetry.data.pixel_cache import cache_home, describe_copies, refuse_bad
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
-from proximetry.training.automatic import StorageFacts, choose, device_facts
-from proximetry.training.data import (
-    Division,
-    cache_sizes,
-    divide,
-    make_sampler,
-    open_catalog,
-)
+from proximetry.training.automatic import StorageFacts
+from proximetry.training.data import TrainingData, cache_sizes
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import (
+    ImageData,
     check_space,
     free_space,
     second_cache,
-    storage_facts,
     without,
 )
-from proximetry.training.parts import check_vectors_fit, take_parts
+from proximetry.training.parts import take_parts
 from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run import (
-    check_abilities,
-    check_end,
+    RunContext,
     check_place_of_stages,
     check_rows,
+    choose_automatic,
     first_stage,
     fit_crop_size,
-    guest_of_torch,
-    make_embedder,
+    make_data,
     make_updater,
+    preserve_torch_state,
+    resolve,
 )
-from proximetry.training.run_folder import FIRST_STAGE, RunFolder
+from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
 from proximetry.training.update import Updater, autocast
 
 STEPS = 2
@@ -71,100 +66,76 @@ def dry_run(
     are decoded, `MOST_DECODED` at most. The display shows how far that has come, and the notes.
     """
     world = join_processes(device)
-    shown = display if display is not None and world.leads else Display()
-    with guest_of_torch(world, out, shown.message), shown:
-        return _estimate_run(recipe, Path(out), world, resume, shown)
+    notes = _Notes(display if display is not None and world.leads else Display())
+    with preserve_torch_state(world, out), notes.display:
+        return _estimate_run(recipe, Path(out), RunContext(world, notes, resume=resume), notes)
 
 
-def _estimate_run(
-    recipe: Recipe, out: Path, world: World, resume: bool, display: Display
-) -> dict[str, Any]:
-    notes, folder = list[str](), RunFolder(out)
+class _Notes(Display):
+    """Collects messages, each once, and passes them on to a display."""
 
-    def note(*lines: str) -> None:
-        for line in lines:
-            if line not in notes:
-                notes.append(line)
-                display.message(line)
+    def __init__(self, display: Display) -> None:
+        self.display = display
+        self.lines: list[str] = []
 
+    def message(self, text: str) -> None:
+        """Keep and show a line."""
+        if text not in self.lines:
+            self.lines.append(text)
+            self.display.message(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show progress."""
+        self.display.progress(what, done, total)
+
+
+def _estimate_run(recipe: Recipe, out: Path, context: RunContext, notes: _Notes) -> dict[str, Any]:
+    world, folder = context.world, RunFolder(out)
     if recipe.training.two_stages:
-        note("what follows is about the first of two stages")
+        notes.message("what follows is about the first of two stages")
         check_place_of_stages(out)
         recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
-    recipe = folder.keep_choices(recipe, resume)
-    check_end(folder.check(recipe, resume), recipe, folder, in_stages=folder.path != out)
+    recipe, saved = resolve(recipe, folder, context.resume, in_stages=folder.path != out)
     Trackers.check(recipe)
-    torch.manual_seed(recipe.training.seed)
-    recipe, _ = take_parts(recipe, None, None, None)  # which are Python's to give
-    catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
-    note(*catalog.remarks())
-    check_vectors_fit(recipe, catalog)
-    embedder = make_embedder(
-        recipe.model,
-        recipe.evaluation.similarity,
-        note,
-        input_dim=catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None,
-    )
-    embedder.to(world.device)
-    recipe = fit_crop_size(recipe, embedder, note)
-    check_abilities(recipe, embedder)
-    division, parts, sampler = _divide(catalog, recipe, world)
-    note(*division.notes)
-
-    storage = None
-    if embedder.takes_images:  # the caches, as the run would build them
-        sizes = cache_sizes(recipe, embedder.preprocessing)
-        how = embedder.preprocessing.interpolation
-        storage = storage_facts(recipe, catalog, division.rows, sizes, how)
-    facts = device_facts(world)
-    images = len(parts["train"])
-    recipe, lines = choose(
-        recipe, facts, images=images, storage=storage, kept="vectors from memory"
-    )
-    note(*lines[1:])
+    recipe, _ = take_parts(recipe, None, None, None)  # custom components exist in Python only
+    embedder, data = make_data(recipe, context)
+    recipe, lines = choose_automatic(fit_crop_size(recipe, embedder, notes.message), data)
+    for line in lines[1:]:
+        notes.message(line)
+    storage = data.storage
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
-    stage: Stage = "features" if recipe.model.freeze_backbone else "pixels"
-    updater = make_updater(recipe, embedder, parts["train"].class_names, world, note, stage=stage)
-    state, done = _state(folder, RunFolder(out), recipe, catalog, resume)
+    if recipe.model.freeze_backbone:
+        data.stage = "features"
+    updater = make_updater(recipe, embedder, data, notes.message)
+    if saved is not None:
+        check_rows(saved, recipe, data.catalog)
+    state, done = _state(saved, recipe, not context.resume and RunFolder(out).results.exists())
     left = recipe.training.epochs - done
-    # Before images are decoded: what memory that took at most would hide what a step takes.
-    rates, memory = _measure(recipe, updater, world, images, len(parts["train"].class_names))
-    checked, every = Checked(), len(catalog)
-    if embedder.takes_images and left:
-        checked = world.first(lambda: _check_images(recipe, catalog, sizes[0], how, display))
+    # Before images are decoded, whose peak memory would hide that of a step.
+    rates, memory = _measure(recipe, updater, data)
+    images, checked = len(data.catalog), Checked()
+    if isinstance(data, ImageData) and left:
+        preprocessing = embedder.preprocessing
+        size, how = cache_sizes(recipe, preprocessing)[0], preprocessing.interpolation
+        catalog = data.catalog
+        checked = world.first(lambda: _check_images(recipe, catalog, size, how, notes.display))
         if checked.bad:
-            catalog = without(catalog, checked.bad)
-            division, parts, sampler = _divide(catalog, recipe, world)
-            note(*division.notes)
-        note(*checked.copies)
-    counts = {name: len(part) for name, part in parts.items()}
-    per_epoch = len(sampler) * min(recipe.data.batch_size, counts["train"])
-    training = left * per_epoch / rates[0]
-    # Without a cache all cores decode while the network computes.
-    first, meanwhile = 0.0, 0.0
-    if storage.missing:
-        twice = len(second_cache(recipe, division.rows, len(catalog), sizes))
-        share = storage.missing / storage.pixels
-        first = share * (len(catalog) + twice) * checked.seconds_per_image
-    elif recipe.data.cache == "none":
-        meanwhile = len(catalog) * checked.seconds_per_image
-    features: dict[str, float] = {}
-    if embedder.takes_images and stage == "features":
-        rate = _features_rate(embedder, world)
-        features = {"features": max(meanwhile, sum(counts.values()) / rate)}
-    else:
-        training = max(training, left * meanwhile)
+            stage, readable = data.stage, without(catalog, checked.bad)
+            data = ImageData(recipe, preprocessing, world, notes, readable)
+            data.stage = stage
+        for line in checked.copies:
+            notes.message(line)
     return {
         "data": {
-            name: {"images": len(part), "classes": len(part.class_names)}
-            for name, part in parts.items()
+            name: {"images": len(rows), "classes": len(data.catalog.subset(rows).class_names)}
+            for name, rows in data.rows.items()
         },
-        "images": every,
+        "images": images,
         "decoded": checked.decoded,
         "left_out": [f"{path}: {why}" for path, why in checked.bad],
-        "notes": notes,
+        "notes": notes.lines,
         "recipe": recipe.to_dict(),
         "dim": recipe.model.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0] if embedder.takes_images else None,
@@ -180,21 +151,41 @@ def _estimate_run(
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": rates[0],
         "seconds": {
-            "decoding": first,
-            **features,
-            "training": training,
-            "evaluation": left and _images_evaluated(recipe, division, counts, left) / rates[1],
+            **_training_seconds(
+                recipe, embedder, data, storage, checked, epochs=left, rate=rates[0]
+            ),
+            "evaluation": left and _images_evaluated(recipe, data, left) / rates[1],
         },
     }
 
 
-def _divide(
-    catalog: Catalog, recipe: Recipe, world: World
-) -> tuple[Division, dict[str, Catalog], Any]:
-    """The images by their purpose, and what makes batches of those to train on."""
-    division = divide(catalog, recipe)
-    parts = {name: catalog.subset(chosen) for name, chosen in division.rows.items()}
-    return division, parts, make_sampler(recipe, parts["train"].codes, world)
+def _training_seconds(
+    recipe: Recipe,
+    embedder: Embedder,
+    data: TrainingData,
+    storage: StorageFacts,
+    checked: "Checked",
+    *,
+    epochs: int,
+    rate: float,
+) -> dict[str, float]:
+    """Return the seconds of decoding, features and training."""
+    images, in_training = len(data.catalog), len(data.rows["train"])
+    per_epoch = len(data.sampler) * min(recipe.data.batch_size, in_training)
+    decoding, on_the_fly = 0.0, 0.0
+    if storage.missing:
+        sizes = cache_sizes(recipe, embedder.preprocessing)
+        twice = len(second_cache(recipe, data.rows, images, sizes))
+        share = storage.missing / storage.pixels
+        decoding = share * (images + twice) * checked.seconds_per_image
+    elif recipe.data.cache == "none":  # all cores decode while the network computes
+        on_the_fly = images * checked.seconds_per_image
+    training = epochs * per_epoch / rate
+    if embedder.takes_images and data.stage == "features":
+        embedded = sum(map(len, data.rows.values())) / _features_rate(embedder, data.world)
+        features = max(on_the_fly, embedded)
+        return {"decoding": decoding, "features": features, "training": training}
+    return {"decoding": decoding, "training": max(training, epochs * on_the_fly)}
 
 
 class Checked(NamedTuple):
@@ -225,42 +216,39 @@ def _check_images(
     return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
-def _state(
-    folder: RunFolder, whole: RunFolder, recipe: Recipe, catalog: Catalog, resume: bool
-) -> tuple[str, int]:
-    """What becomes of the folder, and how many epochs are done in it; `whole` has both stages."""
-    if not resume and whole.results.exists():
+def _state(saved: SavedRun | None, recipe: Recipe, replaces: bool) -> tuple[str, int]:
+    """Return what happens to the folder, and the number of its complete epochs."""
+    if replaces:
         return "new; the complete run there will be removed", 0
-    if not resume or folder.begun() is None:
+    if saved is None:
         return "new", 0
-    check_rows(folder, recipe, catalog)
-    if folder.is_complete(recipe):
+    if saved.is_complete(recipe) or saved.checkpoint is None:
         return "complete already", recipe.training.epochs
-    return "continued", folder.newest().state["epoch"]
+    return "continued", saved.checkpoint["state"]["epoch"]
 
 
-def _images_evaluated(
-    recipe: Recipe, division: Division, counts: dict[str, int], epochs: int
-) -> int:
-    """How many images are embedded to evaluate so many epochs, the first and the last time too."""
+def _images_evaluated(recipe: Recipe, data: TrainingData, epochs: int) -> int:
+    """Return how many images all evaluations of these epochs embed, first and last included."""
+    counts = {name: len(rows) for name, rows in data.rows.items()}
     fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
     e, pca = recipe.evaluation, counts["train"] if fitted else 0
-    watched = counts["test"] if division.protocol == "paper" or e.watch_test else 0
-    watched += counts["held_out"] if division.protocol == "held_out" else 0
+    watched = counts["test"] if data.protocol == "paper" or e.watch_test else 0
+    watched += counts["held_out"] if data.protocol == "held_out" else 0
     # With PCA an embedder cannot be saved without the training images either.
     each = watched + pca
-    tested = e.final_test or division.protocol == "paper"
+    tested = e.final_test or data.protocol == "paper"
     final = counts["held_out"] + counts["test"] * tested
     passes = (1 + e.untrained) * (final + pca) if final else pca
     return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * each + passes
 
 
 def _measure(
-    recipe: Recipe, updater: Updater, world: World, images: int, classes: int
+    recipe: Recipe, updater: Updater, data: TrainingData
 ) -> tuple[tuple[float, float], int]:
     """Images per second in training and in evaluation, on made-up pixels; bytes of memory."""
-    embedder, on_cuda = updater.embedder, world.device.type == "cuda"
-    own = max(1, min(recipe.data.batch_size, images) // world.size)
+    embedder, world, classes = updater.embedder, data.world, len(data.class_names)
+    on_cuda = world.device.type == "cuda"
+    own = max(1, min(recipe.data.batch_size, len(data.rows["train"])) // world.size)
     batch = own if on_cuda else min(own, CPU_BATCH)
     pixels, views = _made_up(recipe, embedder, updater.stage, batch, world)
     labels = (torch.arange(batch, device=world.device) // 2) % classes

@@ -119,6 +119,7 @@ def score_embedder(
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
+    *,
     vectors: Tensor | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
     """Score every query as `evaluate_embedder` does; also return what was compared.
@@ -374,7 +375,9 @@ class Evaluator:
             with self._autocast(full_precision):
                 vectors = self.embedder.project(features)
                 if binary:
-                    total += self.embedder.project_freely(features).sum(0, dtype=torch.float64)
+                    total += self.embedder.project(features, normalize=False).sum(
+                        0, dtype=torch.float64
+                    )
             finite.append(vectors.isfinite().all(1))
             if dim is not None:
                 added = second_moments(vectors)

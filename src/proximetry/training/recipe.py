@@ -201,12 +201,6 @@ class DataConfig(Section):
         "error", "stop at missing or unreadable images, or leave them out and list them"
     )
 
-    @field_validator("cache", mode="before")
-    @classmethod
-    def _older(cls, value: Any) -> Any:
-        """Read the places of older recipes, which stand beside results."""
-        return "pixels" if value in ("disk", "memory") else value
-
     @field_validator("root", "cache_dir")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
@@ -415,16 +409,6 @@ class LossConfig(Section):
         "how proxies keep to the unit sphere: normalized in the forward pass, their length free; "
         "or projected gradient, put back on the sphere after each step (Zhao et al. 2019)",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older(cls, values: Any) -> Any:
-        """Read the flag `project` of older recipes, which stand beside results."""
-        if isinstance(values, dict) and isinstance(values.get("project"), bool):
-            values = dict(values)
-            projected = values.pop("project")
-            values.setdefault("optimization", "projected" if projected else "normalized")
-        return values
 
     @field_validator("name")
     @classmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from proximetry.data import Catalog, VectorCatalog
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
 from proximetry.models.backbones import check_patches, set_drop_path, takes_one_size
-from proximetry.models.embedder import NoFeatureMapError, Stage
+from proximetry.models.embedder import NoFeatureMapError
 from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
@@ -47,13 +47,13 @@ from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe, Rec
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import (
     FIRST_STAGE,
-    Continuation,
     PlaceError,
     RunError,
     RunFolder,
+    SavedRun,
 )
 from proximetry.training.schedule import LearningRates
-from proximetry.training.state import Checkpoints, TrainState, find_best, restore_state, save_state
+from proximetry.training.state import TrainState, link_checkpoints, restore_state
 from proximetry.training.stopping import stop_requests
 from proximetry.training.update import Updater
 from proximetry.training.vectors import CachedFeatures, VectorData
@@ -71,12 +71,12 @@ def train(
     display: Display | None = None,
     callbacks: Sequence[Callback | Any] = (),
 ) -> dict[str, Any]:
-    """Train as the recipe says, write everything to the folder ``out``, return the results.
+    """Train a recipe, write everything to the folder ``out``, return the results.
 
-    A run that was cut off continues where its last checkpoint stands; one that is complete
-    returns its results at once. Under torchrun all processes call this alike; when one of them is
-    lost, the others raise a `RankError`. Everything is checked before the folder is touched, and
-    torch's global state is afterwards as it was before. Threads take turns.
+    An interrupted run resumes from its last checkpoint; a complete one returns its results
+    immediately. Under torchrun all processes call this alike; when one of them is lost, the others
+    raise a `RankError`. All input is validated before the folder is written to, and torch's global
+    state is restored at the end. Do not train in several threads of a process at a time.
 
     Args:
         recipe: what to do.
@@ -93,251 +93,220 @@ def train(
         device: cpu, cuda or cuda:1; None takes CUDA where there is a GPU.
         resume: whether to continue a run that is in the folder; else it is removed.
         display: shows progress.
-        callbacks: called while the run goes on; see `Callback`.
+        callbacks: called during the run; see `Callback`.
     """
     if not isinstance(recipe, Recipe):
         given = type(recipe).__name__
         raise TypeError(f"recipe must be a Recipe, as Recipe.load gives it, got {given}")
     callbacks = check_callbacks(callbacks)
-    recipe, parts = take_parts(recipe, data, embedder, loss)
+    recipe, components = take_parts(recipe, data, embedder, loss)
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
-    stage = partial(_train_stage, world, resume, shown, callbacks, parts)
-    with guest_of_torch(world, out, shown.message), shown:
+    context = RunContext(world, shown, callbacks, components, resume)
+    with preserve_torch_state(world, out), shown:
         if recipe.training.two_stages:
-            return _two_stages(recipe, Path(out), stage, shown)
-        return stage(recipe, RunFolder(Path(out)))
+            return _two_stages(recipe, Path(out), context)
+        return _train_stage(recipe, RunFolder(Path(out)), context)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run gets besides its recipe and its folder."""
+
+    world: World
+    display: Display = field(default_factory=Display)
+    callbacks: Sequence[Callback] = ()
+    components: Parts = field(default_factory=Parts)
+    resume: bool = True
 
 
 def _train_stage(
-    world: World,
-    resume: bool,
-    display: Display,
-    callbacks: Sequence[Callback],
-    parts: Parts,
-    recipe: Recipe,
-    folder: RunFolder,
-    outdates: RunFolder | None = None,
+    recipe: Recipe, folder: RunFolder, context: RunContext, second: RunFolder | None = None
 ) -> dict[str, Any]:
     """Train one recipe in one folder, from the start or from its last checkpoint.
 
-    A run that is begun anew ``outdates`` the one that goes by its results, which is removed.
+    A first stage that starts over removes the run in the folder of the ``second`` stage.
     """
-    try:
-        # Where there is a run, at once: nobody should decode for hours to be refused then.
-        if world.first(folder.lock.exists):
-            world.first(lambda: folder.acquire(display.message))
-        return _train_alone(world, resume, display, callbacks, parts, recipe, folder, outdates)
-    finally:
-        folder.release()
-
-
-def _train_alone(
-    world: World,
-    resume: bool,
-    display: Display,
-    callbacks: Sequence[Callback],
-    parts: Parts,
-    recipe: Recipe,
-    folder: RunFolder,
-    outdates: RunFolder | None,
-) -> dict[str, Any]:
-    asked = recipe
-    recipe = world.first(lambda: folder.keep_choices(asked, resume))
-    begun = world.first(lambda: folder.check(recipe, resume))
-    check_end(begun, recipe, folder, in_stages=outdates is not None)
-    if begun is not None and world.first(lambda: folder.is_complete(recipe, display.message)):
-        world.first(lambda: _check_images(folder, recipe, parts, display))
-        results = folder.read_results()
-        display.message(f"{folder.path} is complete already")
-        if why := results.get("stopped_early"):
-            key = "epochs" if "run.finish" in why else "stop_after"
-            display.message(f"{why}; a larger training.{key} resumes it")
-        return results
-    world.first(lambda: Trackers.check(recipe))
-    # A graph that was not asked for by name may also fail.
-    needs_graph = asked.training.cuda_graph is True
-    run = prepare(recipe, folder, world, display, parts, needs_graph=needs_graph)
-    try:
-        return _go(run, world, resume, display, callbacks, folder, outdates)
-    finally:
-        run.data.close()
-
-
-def _check_images(folder: RunFolder, recipe: Recipe, parts: Parts, display: Display) -> None:
-    """Refuse other images than those a complete run was trained on, as far as they are at hand."""
-    catalog = parts.data
-    if catalog is None:
-        # They may be gone by now, or what reads them; the results do not need them.
-        with suppress(ValueError, OSError, ImportError):
-            catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
-    if isinstance(catalog, Catalog):
-        check_rows(folder, recipe, catalog)
-
-
-def check_rows(folder: RunFolder, recipe: Recipe, catalog: Catalog) -> None:
-    """Refuse a catalogue with other rows than the run was begun with."""
-    if recipe.data.bad_images == "skip":
-        return  # which of them were left out is not known before they are read
-    try:
-        before = folder.newest().images
-    except RunError:
-        return  # results and embedder are there without a checkpoint
-    now = fingerprint(catalog, None)
-    if before["rows"] != now["rows"]:
-        refuse_others(folder.path, before, now)
-
-
-def _go(
-    run: Run,
-    world: World,
-    resume: bool,
-    display: Display,
-    callbacks: Sequence[Callback],
-    folder: RunFolder,
-    outdates: RunFolder | None,
-) -> dict[str, Any]:
-    """Begin a run or continue it, and train to its end."""
-    run.fresh = not resume
+    display, first = context.display, context.world.first
+    needs_graph = recipe.training.cuda_graph is True  # one that is "auto" may fail
     trackers = Trackers()
-    run.callbacks = [Checkpoints(), trackers, display, *callbacks]
-    world.first(lambda: folder.acquire(display.message))
-    begun = world.first(lambda: folder.check(run.recipe, resume))  # another may have begun by now
-    if begun is not None:
-        _continue(run, begun, world.first(folder.newest), display)
-    else:
-        if resume and world.first(folder.recipe.exists):
-            display.message(f"no checkpoint in {folder.path} yet: beginning again")
-        found = None if resume else world.first(lambda: _what_is_removed(folder, outdates))
-        if found:
-            place = folder.path if outdates is None else folder.path.parent
-            display.message(
-                f"removing the {found} run in {place}: embedder, results, checkpoints, report; "
-                "with another folder for the new run it would be kept"
-            )
-        world.first(lambda: folder.begin(run.recipe, world.device))
-        if outdates is not None:
-            world.first(outdates.remove)
-    with trackers, stop_requests() as stop_requested:
-        return fit(run, stop_requested)
+    with ExitStack() as stack:
+        stack.callback(folder.release)
+        if first(folder.lock.exists):  # an existing run: before hours of decoding
+            first(lambda: folder.acquire(display.message))
+        recipe, saved = first(lambda: resolve(recipe, folder, context.resume, second is not None))
+        results = first(lambda: _complete_results(saved, recipe, context))
+        if results is not None:
+            return results
+        first(lambda: Trackers.check(recipe))
+        run = prepare(recipe, folder, context, needs_graph=needs_graph)
+        stack.callback(run.data.close)
+        run.callbacks = [trackers, display, *context.callbacks]
+        if first(lambda: folder.acquire(display.message)):  # another may have begun a run by now
+            _, saved = first(lambda: folder.resolve(run.recipe, context.resume))
+        if saved is not None:
+            _resume(run, saved)
+        else:
+            _begin(run, context, second)
+        with trackers, stop_requests() as stop_requested:
+            return fit(run, stop_requested)
 
 
-def _what_is_removed(folder: RunFolder, outdates: RunFolder | None) -> str:
-    """What a fresh run takes the place of, in a word; nothing is lost without a checkpoint."""
-    if (outdates or folder).results.exists():
-        return "complete"
-    return "unfinished" if folder.last.exists() or (outdates and outdates.last.exists()) else ""
-
-
-def _continue(run: Run, begun: Recipe, found: Continuation, display: Display) -> None:
-    """Put a run back to where a checkpoint stands; only then write to its folder."""
-    for problem in found.problems:
-        display.message(problem)
-    restore_state(found.path, run)
-    run.world.first(lambda: run.folder.go_on(run.recipe, run.state.lines, display.message))
-    before, now = begun.training.epochs, run.recipe.training.epochs
-    if before != now:
-        how = "extended" if now > before else "shortened"
-        display.message(f"{how} from {before} to {now} epochs")
-    which = ""
-    if found.path != run.folder.last:
-        which = f" from {found.path.name}"
-        save_state(run.folder.last, run)
-    at_the_best = (run.state.best_epoch, 0) == (run.state.epoch, run.state.batch)
-    if at_the_best and run.world.first(lambda: find_best(run))[0] is None:
-        save_state(run.folder.best, run)
-    display.message(f"continuing{which} after step {run.state.step} (epoch {run.state.epoch})")
-
-
-def check_end(begun: Recipe | None, recipe: Recipe, folder: RunFolder, in_stages: bool) -> None:
-    """Refuse to move the end of a first stage, from which everything about the second follows."""
-    if begun is None or not in_stages:
-        return
-    before, now = begun.training, recipe.training
+def resolve(
+    recipe: Recipe, folder: RunFolder, resume: bool, in_stages: bool
+) -> tuple[Recipe, SavedRun | None]:
+    """Resolve a recipe in a folder; the duration of a first stage is fixed."""
+    recipe, saved = folder.resolve(recipe, resume)
+    if saved is None or not in_stages:
+        return recipe, saved
+    before, now = saved.recipe.training, recipe.training
     if (before.epochs, before.stop_after) != (now.epochs, now.stop_after):
         raise RunError(
             f"the run in {folder.path.parent} is in two stages and cannot be extended: the second "
             "stage repeats what the first one found; choose another folder, or start over with "
             "--fresh"
         )
+    return recipe, saved
+
+
+def _complete_results(
+    saved: SavedRun | None, recipe: Recipe, context: RunContext
+) -> dict[str, Any] | None:
+    """Return the results of a saved run if it is complete."""
+    if saved is None or saved.results is None or not saved.is_complete(recipe):
+        return None
+    _check_images(saved, recipe, context)
+    context.display.message(f"{saved.path} is complete already")
+    if why := saved.results.get("stopped_early"):
+        key = "epochs" if "run.finish" in why else "stop_after"
+        context.display.message(f"{why}; a larger training.{key} resumes it")
+    return saved.results
+
+
+def _check_images(saved: SavedRun, recipe: Recipe, context: RunContext) -> None:
+    """Reject images that a complete run was not trained on, if they can be opened."""
+    catalog = context.components.data
+    if catalog is None:
+        looking = partial(context.display.progress, "looking for the images")
+        with suppress(ValueError, OSError, ImportError):  # the results do not need them
+            catalog = open_catalog(recipe, looking)
+    if isinstance(catalog, Catalog):
+        check_rows(saved, recipe, catalog)
+
+
+def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
+    """Reject a catalog with other rows than the run was begun with."""
+    if recipe.data.bad_images == "skip" or saved.checkpoint is None:
+        return  # which images were skipped is not known before they are read
+    before, now = saved.checkpoint["images"], fingerprint(catalog, None)
+    if before["rows"] != now["rows"]:
+        refuse_others(saved.path, before, now)
+
+
+def _begin(run: Run, context: RunContext, second: RunFolder | None) -> None:
+    """Begin a run, in place of the one in the folder."""
+    folder, first, report = run.folder, run.world.first, run.report
+    run.fresh = not context.resume
+    if context.resume and first(folder.recipe.exists):
+        report(f"no checkpoint in {folder.path} yet: beginning again")
+    removed = "" if context.resume else first(lambda: _what_is_removed(folder, second))
+    if removed:
+        place = folder.path if second is None else folder.path.parent
+        report(
+            f"removing the {removed} run in {place}: embedder, results, checkpoints, report; "
+            "with another folder for the new run it would be kept"
+        )
+    first(lambda: folder.begin(run.recipe, run.world.device))
+    if second is not None:
+        first(second.remove)
+
+
+def _what_is_removed(folder: RunFolder, second: RunFolder | None) -> str:
+    """Return "complete" or "unfinished" for the run that a fresh run replaces, "" for none."""
+    if (second or folder).results.exists():
+        return "complete"
+    return "unfinished" if folder.last.exists() or (second and second.last.exists()) else ""
+
+
+def _resume(run: Run, saved: SavedRun) -> None:
+    """Restore the state of a saved run; only then write to its folder."""
+    folder, state = run.folder, run.state
+    restore_state(folder.last, run)
+    run.world.first(lambda: folder.resume(run.recipe, state.lines))
+    link_checkpoints(run)  # a kill may have prevented it
+    if state.best_epoch is not None and not run.world.first(folder.best.exists):
+        raise RunError(
+            f"{folder.best}, the checkpoint of the selected epoch {state.best_epoch}, is gone. "
+            "Put it back, or start over with --fresh."
+        )
+    before, now = saved.recipe.training.epochs, run.recipe.training.epochs
+    if before != now:
+        how = "extended" if now > before else "shortened"
+        run.report(f"{how} from {before} to {now} epochs")
+    run.report(f"continuing after step {state.step} (epoch {state.epoch})")
 
 
 def prepare(
-    recipe: Recipe,
-    folder: RunFolder,
-    world: World,
-    display: Display,
-    parts: Parts = Parts(),  # noqa: B008
-    *,
-    needs_graph: bool = False,
+    recipe: Recipe, folder: RunFolder, context: RunContext, *, needs_graph: bool = False
 ) -> Run:
-    """Build everything a run needs, which also checks the recipe; writes nothing to the folder.
+    """Build everything a run needs, which also validates the recipe; write nothing to the folder.
 
-    Unless the run ``needs_graph``, a CUDA graph that cannot be recorded is done without.
+    Unless the run ``needs_graph``, it does without a CUDA graph that cannot be recorded.
     """
     clock = Stopwatch()
-    embedder, data = make_data(recipe, world, display, parts)
+    world, report = context.world, context.display.message
+    embedder, data = make_data(recipe, context)
     try:
-        recipe, data = _place(recipe, embedder, data, display)
-        return _make_run(recipe, folder, embedder, data, display, parts, clock, needs_graph)
+        recipe, lines = choose_automatic(recipe, data)
+        for line in lines:
+            report(line)
+        data = _open_cache(recipe, embedder, data, context.display)
+        on_failure = None if needs_graph else report
+        loss = context.components.make_loss()
+        updater = make_updater(recipe, embedder, data, on_failure, loss)
+        evaluated = embedder if updater.average is None else updater.average
+        initial = [group["lr"] for group in updater.optimizer.param_groups]
+        return Run(
+            recipe=recipe,
+            folder=folder,
+            world=world,
+            data=data,
+            updater=updater,
+            evaluator=Evaluator(recipe, evaluated, data, world, updater.graph, on_failure),
+            rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+            clock=clock,
+            state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
+            report=report,
+        )
     except BaseException:
         data.close()
         raise
 
 
-def _place(
-    recipe: Recipe, embedder: Embedder, data: TrainingData, display: Display
-) -> tuple[Recipe, TrainingData]:
-    """Choose what is automatic, and bring the data to where they are read from."""
+def choose_automatic(recipe: Recipe, data: TrainingData) -> tuple[Recipe, list[str]]:
+    """Choose the ``auto`` values of a recipe for device and data; return lines on that, too."""
     facts, images = device_facts(data.world), len(data.rows["train"])
-    recipe, lines = choose(recipe, facts, images=images, storage=data.storage, kept=data.kept)
-    for line in lines:
-        display.message(line)
+    return choose(recipe, facts, images=images, storage=data.storage, kept=data.kept)
+
+
+def _open_cache(
+    recipe: Recipe, embedder: Embedder, data: TrainingData, display: Display
+) -> TrainingData:
+    """Open the cache of the data; a frozen backbone computes its features."""
     if not recipe.model.freeze_backbone:
         data.put(recipe.data.cache)
-        return recipe, data
+        return data
     # Features are those of the files themselves, whatever is kept of these.
     data.put("none" if recipe.data.cache == "encoded" else recipe.data.cache)
     features = CachedFeatures(data, embedder, display)
     data.close()
     features.put(recipe.data.cache)
-    return recipe, features
+    return features
 
 
-def _make_run(
-    recipe: Recipe,
-    folder: RunFolder,
-    embedder: Embedder,
-    data: TrainingData,
-    display: Display,
-    parts: Parts,
-    clock: Stopwatch,
-    needs_graph: bool,
-) -> Run:
-    world, on_failure = data.world, None if needs_graph else display.message
-    updater = make_updater(
-        recipe, embedder, data.class_names, world, on_failure, parts.make_loss(), data.stage
-    )
-    evaluated = embedder if updater.average is None else updater.average
-    initial = [group["lr"] for group in updater.optimizer.param_groups]
-    return Run(
-        recipe=recipe,
-        folder=folder,
-        world=world,
-        data=data,
-        updater=updater,
-        evaluator=Evaluator(recipe, evaluated, data, world, updater.graph, on_failure),
-        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
-        clock=clock,
-        state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
-        report=display.message,
-    )
-
-
-def make_data(
-    recipe: Recipe, world: World, display: Display, parts: Parts
-) -> tuple[Embedder, TrainingData]:
-    """The embedder, and what it is trained on."""
+def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:
+    """Make the embedder and its training data, whose cache is not open yet."""
+    world, display, parts = context.world, context.display, context.components
     own = parts.data
     if isinstance(own, OwnDatasets):
         catalog = own.catalog(display)
@@ -378,13 +347,12 @@ def make_data(
 def make_updater(
     recipe: Recipe,
     embedder: Embedder,
-    class_names: Sequence[str],
-    world: World,
+    data: TrainingData,
     on_graph_failure: Callable[[str], None] | None,
     loss: nn.Module | None = None,
-    stage: Stage = "pixels",
 ) -> Updater:
-    """Loss, optimiser and how the network runs on its device."""
+    """Make loss and optimizer, and prepare the network for its device."""
+    world = data.world
     on_cuda = world.device.type == "cuda"
     if on_cuda:
         # No slower here, and the same in every run.
@@ -394,9 +362,18 @@ def make_updater(
     graph = recipe.training.cuda_graph and alone
     if graph:
         fuse(embedder)
-    objective = Objective(recipe.loss, class_names, embedder.dim, loss).to(world.device)
+    objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
     optimizer = make_optimizer(recipe.optimizer, embedder, objective)
-    return Updater(recipe, embedder, objective, optimizer, world, graph, on_graph_failure, stage)
+    return Updater(
+        recipe,
+        embedder,
+        objective,
+        optimizer,
+        world,
+        graph=graph,
+        on_graph_failure=on_graph_failure,
+        stage=data.stage,
+    )
 
 
 def make_embedder(
@@ -430,7 +407,7 @@ def make_embedder(
         except NoFeatureMapError as error:
             embedder = Embedder.create(**given | {"pooling": "auto"})
             pooling = embedder.architecture.pooling
-            report(f"pooling {pooling} instead of {m.pooling}: {error.reason}")
+            report(f"pooling {pooling} instead of {m.pooling}: {error}")
     for note in notes:
         report(str(note.message))
     if m.weights == "auto" and embedder.takes_images:
@@ -485,7 +462,7 @@ def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Callable[[str], No
 def make_optimizer(
     o: OptimizerConfig, embedder: Embedder, objective: Objective
 ) -> torch.optim.Optimizer:
-    """The optimiser with a learning rate for each part."""
+    """Make the optimizer with a learning rate for each part."""
     groups = parameter_groups(
         embedder,
         objective,
@@ -534,15 +511,13 @@ def first_stage(recipe: Recipe) -> Recipe:
 
 def check_place_of_stages(out: Path) -> None:
     """Refuse a folder with something else in it, which later commands would take for the run."""
-    if RunFolder(out).is_ours():
+    if RunFolder(out).holds_run():
         raise PlaceError(f"{out} holds a run that is not in two stages; choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / FIRST_STAGE).is_dir():
         raise PlaceError(f"{out} is not empty and holds no run; choose another folder")
 
 
-def _two_stages(
-    recipe: Recipe, out: Path, stage: Callable[..., dict[str, Any]], display: Display
-) -> dict[str, Any]:
+def _two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[str, Any]:
     """Find the epochs and the learning-rate drops, then use every class (Teh et al. 2020).
 
     The first stage trains on half of the training classes, drops the rates on plateaus of the
@@ -550,11 +525,11 @@ def _two_stages(
     for as many epochs with the same drops.
     """
     check_place_of_stages(out)
-    folders = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
-    found = stage(first_stage(recipe), *folders)
+    first, second = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
+    found = _train_stage(first_stage(recipe), first, context, second)
     epochs = found["selected"]["epoch"]
     drops = [drop for drop in found["drops"] if drop < epochs]
-    second = recipe.override(
+    recipe = recipe.override(
         {
             "name": f"{recipe.name}, second stage",
             "schedule": {"name": "milestones", "at": drops},
@@ -562,29 +537,17 @@ def _two_stages(
             "evaluation.protocol": "last",
         }
     )
-    display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
-    results = stage(second, folders[1])
+    context.display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
+    results = _train_stage(recipe, second, context)
     return {**results, "protocol": "held_out", "first_stage": found["selected"]}
 
 
-# A callback may train too, hence the R.
-_TURN = threading.RLock()
-
-
 @contextmanager
-def guest_of_torch(
-    world: World,
-    out: str | Path,
-    report: Callable[[str], None] = lambda line: None,
-) -> Iterator[None]:
+def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
     """Restore torch's global state and leave the process group at the end.
 
-    Running out of memory and losing a rank become clear errors. Torch has one random state for all
-    threads: they train one after the other.
+    Running out of memory and losing a rank become clear errors.
     """
-    if not _TURN.acquire(blocking=False):
-        report("waiting for another training in this process to end")
-        _TURN.acquire()
     try:
         with _torch_state_restored(world.device), process_group(world):
             yield
@@ -595,8 +558,6 @@ def guest_of_torch(
             "training.precision bfloat16 or data.cache pixels needs less, or wait until others "
             f"have left the device ({str(error).split('. ')[0]})"
         ) from error
-    finally:
-        _TURN.release()
 
 
 @contextmanager

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -62,23 +63,87 @@ _OURS = {
 _WANDB_ID = "proximetry-id"
 _WANDB = (_WANDB_ID, "run-*", "offline-run-*", "latest-run", "debug*.log")
 _LARGEST_RESULTS = 100_000_000
+_COUNTERS = {"epoch", "batch", "step", "stale"}
 _OTHERWISE = "choose another folder, or start over with --fresh"
 
 
 class RunError(ValueError):
-    """A run that cannot start or go on, and why."""
+    """A run that cannot start or be resumed, and why."""
 
 
-class Continuation(NamedTuple):
-    """A checkpoint to continue from and how far it is; ``problems`` are those of other ones.
+@dataclass(frozen=True)
+class SavedRun:
+    """A run in a folder, as `RunFolder.inspect` read it.
 
-    ``images`` is the fingerprint of those the run was begun with.
+    Attributes:
+        path: the folder.
+        recipe: the recipe it was begun with.
+        checkpoint: the plain state of the last checkpoint, if there is one.
+        results: the results, if the run was complete.
     """
 
     path: Path
-    state: dict[str, Any]
-    problems: list[str]
-    images: dict[str, Any]
+    recipe: Recipe
+    checkpoint: dict[str, Any] | None
+    results: dict[str, Any] | None
+
+    def check(self, recipe: Recipe) -> None:
+        """Reject a recipe that this run cannot be resumed with.
+
+        Paths, runtime settings and the duration may differ.
+        """
+        changed = differences(self.recipe.essence(), recipe.essence())
+        old, new = Path(self.recipe.model.weights), Path(recipe.model.weights)
+        if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
+            changed = changed or [f"model.weights {old} → {new}"]
+        if changed:
+            raise RunError(
+                f"the run in {self.path} was started with another recipe: {', '.join(changed)}; "
+                f"continue it with the same recipe, {_OTHERWISE}"
+            )
+        before, now = self.recipe.training.epochs, recipe.training.epochs
+        if before == now:
+            return
+        if recipe.schedule.name == "cosine":
+            raise RunError(
+                f"the run in {self.path} cannot be resumed to training.epochs {now}: its cosine "
+                f"schedule is laid out over {before} epochs; {_OTHERWISE}"
+            )
+        if self.checkpoint is None:
+            raise _checkpoints_gone(self.path)
+        state = self.checkpoint["state"]
+        done = state["epoch"] + (state["batch"] > 0)
+        if now < done:
+            raise RunError(
+                f"the run in {self.path} is in its epoch {done} already, past training.epochs "
+                f"{now}; {_OTHERWISE}"
+            )
+
+    def is_complete(self, recipe: Recipe) -> bool:
+        """Return whether the results are those at the end of this recipe."""
+        if self.results is None:
+            return False
+        try:
+            read_embedder(self.path / "embedder")
+        except ValueError as error:
+            raise RunError(f"{error}. {_rebuild(self.path)}") from error
+        epochs, wanted = self.results["epochs"], recipe.training
+        if epochs == wanted.epochs or self.checkpoint is None:
+            return True
+        state = self.checkpoint["state"]
+        finished = state.get("finished") == wanted.epochs
+        over = finished or wanted.is_over(epochs, state["stale"])
+        return bool(state["epoch"] == epochs and over)
+
+
+def _rebuild(path: Path) -> str:
+    results = RunFolder(path).results
+    return f"Delete {results} to repeat the final evaluation, or start over with --fresh."
+
+
+def _checkpoints_gone(path: Path) -> RunError:
+    last = RunFolder(path).last
+    return RunError(f"the checkpoints of the run in {path} are gone; put {last} back, {_OTHERWISE}")
 
 
 class PlaceError(RunError, UsageError):
@@ -116,38 +181,10 @@ class RunFolder:
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that are here: the last, the best, and kept ones from the newest on."""
+        """Return the checkpoints that are here: the last, the best, kept ones from the newest."""
         kept = self.last.parent.glob("epoch-*.safetensors")
         newest_first = sorted(kept, key=lambda path: (len(path.name), path.name), reverse=True)
         return [path for path in (self.last, self.best, *newest_first) if path.exists()]
-
-    def newest(self) -> Continuation:
-        """The checkpoint that has come furthest: the last one, or else the best or a kept one.
-
-        It makes no difference to the result which one a run continues from.
-        """
-        found: list[tuple[Path, dict[str, Any]]] = []
-        problems: list[str] = []
-        for path in self.checkpoints():
-            if found and path not in (self.last, self.best):
-                break
-            try:
-                plain = read_state(path)
-                state, _ = plain["state"], plain["images"]
-                state["step"], state["epoch"], state["batch"]
-            except CheckpointError as error:
-                problems.append(str(error))
-            except (LookupError, TypeError):
-                problems.append(f"{path} is no checkpoint of a run")
-            else:
-                found.append((path, plain))
-        if not found:
-            why = "; ".join(problems) or f"the checkpoints of the run in {self.path} are gone"
-            raise RunError(f"{why}; put {self.last} back, {_OTHERWISE}")
-        if not self.last.exists():
-            problems.append(f"there is no checkpoint {self.last}")
-        path, plain = max(found, key=lambda one: one[1]["state"]["step"])
-        return Continuation(path, plain["state"], problems, plain["images"])
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:
         """Begin a run here; one that is here is removed first."""
@@ -158,19 +195,13 @@ class RunFolder:
         atomic_write(self.environment, environment.encode())
         recipe.save(self.recipe)
 
-    def go_on(self, recipe: Recipe, lines: Sequence[dict[str, Any]], report: Report) -> None:
-        """Continue the run here, of whose metrics these lines are known."""
+    def resume(self, recipe: Recipe, lines: Sequence[dict[str, Any]]) -> None:
+        """Resume the run here with the lines of metrics.jsonl that its checkpoint has."""
         self._tidy()
-        if Recipe.load(self.recipe) != recipe:
-            recipe.save(self.recipe)
-        known = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        there = self.metrics.read_bytes() if self.metrics.exists() else b""
-        if there == known:
-            return
-        # A run that is cut off has logged epochs since the checkpoint, or has yet to log some.
-        if not there.startswith(known) and not known.startswith(there):
-            report(f"{self.metrics} was changed or damaged: written again from the checkpoint")
-        atomic_write(self.metrics, known)
+        recipe.save(self.recipe)
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        if not self.metrics.exists() or self.metrics.read_bytes() != content:
+            atomic_write(self.metrics, content)
 
     def _tidy(self) -> None:
         """Remove what a killed process of ours has left half-written."""
@@ -179,12 +210,22 @@ class RunFolder:
                 if any(fnmatch(written_for(path), name) for name in names):
                     path.unlink(missing_ok=True)
 
-    def check(self, recipe: Recipe, resume: bool = True) -> Recipe | None:
-        """Refuse a folder that holds something else, or a run that was started differently.
+    def resolve(self, recipe: Recipe, resume: bool = True) -> tuple[Recipe, SavedRun | None]:
+        """Validate folder and recipe; return the saved run, and the recipe without its choices.
 
-        Returns the recipe of the run that is to be continued, if there is one. Where things lie,
-        the pace and the end may change from then to now.
+        A value that is ``auto`` in the recipe becomes the one that the saved run has.
         """
+        self.check_place()
+        saved = self.inspect() if resume else None
+        if saved is None:
+            self._check_embedder()
+            return recipe, None
+        recipe = keep_choices(recipe, saved.recipe)
+        saved.check(recipe)
+        return recipe, saved
+
+    def check_place(self) -> None:
+        """Reject a folder that cannot be written to or holds something else."""
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise PlaceError(f"{there} is a file; choose another folder")
@@ -192,49 +233,52 @@ class RunFolder:
             check_writable(there / LOCK)
         except UsageError:
             raise PlaceError(f"{there} cannot be written to; choose another folder") from None
-        if there != self.path:
-            return None
-        if not self.is_ours():
-            names = {path.name for path in self.path.iterdir() if not written_for(path)}
-            if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
-                raise PlaceError(
-                    f"{self.path} is not empty and holds no run; choose another folder"
-                )
-        elif resume and (begun := self.begun()) is not None:
-            self._check_same(begun, recipe)
-            return begun
-        self._check_embedder()
-        return None
-
-    def is_ours(self) -> bool:
-        """Whether there is the recipe of a run, and not a file that is called like one."""
-        return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
-
-    def _check_same(self, begun: Recipe, recipe: Recipe) -> None:
-        changed = differences(begun.essence(), recipe.essence())
-        old, new = Path(begun.model.weights), Path(recipe.model.weights)
-        if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
-            changed = changed or [f"model.weights {old} → {new}"]
-        if changed:
-            raise RunError(
-                f"the run in {self.path} was started with another recipe: {', '.join(changed)}; "
-                f"continue it with the same recipe, {_OTHERWISE}"
-            )
-        before, now = begun.training.epochs, recipe.training.epochs
-        if before != now and recipe.schedule.name == "cosine":
-            raise RunError(
-                f"the run in {self.path} cannot go on to training.epochs {now}: its cosine "
-                f"schedule is laid out over {before} epochs; {_OTHERWISE}"
-            )
-        if before == now and (self.results.exists() or self.checkpoints()):
+        if there != self.path or self.holds_run():
             return
-        state = self.newest().state
-        done = state["epoch"] + (state["batch"] > 0)
-        if now < done:
-            raise RunError(
-                f"the run in {self.path} is in its epoch {done} already, past training.epochs "
-                f"{now}; {_OTHERWISE}"
-            )
+        names = {path.name for path in self.path.iterdir() if not written_for(path)}
+        if any(self.last.parent.glob("*")) or names.difference(_BEFORE_RECIPE):
+            raise PlaceError(f"{self.path} is not empty and holds no run; choose another folder")
+
+    def inspect(self) -> SavedRun | None:
+        """Read the run in this folder; return None if there is none with a checkpoint."""
+        recipe = self.read_recipe()
+        if recipe is None:
+            return None
+        try:
+            results = self.read_results() if self.results.exists() else None
+        except RunError as error:
+            raise RunError(f"{error}. {_rebuild(self.path)}") from error
+        if self.last.exists():
+            return SavedRun(self.path, recipe, self._read_last(), results)
+        if results is None:
+            raise _checkpoints_gone(self.path)
+        return SavedRun(self.path, recipe, None, results)
+
+    def _read_last(self) -> dict[str, Any]:
+        try:
+            plain = read_state(self.last)
+            if "images" in plain and plain.get("state", {}).keys() >= _COUNTERS:
+                return plain
+            raise CheckpointError(f"{self.last} is no checkpoint of a run")
+        except CheckpointError as error:
+            raise RunError(f"{error}; put {self.last} back, {_OTHERWISE}") from error
+
+    def read_recipe(self) -> Recipe | None:
+        """Return the recipe of the run in this folder; None before its first checkpoint."""
+        if not self.holds_run():
+            return None
+        try:
+            recipe = Recipe.load(self.recipe)
+        except RecipeError as error:
+            raise RunError(f"{error}; put {self.recipe} back, {_OTHERWISE}") from error
+        if self.results.exists() or self.last.exists():
+            return recipe
+        # Once an epoch with a checkpoint is logged, a missing checkpoint is an error.
+        return recipe if self._epochs_logged() >= recipe.training.checkpoint_epochs else None
+
+    def holds_run(self) -> bool:
+        """Return whether the recipe of a run is here, and not just a file of that name."""
+        return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
 
     def _check_embedder(self) -> None:
         """Refuse to begin where the new embedder would have to be saved among other files."""
@@ -250,41 +294,6 @@ class RunFolder:
                 "move them elsewhere, or choose another folder"
             )
 
-    def is_complete(self, recipe: Recipe, report: Report = lambda line: None) -> bool:
-        """Whether the results and the embedder that are here are those at the end of this recipe.
-
-        What of them is lost or damaged is made again from the checkpoint, if there is one.
-        """
-        if not self.results.exists():
-            return False
-        try:
-            epochs, wanted = self.read_results()["epochs"], recipe.training
-            read_embedder(self.embedder)
-        except ValueError as error:
-            if not self.checkpoints():
-                raise RunError(f"{error}, and there is no checkpoint; {_OTHERWISE}") from error
-            report(f"{error}; made again from the checkpoint")
-            return False
-        if epochs == wanted.epochs or not self.checkpoints():
-            return True
-        state = self.newest().state
-        finished = state.get("finished") == wanted.epochs
-        over = finished or wanted.is_over(epochs, state["stale"])
-        return bool(state["epoch"] == epochs and over)
-
-    def begun(self) -> Recipe | None:
-        """The recipe of the run that is here, unless it has not come to its first checkpoint."""
-        if not self.is_ours():
-            return None
-        try:
-            recipe = Recipe.load(self.recipe)
-        except RecipeError as error:
-            raise RunError(f"{error}; put {self.recipe} back, {_OTHERWISE}") from error
-        if self.results.exists() or self.checkpoints():
-            return recipe
-        # Without a checkpoint nothing is known of a run, unless it must have been there.
-        return recipe if self._epochs_logged() >= recipe.training.checkpoint_epochs else None
-
     def _epochs_logged(self) -> int:
         """The last epoch that metrics.jsonl tells of, whatever else is in it."""
         epochs = [0]
@@ -294,15 +303,10 @@ class RunFolder:
                     epochs.append(int(parse_json(text.decode())["epoch"]))
         return max(epochs)
 
-    def keep_choices(self, recipe: Recipe, resume: bool) -> Recipe:
-        """Leave nothing to ``auto`` that was chosen when the run here was begun."""
-        begun = self.begun() if resume else None
-        return recipe if begun is None else keep_choices(recipe, begun)
-
-    def acquire(self, report: Report = lambda line: None) -> None:
-        """Be the only one who writes here, after waiting a little for another run to end."""
+    def acquire(self, report: Report = lambda line: None) -> bool:
+        """Lock the folder, after waiting a little for another run; return whether that is new."""
         if self._held is not None:
-            return
+            return False
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._held = take_lock(self.lock, LOCK_SECONDS, report)
@@ -314,6 +318,7 @@ class RunFolder:
             raise RunError(
                 f"{self.path} cannot be written to ({error.strerror}); choose another folder"
             ) from error
+        return True
 
     def is_held(self) -> bool:
         """Whether another process writes here; False on a file system without locks."""
@@ -338,9 +343,8 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the run that is here, if any, but nothing else.
 
-        Whenever that is cut off, what is left can be continued, or counts as no run: the results
-        go first, the best checkpoint after the others, and the recipe last. Without metrics nobody
-        misses a checkpoint.
+        If that is interrupted, the rest can be resumed or counts as no run: the results and
+        metrics go first, then the last checkpoint, and the recipe at the end.
         """
         self.results.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
-"""How far a run has come: what a checkpoint holds besides weights and optimiser."""
+"""The state of a run besides weights and optimizer; saving and restoring it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import (
     CheckpointError,
+    link_checkpoint,
     load_checkpoint,
-    read_state,
     save_checkpoint,
 )
 from proximetry.training.fingerprint import may_have_changed, refuse_others
@@ -61,6 +62,14 @@ class TrainState:
         self.batch += 1
         self.step += 1
 
+    def end_epoch(self, batches: int) -> dict[str, Any]:
+        """Count an epoch of this number of batches; return epoch, step and mean loss."""
+        self.epoch += 1
+        self.batch = 0
+        mean = self.loss_sum.item() / batches
+        self.loss_sum.zero_()
+        return {"epoch": self.epoch, "step": self.step, "loss": mean}
+
     def observe(self, value: float) -> bool:
         """Take the selection metric after an epoch; return whether it is better than any before.
 
@@ -82,7 +91,7 @@ def save_state(path: Path, run: "Run") -> None:
 
 
 def _plain_state(run: "Run") -> dict[str, Any]:
-    """Return plain values that do not change when the run goes on."""
+    """Return a copy of the state in plain values."""
     state = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in vars(run.state).items()
@@ -98,8 +107,8 @@ def _plain_state(run: "Run") -> dict[str, Any]:
 
 
 def restore_state(path: Path, run: "Run") -> None:
-    """Continue from a checkpoint."""
-    try:
+    """Resume from a checkpoint."""
+    with _explain(path):
         plain = load_checkpoint(
             path, run.modules(), run.updater.optimizer, lambda plain: _check_same(path, plain, run)
         )
@@ -114,27 +123,51 @@ def restore_state(path: Path, run: "Run") -> None:
             run.clock.seconds[phase] += seconds
         if plain["scaler"]:
             run.updater.scaler.load_state_dict(plain["scaler"])
+
+
+@contextmanager
+def _explain(path: Path) -> Iterator[None]:
+    """Add the remedy to errors about a checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise RunError(f"{error}. Put {path} back, or start over with --fresh.") from error
     except (LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError(
+        raise RunError(
             f"{path} is no checkpoint of this version of Proximetry ({error!r}); use the one that "
             "wrote it, or start over with --fresh"
         ) from error
 
 
-def find_best(run: "Run") -> tuple[Path | None, str]:
-    """Find a checkpoint of the selected epoch; where there is none, also say why."""
-    wanted = run.state.best_epoch
-    problems = []
-    for path in (run.folder.best, run.folder.of_epoch(wanted or 0)):
-        try:
-            plain = read_state(path)
-            _check_same(path, plain, run)
-            if plain["state"]["epoch"] == wanted:
-                return path, ""
-            problems.append(f"{path} is of epoch {plain['state']['epoch']}, not of epoch {wanted}")
-        except (ValueError, LookupError) as error:
-            problems.append(str(error))
-    return None, problems[0]
+def is_kept(run: "Run") -> bool:
+    """Return whether the checkpoint of this epoch is kept."""
+    every = run.recipe.training.keep_checkpoint_every
+    return every > 0 and run.state.epoch % every == 0
+
+
+def link_checkpoints(run: "Run") -> None:
+    """Link ``last`` as the checkpoint of the selected and of the kept epoch, where it is that."""
+    folder, state = run.folder, run.state
+    if not run.world.leads or state.batch or not state.epoch:
+        return
+    if state.best_epoch == state.epoch:
+        link_checkpoint(folder.last, folder.best)
+    if is_kept(run):
+        link_checkpoint(folder.last, folder.of_epoch(state.epoch))
+
+
+def restore_best(run: "Run") -> None:
+    """Load the weights of the selected epoch."""
+    path, wanted = run.folder.best, run.state.best_epoch
+
+    def check(plain: dict[str, Any]) -> None:
+        _check_same(path, plain, run)
+        epoch, batch = plain["state"]["epoch"], plain["state"]["batch"]
+        if (epoch, batch) != (wanted, 0):
+            raise CheckpointError(f"{path} is not of the selected epoch {wanted}, but of {epoch}")
+
+    with _explain(path):
+        load_checkpoint(path, run.modules(), check=check)
 
 
 def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
@@ -151,48 +184,9 @@ def _check_same(path: Path, plain: dict[str, Any], run: "Run") -> None:
     if not 0 <= batch <= length or step != epoch * length + batch:
         raise CheckpointError(
             f"{path} is damaged: step {step} is not batch {batch} of epoch {epoch} with {length} "
-            "batches each. Start over with --fresh."
+            "batches each"
         )
     doubt = may_have_changed(plain["images"], run.data.fingerprint)
     if doubt and doubt not in run.data.notes:
         run.report(doubt)
         run.data.notes.append(doubt)
-
-
-class Checkpoints(Callback):
-    """Writes metrics.jsonl, and the last and the best state where the recipe says so."""
-
-    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """Note the baseline."""
-        run.state.lines.append(line)
-        if run.world.leads:
-            run.folder.log(line)
-
-    def on_step_end(self, run: "Run", loss: Tensor) -> None:
-        """Save within an epoch."""
-        every = run.recipe.training.checkpoint_steps
-        if every and run.state.step % every == 0 and run.state.batch < len(run.data.sampler):
-            save_state(run.folder.last, run)
-
-    def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Save at the end of an epoch.
-
-        Its line in metrics.jsonl comes afterwards: once it is there, so is the checkpoint, and who
-        finds the one without the other knows that something was lost.
-        """
-        run.state.lines.append(line)
-        t, epoch = run.recipe.training, run.state.epoch
-        selected = run.state.best_epoch == epoch
-        if selected:
-            save_state(run.folder.best, run)
-        # With the best, so that a run never continues from before the best it has on disk.
-        if selected or epoch % t.checkpoint_epochs == 0 or run.is_over():
-            save_state(run.folder.last, run)
-        if t.keep_checkpoint_every and epoch % t.keep_checkpoint_every == 0:
-            save_state(run.folder.of_epoch(epoch), run)
-        if run.world.leads:
-            run.folder.log(line)
-
-    def on_stop(self, run: "Run") -> None:
-        """Save where the run was stopped."""
-        save_state(run.folder.last, run)

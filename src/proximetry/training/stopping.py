@@ -13,7 +13,7 @@ FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
 
 
 class Stopped(Exception):  # noqa: N818
-    """What was asked to stop and saved itself, and how it goes on."""
+    """A run that was stopped and saved, and how to resume it."""
 
 
 class StopRequests:

@@ -43,7 +43,7 @@ class TrainingNetwork(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalise, where that is to be done, and embed."""
         with autocast(self.precision, self.device):
-            features = self.embedder.features_from(pixels, self.stage)
+            features = self.embedder.features(pixels, self.stage)
             if self.dropout:
                 features = F.dropout(features, self.dropout)
             return self.embedder.project(features)
@@ -66,6 +66,7 @@ class Updater:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         world: World,
+        *,
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
         stage: Stage = "pixels",

@@ -43,7 +43,7 @@ M = TypeVar("M", bound=BaseModel)
 
 MOST_FOUND = 1000
 _LARGEST_ID = 2**63 - 1
-_MOST_CLASSES = 2000  # that the page is told to choose from
+_MOST_CLASSES = 2000  # listed on the page
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -71,8 +71,8 @@ class Item(BaseModel):
     id: int = Field(description="Given once and never again.")
     label: Scalar = Field(description="Its class, if it has one.")
     file: str = Field(description="Its path, from the folder that all images lie in.")
-    image: str = Field(description="Where its picture is, from the address of the server.")
-    details: dict[str, Scalar] = Field(description="What else is known, by column.")
+    image: str = Field(description="URL of its thumbnail, relative to the server.")
+    details: dict[str, Scalar] = Field(description="Other metadata, by column.")
 
 
 class Match(Item):
@@ -110,8 +110,7 @@ class SearchForm(BaseModel):
     threshold: float | None = Field(
         None,
         allow_inf_nan=False,
-        description="Leave out images whose cosine is smaller, or whose Euclidean distance is "
-        "larger.",
+        description="Exclude images with a smaller cosine or a larger Euclidean distance.",
     )
 
     @classmethod
@@ -152,7 +151,7 @@ class Limits(BaseModel):
 
 
 class GalleryInfo(BaseModel):
-    """What the gallery is, and what is known of its embedder."""
+    """The gallery and its embedder."""
 
     name: str
     version: str
@@ -160,7 +159,7 @@ class GalleryInfo(BaseModel):
     dim: int
     similarity: Literal["cosine", "euclidean"]
     index: str
-    columns: list[str] = Field(description="What `where` may ask for.")
+    columns: list[str] = Field(description="Columns that `where` can filter by.")
     classes: list[Class] = Field(description=f"The {_MOST_CLASSES} most frequent ones at most.")
     class_count: int
     suggested: list[int] = Field(description="Ids of some images to begin with.")
@@ -180,7 +179,7 @@ ItemId = Annotated[int, PathParameter(ge=0, le=_LARGEST_ID, description="The id 
 _NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such id"}}
 _COMMON: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "The token is missing or wrong"},
-    422: {"model": Problem, "description": "Not what is asked for here"},
+    422: {"model": Problem, "description": "Invalid request"},
     503: {"model": Problem, "description": "Busy"},
 }
 
@@ -192,7 +191,7 @@ class Service:
         self.view = View(path)
         self.searcher = Searcher(self.view)
         self.maps = MapMaker(path)
-        self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="pictures")
+        self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
         self._map: tuple[tuple[str, str], bytes] | None = None
 
     def start(self) -> None:
@@ -212,12 +211,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     def item(self, item: int) -> dict[str, Any]:
-        """Return what may be told of an image."""
+        """Return the metadata of an image."""
         (record,) = self.view.items(self.view.current(), [item])
         return record
 
     def describe(self) -> bytes:
-        """Return what the page is told first."""
+        """Return the description of the gallery."""
         about = self.view.about()
         gallery, embedder = about.gallery, about.gallery.embedder
         classes = list(about.classes.items())
@@ -277,7 +276,7 @@ def _drawn(gallery: Gallery, about: About, found: GalleryMap) -> bytes:
 
 
 def _columns(gallery: Gallery) -> list[str]:
-    """Columns that may be asked for: paths are ours, and nobody's to guess at."""
+    """Return the columns for filters; paths are private."""
     return [name for name in gallery.columns if name != "path"]
 
 
@@ -332,10 +331,10 @@ def make_app(path: Path) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Make every error one sentence."""
+    """Return errors as JSON."""
 
     @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> Response:
+    async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         detail = "not found" if error.detail == "Not Found" else str(error.detail)
         return _reply(_dump({"detail": detail}), error.status_code, **dict(error.headers or {}))
 
@@ -348,7 +347,7 @@ def _handle_errors(app: FastAPI) -> None:
         return _reply(_dump({"detail": f"{where}: {message}{given}"}), 422)
 
     @app.exception_handler(UsageError)
-    async def asked_wrongly(request: Request, error: UsageError) -> Response:
+    async def bad_request(request: Request, error: UsageError) -> Response:
         return _reply(_dump({"detail": shorten(str(error), 500)}), 422)
 
     @app.exception_handler(ImageError)
@@ -380,16 +379,16 @@ def _add_search(app: FastAPI, service: Service) -> None:
         # Read here and not by FastAPI, which would take as long as all the rest.
         form = await request.form(max_files=1, max_fields=200)
         try:
-            asked = _read(SearchForm, form)
+            wanted = _read(SearchForm, form)
             image = form.get("image") or None
             if isinstance(image, str):
                 raise UsageError("image must be a file")
-            if (image is None) == (asked.id is None):
+            if (image is None) == (wanted.id is None):
                 raise UsageError("give an image to search for, or the id of one in the gallery")
-            answer = await _ask(service, asked, image)
+            answer = await _search(service, wanted, image)
         finally:
             await form.close()
-        return _found(answer, asked.threshold)
+        return _found(answer, wanted.threshold)
 
 
 def _read(model: type[M], form: FormData) -> M:
@@ -412,18 +411,18 @@ def _read(model: type[M], form: FormData) -> M:
         ) from None
 
 
-async def _ask(service: Service, asked: SearchForm, image: UploadFile | None) -> Answer:
+async def _search(service: Service, wanted: SearchForm, image: UploadFile | None) -> Answer:
     try:
-        where = _conditions(service.view.opened, asked.where)
+        where = _conditions(service.view.opened, wanted.where)
     except UsageError:  # of what was open; its newest version may have the column
-        where = _conditions(await service.run(service.view.current), asked.where)
+        where = _conditions(await service.run(service.view.current), wanted.where)
     try:
         if image is not None:
-            return await service.searcher.search_image(image.file.read, asked.k, where)
-        assert asked.id is not None
-        return await service.searcher.search_item(asked.id, asked.k, where)
+            return await service.searcher.search_image(image.file.read, wanted.k, where)
+        assert wanted.id is not None
+        return await service.searcher.search_item(wanted.id, wanted.k, where)
     except GoneError:
-        raise HTTPException(404, f"no image of the gallery has the id {asked.id}") from None
+        raise HTTPException(404, f"no image of the gallery has the id {wanted.id}") from None
     except ChangedError:
         raise HTTPException(
             503, "the gallery was built anew just now; try again", {"Retry-After": "1"}
@@ -433,7 +432,7 @@ async def _ask(service: Service, asked: SearchForm, image: UploadFile | None) ->
 def _add_items(app: FastAPI, service: Service) -> None:
     @app.get(
         "/items/{item}",
-        summary="What is known of an image",
+        summary="Metadata of an image",
         responses={200: {"model": Item}, **_NOT_FOUND},
     )
     async def get_item(item: ItemId) -> Response:
@@ -490,7 +489,7 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
             raise HTTPException(503, str(error)) from None
         return _reply(content, status)
 
-    @app.get("/gallery", summary="What the gallery is", responses={200: {"model": GalleryInfo}})
+    @app.get("/gallery", summary="Describe the gallery", responses={200: {"model": GalleryInfo}})
     async def get_gallery() -> Response:
         return _reply(await service.run(service.describe))
 

@@ -1,7 +1,6 @@
-"""The map of a gallery: computed in a process of its own, and kept for the next time.
+"""The map of a gallery: computed in a child process with low priority, and cached.
 
-The process is nice to others, so that searching stays quick meanwhile, and it ends with the server,
-however that ends.
+The process ends with the server, even if the server is killed.
 """
 
 import json
@@ -116,9 +115,9 @@ class MapMaker:
         if self._process.returncode:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").split("\n")
-            told = [line for line in lines if line.strip()]
+            messages = [line for line in lines if line.strip()]
             # Not for clients: it may name files of this machine.
-            why = told[-1] if told else "its process was ended"
+            why = messages[-1] if messages else "its process was killed"
             log.warning("the map could not be made: %s", why)
             self._failed[self._version] = time.monotonic()
         self._discard()

@@ -19,7 +19,7 @@ from proximetry._common import UsageError, readable_size, shown
 MOST_BYTES = 20_000_000
 """Of a request, which is an image and little else."""
 MOST_REQUESTS, MOST_SEARCHES = 256, 128
-"""How many are worked on or wait at once; more are told to come again."""
+"""Maximum number of concurrent and waiting requests; others are answered 503."""
 _ALL_BYTES = 400_000_000
 _SECONDS = 30.0  # in which a request has to arrive
 _TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
@@ -30,7 +30,7 @@ _CSP = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' blob:",  # the picture that is searched for is shown from memory
+        "img-src 'self' blob:",  # the preview of an upload is shown from memory
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

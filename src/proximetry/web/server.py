@@ -1,4 +1,4 @@
-"""The server: where it listens, and who is told how to reach it."""
+"""The server: addresses, ports and the printed URLs."""
 
 import errno
 import ipaddress
@@ -115,9 +115,9 @@ def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.soc
     except OSError as error:
         port = address[1]
         if error.errno == errno.EADDRINUSE:
-            told = f"port {port} of {host} is in use, perhaps by another `proximetry serve`"
-            raise UsageError(f"{told}; choose another one with --port") from error
+            problem = f"port {port} of {host} is in use, perhaps by another `proximetry serve`"
+            raise UsageError(f"{problem}; choose another one with --port") from error
         if error.errno == errno.EACCES:
             raise UsageError(f"port {port} needs more rights; take one from 1024 up") from error
-        told = f"this machine cannot listen on {host}: {error.strerror}"
-        raise UsageError(f"{told}; choose an address of its own with --host") from error
+        problem = f"this machine cannot listen on {host}: {error.strerror}"
+        raise UsageError(f"{problem}; choose one of its addresses with --host") from error

@@ -1,4 +1,4 @@
-"""A gallery as the page sees it: always the newest version, and no names of our folders."""
+"""A gallery as the page sees it: the newest version, without names of folders."""
 
 import hashlib
 import io
@@ -24,13 +24,13 @@ from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 log = logging.getLogger("proximetry.web")
 
 SIZES = (16, 2048)
-"""The smallest and the largest picture that is made of an image, in pixels of its longer side."""
+"""Minimum and maximum longer side of a thumbnail in pixels."""
 # Seconds between two looks whether another process has changed the gallery.
 _LOOK_EVERY = 1.0
 # Images by whose paths the folder is found that all of them lie in.
 _LOOKED_AT = 1000
 _SUGGESTED = 12
-# Pictures up to this size are kept in memory, and as they are: JPEG would smear so few pixels.
+# Thumbnails up to these sizes are cached, and lossless: JPEG blurs very small images.
 _THUMBNAIL, _LOSSLESS = 320, 96
 _KEPT = 2048
 
@@ -46,9 +46,9 @@ class About(NamedTuple):
     """What is known of one version of a gallery.
 
     Attributes:
-        gallery: the one that was asked, which may have gone on since.
+        gallery: the gallery, which may have a newer version by now.
         version: which one.
-        home: the folder that its images lie in; nobody outside is told.
+        home: the common folder of its images, which is never sent.
         classes: by name, how many images there are; most frequent first.
         suggested: ids to begin with.
     """
@@ -75,7 +75,7 @@ class View:
 
     @property
     def opened(self) -> Gallery:
-        """The gallery as it was last seen: at once, whatever the disk does."""
+        """The gallery as last read, without access to the disk."""
         return self._gallery
 
     def current(self) -> Gallery:
@@ -101,7 +101,7 @@ class View:
                 self._gallery, self._build = Gallery.open(self.path), build
             self._state = state
         except (OSError, ValueError) as error:
-            if self._state:  # said once, until it can be read again
+            if self._state:  # logged once, until it can be read again
                 log.warning("the gallery is served as it was, since it cannot be read: %s", error)
             self._state = ()
 
@@ -114,13 +114,13 @@ class View:
             return found
 
     def items(self, gallery: Gallery, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what may be told of images; raises UsageError where there is none."""
+        """Return the metadata of images; raise UsageError for an unknown id."""
         return self.records(gallery, ids, gallery.rows(ids))
 
     def records(
         self, gallery: Gallery, ids: Sequence[int], columns: dict[str, list[Any]]
     ) -> list[dict[str, Any]]:
-        """Return what may be told of images whose columns are known."""
+        """Return the metadata of images from their columns."""
         home = (self._about or self.about()).home
         others = [name for name in columns if name not in ("path", "label")]
         return [
@@ -135,10 +135,9 @@ class View:
         ]
 
     def picture(self, item: int, size: int, known: str | None) -> tuple[str, Picture | None]:
-        """Return an image of the gallery, its longer side at most so many pixels, and its ETag.
+        """Return the ETag of an image and its thumbnail, None if the client knows the ETag.
 
-        There is no picture if its ETag is the one that the client knows. It is another one for
-        another file: every gallery has an image 0.
+        The ETag depends on the file, not on the id: every gallery has an image 0.
 
         Raises:
             UsageError: there is no such image.
@@ -151,7 +150,7 @@ class View:
             state = ()
         mark = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
         if not state:
-            return mark, _picture(path, size)  # which says why
+            return mark, _picture(path, size)  # raises ImageError
         if mark == known:
             return mark, None
         return mark, (_picture(path, size) if size > _THUMBNAIL else _thumbnail(path, state, size))
@@ -168,7 +167,7 @@ def _thumbnail(path: str, state: tuple[int, ...], size: int) -> Picture:
 
 
 def _picture(path: str, size: int) -> Picture:
-    """Decode an image and encode it again: whatever the file is, pixels are what is sent."""
+    """Decode and encode an image, so that only pixels are sent, whatever the file is."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
     if max(image.size) <= _LOSSLESS:
@@ -205,7 +204,7 @@ def _below(home: str, path: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has; no number where there is none."""
+    """Convert a value to JSON; NaN and infinity become None."""
     if isinstance(value, dict):
         return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Backbones: every model of timm by name, and three that timm lacks, registered into it."""
+"""Backbones: all models of timm, and three more that are registered with it."""
 
 import copy
 import sys
@@ -17,13 +17,13 @@ from proximetry.models.batchnorm import evaluating
 
 @dataclass(frozen=True)
 class Features:
-    """What a backbone gives for images of one size.
+    """Output of a backbone for one image size.
 
     Attributes:
-        channels: of the feature map or, where the backbone pools it itself, of the result.
-        size: height and width of the feature map; None if there is none.
+        channels: of the feature map, or of the output if the backbone pools it itself.
+        size: height and width of the feature map; None without one.
         channels_last: whether the map is [H, W, channels].
-        dropped: parameters that take no part, and were removed.
+        dropped: unused parameters, which were removed.
     """
 
     channels: int
@@ -34,10 +34,7 @@ class Features:
 
 @cache
 def load_timm() -> Any:
-    """Import timm, and register our own backbones with it.
-
-    It takes longer than torch, and a search or a mistake in a command needs no network.
-    """
+    """Import timm, which is slow, and register our backbones with it."""
     timm = need("timm", "images", "A backbone")
     from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401
 
@@ -45,7 +42,7 @@ def load_timm() -> Any:
 
 
 def own_backbones() -> dict[str, str]:
-    """Return the backbones that timm lacks, by name, with a line of what each is."""
+    """Return names and one-line descriptions of the backbones that timm lacks."""
     load_timm()
     from proximetry.models.backbones.base import BACKBONES
 
@@ -54,12 +51,12 @@ def own_backbones() -> dict[str, str]:
 
 
 def list_backbones(pattern: str = "") -> list[str]:
-    """Return the names that `Embedder.create` takes; `pattern` may hold wildcards ("resnet*")."""
+    """Return the names for `Embedder.create`; `pattern` may have wildcards ("resnet*")."""
     return load_timm().list_models(pattern)  # type: ignore[no-any-return]
 
 
 def check_name(name: str) -> str:
-    """Return `name`; refuse what is no backbone and suggest near names."""
+    """Return `name`, or raise and suggest similar names."""
     timm = load_timm()
     if isinstance(name, str) and timm.is_model(name):
         with suppress(RuntimeError):  # of an unknown tag
@@ -67,31 +64,31 @@ def check_name(name: str) -> str:
             return name
     if isinstance(name, nn.Module):
         raise UsageError(
-            f"backbone is a name of timm, got the module {type(name).__name__}; a network of your "
-            "own becomes an embedder by Embedder.wrap(module, preprocessing, dim)"
+            f"backbone must be a name, got the module {type(name).__name__}. Use "
+            "Embedder.wrap(module, preprocessing, dim)."
         )
-    near = closest(str(name), timm.list_models())
+    suggestion = closest(str(name), timm.list_models())
     raise UsageError(
-        f"unknown backbone {shown(name)}{near} `proximetry backbones 'resnet*'`, or in Python "
-        "list_backbones('resnet*'), finds names"
+        f"unknown backbone {shown(name)}{suggestion} List names with `proximetry backbones "
+        "'resnet*'` or list_backbones('resnet*')."
     )
 
 
 def build(
     name: str, crop: tuple[int, int] | None = None, tensors: dict[str, Tensor] | None = None
 ) -> nn.Module:
-    """Make a backbone without classifier, random or with tensors under timm's own names."""
+    """Create a backbone without classifier, with random weights or tensors that timm can load."""
     timm = load_timm()
     config = timm.get_pretrained_cfg(check_name(name))
-    own = tuple(config.input_size[-2:])
+    size = tuple(config.input_size[-2:])
     extra: dict[str, Any] = {}
-    if crop and crop != own and config.fixed_input_size:
+    if crop and crop != size and config.fixed_input_size:
         extra["img_size"] = crop
     try:
         model = timm.create_model(
             name,
             pretrained=tensors is not None,
-            # Tensors, not their file: timm would unpickle it without restriction.
+            # Tensors, not their file, which timm would unpickle without restriction.
             pretrained_cfg_overlay={"state_dict": tensors} if tensors else None,
             num_classes=0,
             **extra,
@@ -100,56 +97,52 @@ def build(
         if not crop or not extra:
             raise
         raise ValueError(
-            f"{name} takes images of {own[0]}×{own[1]} only, not {crop[0]}×{crop[1]}"
+            f"{name} takes images of {size[0]}×{size[1]} only, not {crop[0]}×{crop[1]}"
         ) from error
     model.pretrained_cfg["state_dict"] = None
     return model  # type: ignore[no-any-return]
 
 
 def set_drop_path(model: nn.Module, name: str, rate: float) -> bool:
-    """Give a backbone stochastic depth, as timm builds it in: the more the later the block.
-
-    Returns whether it has blocks that can be dropped.
-    """
+    """Add timm's stochastic depth to a backbone; return whether it has blocks to drop."""
     timm = load_timm()
     from timm.layers.drop import DropPath
 
     rates: dict[str, float] = {}
     if timm.is_model(name):
-        # A network that does not know the argument says so by a TypeError.
+        # TypeError: the network has no such argument.
         with random_numbers_kept(), suppress(TypeError):
             parts = timm.create_model(name, num_classes=0, drop_path_rate=rate).named_modules()
-            rates = {place: one.drop_prob for place, one in parts if isinstance(one, DropPath)}
-    for place, share in rates.items():
-        parent, _, child = place.rpartition(".")
-        setattr(model.get_submodule(parent), child, DropPath(share).train(model.training))
+            rates = {path: part.drop_prob for path, part in parts if isinstance(part, DropPath)}
+    for path, block_rate in rates.items():
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, DropPath(block_rate).train(model.training))
     return bool(rates)
 
 
 def check_patches(
     model: nn.Module, name: str, crop: tuple[int, int], key: str = "image_size"
 ) -> None:
-    """Refuse images whose border would be in no patch: timm may drop it without a word."""
+    """Raise if the image size is not a multiple of the patch size: timm may drop the border."""
     from timm.layers.patch_embed import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
     config: Any = model.pretrained_cfg
     if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad:
         return
-    if crop == tuple(config["input_size"][-2:]):  # as it was trained: one of SigLIP's is such
+    if crop == tuple(config["input_size"][-2:]):  # as pretrained, e.g. SigLIP
         return
     for side, step in zip(crop, patches.patch_size, strict=True):
         if side % step:
             below = side // step * step
             use = f"{below} or {below + step}" if below else f"{step} or more"
             raise UsageError(
-                f"{key} {side} is no multiple of {step}, the side of the patches of {name}: "
-                f"use {use}"
+                f"{key} {side} is not a multiple of the patch size {step} of {name}. Use {use}."
             )
 
 
 def takes_one_size(model: nn.Module) -> bool:
-    """Whether the network was made for images of one size, as those with learned positions are."""
+    """Whether the network takes images of one size only, as with learned positions."""
     from timm.layers.patch_embed import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
@@ -157,17 +150,17 @@ def takes_one_size(model: nn.Module) -> bool:
 
 
 def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
-    """Return the class token and the mean of the patch tokens, side by side."""
+    """Return the class token and the mean of the patch tokens, concatenated."""
     tokens = model.forward_features(pixels)
     parts = tokens[:, 0], tokens[:, model.num_prefix_tokens :].mean(1)
-    # Networks that average their tokens have their last norm behind that.
+    # Networks that average their tokens normalize after it.
     return torch.cat([model.fc_norm(part) for part in parts], 1)
 
 
 def has_class_token(model: nn.Module) -> bool:
-    """Whether `class_and_patches` is of use."""
-    wanted = ("cls_token", "num_prefix_tokens", "fc_norm")
-    return all(getattr(model, name, None) is not None for name in wanted)
+    """Whether `class_and_patches` applies to the network."""
+    names = ("cls_token", "num_prefix_tokens", "fc_norm")
+    return all(getattr(model, name, None) is not None for name in names)
 
 
 def default_pooling(model: nn.Module) -> str:
@@ -176,30 +169,28 @@ def default_pooling(model: nn.Module) -> str:
 
 
 def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "avg") -> Features:
-    """Find out what the backbone gives for a pooling, and drop the layers that take no part in it.
+    """Return the output of a backbone for a pooling, and drop the layers that it does not use.
 
-    Those are layers that timm puts behind its own pooling (ConvNeXt's last norm, the last
-    convolution of MobileNetV3), if another one is used: without gradients they would stall
-    distributed training.
+    These are layers after timm's own pooling (ConvNeXt's last norm, the last convolution of
+    MobileNetV3). Without gradients they would stall distributed training.
     """
     try:
         try:
-            features = _probe(_without_memory(model), crop, pooling)
-        except Exception:  # an operation that is not known without memory, or a size that is wrong
+            features = _probe(_on_meta(model), crop, pooling)
+        except Exception:  # no meta kernel, or a wrong size
             features = _probe(model, crop, pooling)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. "
-            "Choose another image_size."
+            f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. Use another image_size."
         ) from error
     parameters = dict(model.named_parameters())
     _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """Return a copy that computes shapes alone, whatever the size of the images."""
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy on the meta device, which computes shapes only."""
     parts: dict[int, Any] = {}
     for value in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(value, device="meta")
@@ -209,17 +200,17 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _probe(model: nn.Module, crop: tuple[int, int], pooling: str) -> Features:
-    """Return what the backbone gives, with the names of the parameters that it does not need."""
+    """Return the output of a backbone and the names of unused parameters."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     device = next(model.parameters()).device
     with evaluating(model), torch.enable_grad():
-        features, output = _look(model, torch.zeros(1, 3, *crop, device=device), pooling)
+        features, output = _run(model, torch.zeros(1, 3, *crop, device=device), pooling)
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
     unused = [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
     return replace(features, dropped=tuple(unused))
 
 
-def _look(model: Any, pixels: Tensor, pooling: str) -> tuple[Features, Tensor]:
+def _run(model: Any, pixels: Tensor, pooling: str) -> tuple[Features, Tensor]:
     if pooling == "auto":
         pooling = default_pooling(model)
     if pooling == "cls-avg":
@@ -247,8 +238,8 @@ def _drop_unused(module: nn.Module, unused: Iterable[int]) -> None:
         if id(parameter) in unused:
             parameter.requires_grad_(False)
     for name, child in module.named_children():
-        own = list(child.parameters())
-        if own and all(id(parameter) in unused for parameter in own):
+        parameters = list(child.parameters())
+        if parameters and all(id(parameter) in unused for parameter in parameters):
             setattr(module, name, nn.Identity())
         else:
             _drop_unused(child, unused)

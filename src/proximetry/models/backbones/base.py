@@ -1,4 +1,4 @@
-"""What our own backbones share: timm's interface, and the decorator that registers them."""
+"""Base class of our backbones, and the decorator that registers them with timm."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -30,7 +30,7 @@ class Backbone(nn.Module):
         return self.get_submodule(self.default_cfg["classifier"])(pooled)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores, or the pooled features when made for no classes."""
+        """Return class scores, or the pooled features without classes."""
         return self.forward_head(self.forward_features(x))
 
 
@@ -48,12 +48,12 @@ def register_backbone(
     pooling: str = "avg",
     **config: Any,
 ) -> Callable[[Kind], Kind]:
-    """Register a class with timm, together with everything that is known about it.
+    """Register a class with timm.
 
     Args:
-        name: under which timm and `Embedder.create` make it.
+        name: for timm and `Embedder.create`.
         scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
-        pooling: what pooling="auto" stands for.
+        pooling: meaning of pooling="auto".
         config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
     """
     default_cfgs[name] = config

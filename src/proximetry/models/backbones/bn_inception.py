@@ -1,4 +1,4 @@
-"""Inception with batch normalisation (Ioffe & Szegedy 2015), the backbone of the proxy papers.
+"""Inception with batch normalization (Ioffe & Szegedy 2015), the backbone of the proxy papers.
 
 Layer names are those of the Caffe network, so the widely used ImageNet checkpoint
 `bn_inception-52deb4733.pth` fits. It takes BGR pixels 0…255 minus (104, 117, 128).

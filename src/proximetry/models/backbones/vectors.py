@@ -1,10 +1,10 @@
-"""Networks for vectors instead of images: what stands before the head, if anything does."""
+"""Networks for vectors instead of images, before the head."""
 
 from torch import Tensor, nn
 
 
 class ResidualMLP(nn.Module):
-    """x + MLP(LayerNorm(x)); the MLP is zero at first, so that training begins with x itself."""
+    """x + MLP(LayerNorm(x)); the MLP starts at zero, so training starts with the identity."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -15,11 +15,11 @@ class ResidualMLP(nn.Module):
         nn.init.zeros_(self.narrow.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return vectors [B, dim] of vectors [B, dim]."""
+        """Map vectors [B, dim] to vectors [B, dim]."""
         change: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
         return x + change
 
 
 def build_for_vectors(name: str, dim: int) -> nn.Module:
-    """Make one of `VECTOR_BACKBONES`."""
+    """Create one of `VECTOR_BACKBONES`."""
     return nn.Identity() if name == "vectors" else ResidualMLP(dim)

@@ -1,0 +1,71 @@
+"""HTML pages from the templates of this package; every value is escaped."""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from proximetry._common import spaced
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("proximetry.reports"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["spaced"] = spaced
+_TEMPLATES.filters["short"] = lambda value: f"{value:.1f}".removesuffix(".0")  # coordinates
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
+
+bold = Markup("<b>{}</b>").format
+code = Markup("<code>{}</code>").format
+soft = Markup('<span class="about">{}</span>').format
+
+
+def render(template: str, **values: Any) -> Markup:
+    """Fill in a template."""
+    return Markup(_TEMPLATES.get_template(template).render(values))
+
+
+def table(
+    caption: str, head: Iterable[object], rows: Iterable[Sequence[object]], css: str = "numbers"
+) -> Markup:
+    """Return a table that scrolls if it is too wide; the first cell of a row is its header."""
+    return render("table.html", caption=caption, head=head, rows=rows, css=css)
+
+
+class Section(NamedTuple):
+    """A section of a page with its heading; the navigation links to it."""
+
+    title: str
+    content: Markup
+
+
+def page(title: str, sections: Sequence[Section], **header: Any) -> bytes:
+    """Return a page that loads no other file; its policy allows only the script of the report."""
+    style, script = (
+        Markup(files("proximetry.reports").joinpath(name).read_text(encoding="utf-8"))
+        for name in ("report.css", "report.js")
+    )
+    content = render(
+        "page.html",
+        title=title,
+        sections=sections,
+        style=style,
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **{"missing": [], "notes": [], "cards": [], **header},
+    )
+    # File names need not be UTF-8.
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", content).encode("utf-8", "replace")
+
+
+def percent(value: float | None) -> str:
+    """Format a fraction in percent; None is a dash."""
+    return "–" if value is None else f"{100 * value:.1f}"

@@ -1,0 +1,258 @@
+"""Values of a report against independent computations."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proximetry import cli
+from proximetry.data import Catalog
+from proximetry.metrics import Evaluation, RetrievalResult
+from proximetry.models import Embedder
+from proximetry.reports import RunRecord, evaluate_run
+from proximetry.reports.evaluation import MAPPED
+from proximetry.reports.proxies import _as_trained, find_proxies, find_use
+from proximetry.reports.sections import classes_section, confused_pairs
+from proximetry.training import train
+from tests.reports.conftest import make_recipe
+
+
+def rankings(result):
+    """The other images of each image, nearest first, one by one."""
+    vectors = result.vectors.double().numpy()
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = vectors @ vectors.T
+    rows = range(len(vectors))
+    return [sorted(set(rows) - {q}, key=lambda i: -cosines[q, i]) for q in rows], cosines
+
+
+def average_precision(result, query, order):
+    """MAP@R by hand."""
+    labels = result.catalog.labels
+    positives = sum(label == labels[query] for label in labels) - 1
+    found, total = 0, 0.0
+    for place, row in enumerate(order[:positives], 1):
+        if labels[row] == labels[query]:
+            found += 1
+            total += found / place
+    return total / positives
+
+
+def test_figures_are_those_of_the_results(records, found):
+    for record, result in zip(records, found, strict=True):
+        assert result.agrees
+        assert result.notes == []
+        assert result.split == "test"
+        assert result.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
+
+
+def test_intervals_are_those_of_evaluate(runs, table, found, capsys):
+    assert cli.main(["evaluate", str(runs[0]), str(table), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["intervals"]
+    assert {name: [one.low, one.high] for name, one in found[0].intervals.items()} == told
+
+
+def test_worst_and_best_queries(found):
+    result = found[0]
+    orders, cosines = rankings(result)
+    labels = result.catalog.labels
+    score = [average_precision(result, q, order) for q, order in enumerate(orders)]
+    nearest = [cosines[q, order[0]] for q, order in enumerate(orders)]
+    for chosen, key in (
+        (result.worst(4), lambda q: (score[q], -nearest[q])),
+        (result.best(4), lambda q: (-score[q], nearest[q])),
+    ):
+        expected = {}
+        for query in sorted(range(len(labels)), key=key):
+            expected.setdefault(labels[query], query)
+        assert chosen == [*expected.values()][:4]
+
+
+def test_the_place_of_the_first_right_image(found):
+    result = found[0]
+    labels = result.catalog.labels
+    for query, order in enumerate(rankings(result)[0]):
+        place = next(i for i, row in enumerate(order, 1) if labels[row] == labels[query])
+        assert result.first_positive(query) == place
+
+
+def test_confused_classes(found):
+    result = found[1]
+    labels, counts = result.catalog.labels, Counter()
+    for query, order in enumerate(rankings(result)[0]):
+        if labels[query] != labels[order[0]]:
+            counts[labels[query], labels[order[0]]] += 1
+    assert counts
+    pairs = confused_pairs(result)
+    assert {(a, b): n for a, b, n, _ in pairs} | {(b, a): n for a, b, _, n in pairs if n} == counts
+    assert all(there >= back for _, _, there, back in pairs)
+    sums = [there + back for _, _, there, back in pairs]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_roles_keep_queries_and_gallery_apart(found, records, table, tmp_path):
+    lines = table.read_text().splitlines()
+    for row, line in enumerate(lines):
+        extra = "query,gallery" if row == 0 else f"{str(row % 4 == 0).lower()},true"
+        lines[row] = f"{line},{extra}"
+    shutil.copytree(table.parent / "images", tmp_path / "images")
+    (tmp_path / "roles.csv").write_text("\n".join(lines))
+    result = evaluate_run(records[0], str(tmp_path / "roles.csv"))
+    assert len(result.neighbors) == 6
+    catalog = result.catalog
+    for query in range(6):
+        row = result.queries[query]
+        others = [result.gallery[i] for i in result.neighbors.ids[query]]
+        assert row not in others
+        right = [catalog.labels[other] == catalog.labels[row] for other in others]
+        assert right == result.neighbors.hits[query].tolist()
+    assert not result.agrees
+    assert "so the figures differ" in result.notes[-1]
+
+
+def test_proxies_are_those_of_the_selected_epoch(records):
+    record = records[0]
+    found = find_proxies(record)
+    assert found.epoch == record.results["selected"]["epoch"]
+    saved = load_file(record.folder.best)["loss.loss.proxies.weight"]
+    assert torch.equal(found.weight, saved)
+    assert found.names == Embedder.load(record.folder.embedder).class_names
+    if found.epoch == record.results["last"]["epoch"]:
+        assert found.rivals == pytest.approx(record.results["last"]["proxies"])
+
+
+def training_images(result, table):
+    whole = Catalog.from_csv(table)
+    return whole.filter(labels=result.embedder.class_names)
+
+
+def test_how_many_proxies_training_images_choose(records, found, table):
+    record, result = records[0], found[0]
+    proxies, train_set = find_proxies(record), training_images(result, table)
+    use = find_use(proxies, result.embedder, train_set)
+    assert use.images == len(train_set)
+    files = [train_set.file(row) for row in range(len(train_set))]
+    vectors = result.embedder.encode(files).double().numpy()
+    chosen, effective = [], []
+    for number, name in enumerate(proxies.names):
+        own = proxies.weight[number].double().numpy()
+        own /= np.linalg.norm(own, axis=1, keepdims=True)
+        counts = Counter(
+            int((own @ vectors[row]).argmax())
+            for row, label in enumerate(train_set.labels)
+            if label == name
+        )
+        shares = [count / sum(counts.values()) for count in counts.values()]
+        chosen.append(len(counts))
+        effective.append(np.prod([share**-share for share in shares]))
+    assert use.chosen.tolist() == chosen
+    np.testing.assert_allclose(use.effective, effective)
+
+
+def test_proxies_meet_the_embedder_as_it_was_trained_not_its_pca(home, table):
+    recipe = make_recipe(table, home / "cache", model={"pca_dim": 4}, training={"epochs": 1})
+    train(recipe, home / "pca")
+    record = RunRecord.read(home / "pca")
+    result = evaluate_run(record)
+    assert result.agrees
+    proxies = find_proxies(record)
+    assert proxies.weight.shape[2] == 8
+    trained = _as_trained(proxies, result.embedder)
+    files = [result.catalog.file(row) for row in range(len(result.catalog))]
+    whole, reduced = trained.encode(files), result.vectors
+    assert (whole.shape[1], reduced.shape[1]) == (8, 4)
+    # The reduced vectors are a linear function of the others, up to their lengths.
+    axes = torch.linalg.lstsq(
+        trained.head.weight.detach().T, result.embedder.head.weight.detach().T
+    )
+    guess = torch.nn.functional.normalize(whole @ axes.solution)
+    torch.testing.assert_close(guess, reduced, atol=1e-4, rtol=0)
+    assert find_use(proxies, result.embedder, training_images(result, table)).images
+
+
+def test_proxies_meet_an_embedder_without_a_head(home, table, tmp_path):
+    recipe = make_recipe(table, home / "cache", training={"epochs": 1})
+    embedder = Embedder.create("small_convnet", None, weights="none", image_size=24)
+    train(recipe, tmp_path / "run", embedder=embedder)
+    record = RunRecord.read(tmp_path / "run")
+    result, proxies = evaluate_run(record), find_proxies(record)
+    vectors = _as_trained(proxies, result.embedder).encode([result.catalog.file(0)])
+    torch.testing.assert_close(vectors, result.vectors[:1])
+
+
+def test_checkpoint_of_another_architecture_is_rejected(home, table, records, tmp_path):
+    proxies = find_proxies(records[0])
+    other = Embedder.create("test_vit", 8, weights="none", image_size=32)
+    with pytest.raises(ValueError, match=r"\.safetensors does not fit the embedder$"):
+        _as_trained(proxies, other)
+    pytest.importorskip("peft")
+    model = {"backbone": "test_vit", "image_size": 32, "pooling": "auto", "lora_rank": 2}
+    recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
+    train(recipe, tmp_path / "lora")
+    record = RunRecord.read(tmp_path / "lora")
+    with pytest.raises(ValueError, match="run with LoRA hold its adapters, not the embedder"):
+        _as_trained(find_proxies(record), evaluate_run(record).embedder)
+
+
+def test_proxies_fall_back_to_last_checkpoint(run):
+    (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
+    record = RunRecord.read(run)
+    assert find_proxies(record).epoch == record.results["last"]["epoch"]
+
+
+def many_classes(count):
+    """Evaluation of two images each of so many classes, which need not exist."""
+    labels = tuple(f"class {row // 2}" for row in range(2 * count))
+    catalog = Catalog(tuple(f"{row}.png" for row in range(2 * count)), labels, ("all",) * 2 * count)
+    draw = np.random.default_rng(0)
+    codes = np.repeat(np.arange(count), 2)
+    ids = draw.integers(0, 2 * count, (2 * count, 8))
+    neighbors = RetrievalResult(
+        ids,
+        draw.random(ids.shape),
+        2 * count,
+        "cosine",
+        True,
+        codes,
+        codes,
+        np.array(labels[::2]),
+        np.ones_like(codes),
+    )
+    scores = {name: draw.random(2 * count).round() for name in ("recall@1", "map@r")}
+    evaluation = Evaluation(scores, codes, np.array(labels[::2]), np.ones_like(codes))
+    return catalog, neighbors, evaluation
+
+
+def test_eleven_thousand_classes_are_all_there_and_the_page_stays_small(found):
+    catalog, neighbors, evaluation = many_classes(11_000)
+    rows = np.arange(len(catalog))
+    result = replace(
+        found[0],
+        catalog=catalog,
+        neighbors=neighbors,
+        evaluation=evaluation,
+        queries=rows,
+        gallery=rows,
+    )
+    unreadable = []
+    content = classes_section(result, unreadable).content
+    assert len(content) < 1_500_000
+    assert all(f">class {number}<" in content for number in range(11_000))
+    assert unreadable
+    assert "not readable" in content
+    sample = result.sample()
+    assert len(sample) == len(set(sample.tolist())) == MAPPED
+    assert np.array_equal(sample, result.sample())
+    assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
+
+
+def test_a_map_of_few_large_classes_shows_them_all(found):
+    labels = tuple(f"class {row % 5}" for row in range(3000))
+    catalog = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
+    sample = replace(found[0], catalog=catalog).sample()
+    assert np.bincount(catalog.codes[sample]).tolist() == [MAPPED // 5] * 5
