@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Tests start many processes; compiled bytecode makes each start several seconds faster.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint types docs bench pins clean
 .DEFAULT_GOAL := demo

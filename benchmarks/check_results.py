@@ -26,13 +26,13 @@ from benchmarks.results_page import (
     study_page,
 )
 from benchmarks.results_page import twins as find_twins
+from proximetry.recipe.auto import choose_epochs, keep_choices
+from proximetry.recipe.schema import AUTO, Recipe, plain_values
 from proximetry.reproduce.options import ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run, scale
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_runs
 from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
-from proximetry.training.automatic import choose_epochs, keep_choices
-from proximetry.training.recipe import AUTO, Recipe, plain_values
 
 ROOT = Path(__file__).parents[1]
 # Tables that were also run with fewer epochs.

@@ -21,7 +21,8 @@ import onnxruntime
 from PIL import Image
 
 from benchmarks.measure import Run, alternate, versions
-from proximetry._common import chunks, cores
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
 from proximetry.data.folders import images_below
 from proximetry.data.images import open_image
 from proximetry.faces import Detector, align_folder, find_detector

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import versions
-from proximetry._common import chunks
+from proximetry._util.tensors import chunks
 from proximetry.metrics import Identification, identify
 
 PEOPLE = 80

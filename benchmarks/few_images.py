@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from proximetry._common import atomic_write
+from proximetry._util.files import atomic_write
 from proximetry.data import open_dataset
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder

@@ -30,14 +30,14 @@ from torchvision import transforms  # type: ignore[import-untyped]
 
 from benchmarks.measure import versions
 from benchmarks.training import network
-from proximetry._common import cores
+from proximetry._util.machine import cores
 from proximetry.data import Catalog
-from proximetry.data.tar_shards import open_path
+from proximetry.data.shards import open_path
+from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import ImageData
 from proximetry.training.loop import Run
 from proximetry.training.objective import Objective
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display
 from proximetry.training.run import RunContext, make_embedder, make_optimizer, prepare
 from proximetry.training.run_folder import RunFolder

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from proximetry.recipe.schema import Recipe
 from proximetry.reproduce.page import grid, overview, page
 from proximetry.reproduce.records import Record, Results, read_runs
 from proximetry.reproduce.statistics import Verdict, examine
 from proximetry.reproduce.table import Table, shipped_tables
-from proximetry.training.recipe import Recipe
 
 HOME = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"

@@ -28,7 +28,7 @@ import torch
 from benchmarks.measure import Run, alternate, versions
 from proximetry.metrics import binary_codes
 from proximetry.models import Embedder
-from proximetry.search import Gallery, indexes, segments
+from proximetry.search import Gallery, indexes, snapshot
 from proximetry.search.exact import Part, Store
 from proximetry.search.rows import table
 
@@ -198,12 +198,12 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
                 continue
             queries = some(draw.choice(np.flatnonzero(chosen), 200))
             truth = store.search([part], queries, K).places
-            for budget, about in ((segments.SCANNED, ""), (0, " without a budget")):
-                before, segments.SCANNED = segments.SCANNED, budget
+            for budget, about in ((snapshot.SCANNED, ""), (0, " without a budget")):
+                before, snapshot.SCANNED = snapshot.SCANNED, budget
                 start = time.process_time()
                 found = gallery.search(queries, K, where=where)
                 spent = (time.process_time() - start) / len(queries)
-                segments.SCANNED = before
+                snapshot.SCANNED = before
                 line += f" {name}{about} {recall(truth, found.ids):.3f} ({spent * 1e3:.2f} ms);"
         print(line, flush=True)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import atomic_write
+from proximetry._util.files import atomic_write
 from proximetry.reproduce.page import grid
 from proximetry.training.run_folder import RunFolder
 

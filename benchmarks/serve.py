@@ -30,11 +30,11 @@ from PIL import Image
 
 from benchmarks.measure import versions
 from benchmarks.search import DIM, SIZES, data
-from proximetry._common import cores
+from proximetry._util.machine import cores
 from proximetry.models import Embedder
 from proximetry.search import Gallery
 from proximetry.search.rows import table
-from proximetry.web.gallery_map import MOST
+from proximetry.web.map import MOST
 
 SIDE, K = 32, 10
 DIFFERENT = 200  # queries

@@ -22,9 +22,9 @@ from PIL import Image
 
 from benchmarks.measure import versions
 from proximetry.metrics import Metrics, evaluate
+from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
-from proximetry.training.recipe import Recipe
 from proximetry.training.run import RunContext, prepare
 from proximetry.training.run_folder import RunFolder
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from proximetry.data.datasets import datasets_table
 from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
-from proximetry.losses.pair_losses import USE
-from proximetry.training import recipe
+from proximetry.losses.pairs import USE
+from proximetry.recipe import schema as recipe
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- generated: (\w+) ?([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)

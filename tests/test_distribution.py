@@ -124,7 +124,7 @@ MODEL = f"from proximetry.models import Embedder; embedder = {SMALL}"
 PICTURE = "import numpy; pictures = [numpy.zeros((30, 30, 3), numpy.uint8)]"
 # What each extra is for. "-m" is the command line.
 PROMISES = {
-    "pairs": "import torch; from proximetry.losses.pair_losses import PairLoss; "
+    "pairs": "import torch; from proximetry.losses.pairs import PairLoss; "
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
     "images": f"{MODEL}; {PICTURE}; assert embedder.encode(pictures).shape == (1, 8); "
     "embedder.save('saved'); import proximetry.models.hub",
@@ -147,7 +147,7 @@ PROMISES = {
     "docs": "import material, mkdocs, mkdocstrings, mkdocstrings_handlers.python",
 }
 MISSING = {
-    "pairs": "from proximetry.losses.pair_losses import PairLoss; PairLoss('triplet')",
+    "pairs": "from proximetry.losses.pairs import PairLoss; PairLoss('triplet')",
     "images": "from proximetry.models import Embedder",
     "train": "from proximetry.training import train",
     "search": "from proximetry.search import Gallery",

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry import cli
+from proximetry.recipe.schema import parse_yaml, recipe_keys
 from proximetry.training import Recipe, RecipeError, shipped_recipes
-from proximetry.training.recipe import parse_yaml, recipe_keys
 
 TEXTS = [path.read_bytes() for path in shipped_recipes().values()]
 # What YAML, paths and numbers trip over.

@@ -16,17 +16,18 @@ SOURCE = Path(__file__).parents[1] / "src" / "proximetry"
 ALLOWED = {
     "losses": set(),
     "metrics": set(),
-    "cuda": set(),
-    "data": {"cuda"},
+    "recipe": {"losses", "metrics", "models", "data"},
+    "kernels": set(),
+    "data": {"kernels"},
     "models": {"data"},
     "faces": {"metrics", "models", "data"},
-    "training": {"losses", "metrics", "models", "data", "cuda"},
+    "training": {"losses", "metrics", "models", "data", "kernels", "recipe"},
     "search": {"metrics", "models", "data"},
-    "reports": {"losses", "metrics", "models", "data", "training"},
-    "reproduce": {"losses", "metrics", "models", "data", "training"},
+    "reports": {"losses", "metrics", "models", "data", "recipe", "training"},
+    "reproduce": {"losses", "metrics", "models", "data", "recipe", "training"},
     "web": {"metrics", "models", "data", "search"},
     "cli": {
-        *("losses", "metrics", "models", "data", "training", "search"),
+        *("losses", "metrics", "models", "data", "recipe", "training", "search"),
         *("faces", "reports", "reproduce", "web"),
     },
 }
@@ -77,7 +78,11 @@ assert not third, third
 
 
 def test_helpers_for_all_packages_load_neither_torch_nor_numpy():
-    code = "import sys, proximetry._common; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = """
+import sys
+import proximetry._util.errors, proximetry._util.files, proximetry._util.machine
+assert not {'torch', 'numpy'} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

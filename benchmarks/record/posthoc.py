@@ -25,14 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from proximetry._common import atomic_write, chunks
+from proximetry._util.files import atomic_write
+from proximetry._util.tensors import chunks
 from proximetry.data import PixelCache, open_dataset
 from proximetry.data.augment.resample import Rows, Windows, resample
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.pca import principal_axes, second_moments
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import divide
-from proximetry.training.recipe import Recipe
 from proximetry.training.update import autocast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,12 +6,13 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _PACKAGES = (
-    "cuda",
+    "kernels",
     "data",
     "faces",
     "losses",
     "metrics",
     "models",
+    "recipe",
     "reports",
     "reproduce",
     "search",

@@ -9,9 +9,9 @@ from timm.layers import BatchNormAct2d
 from timm.layers.conv2d_same import Conv2dSame
 from torch import nn
 
-from proximetry.cuda import fused as module
-from proximetry.cuda import norm as kernels
-from proximetry.cuda.fused import fuse, fused_depthwise, fused_norm
+from proximetry.kernels import fused as module
+from proximetry.kernels import norm as kernels
+from proximetry.kernels.layers import fuse, fused_depthwise, fused_norm
 from proximetry.models import freeze_batchnorm
 
 DEVICE = os.environ["KERNEL_DEVICE"]

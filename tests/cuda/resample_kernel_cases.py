@@ -14,10 +14,10 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from proximetry.cuda.resample_kernel import FIELDS, resample_fused
 from proximetry.data import CenterCrop, PixelCache, RandomResizedCrop
 from proximetry.data.augment.resample import Windows, resample, window_table
 from proximetry.data.images import resize_and_center_crop, resize_image
+from proximetry.kernels.resample import FIELDS, resample_fused
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}

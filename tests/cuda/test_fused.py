@@ -12,8 +12,8 @@ import torch
 from timm.layers import BatchNormAct2d, StdConv2d
 from torch import nn
 
-from proximetry.cuda import fused
-from proximetry.cuda.fused import fuse, unfuse
+from proximetry.kernels import fused
+from proximetry.kernels.layers import fuse, unfuse
 from proximetry.models import freeze_batchnorm
 from tests.triton_cases import run_cases
 
@@ -34,7 +34,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from proximetry.cuda import depthwise, norm
+from proximetry.kernels import depthwise, norm
 
 floats = {"x", "y", "dx", "dy"}
 sums = {"weight", "bias", "mean", "variance", "sums", "w"}

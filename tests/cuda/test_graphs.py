@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from proximetry.cuda.graphs import GraphedInference, GraphedNetwork, ignore_stream_mismatch
+from proximetry.kernels.cuda_graphs import GraphedInference, GraphedNetwork, ignore_stream_mismatch
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 

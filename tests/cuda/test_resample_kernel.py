@@ -21,7 +21,7 @@ def test_on_the_gpu():
 
 
 def test_without_triton_a_warning_says_so_once(monkeypatch):
-    module = pytest.importorskip("proximetry.cuda.resample_kernel")
+    module = pytest.importorskip("proximetry.kernels.resample")
 
     def fail():
         raise RuntimeError("no C compiler")

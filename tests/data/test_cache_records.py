@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from proximetry.data import Catalog, PixelCache
-from proximetry.data.pixel_cache import EncodedCache, check_files
+from proximetry.data.cache import EncodedCache, check_files
 from tests.training.tiny import make_images
 
 HOLD = """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from proximetry import _common
+from proximetry._util import machine
 from proximetry.data import Catalog, ImageError, PixelCache, decoding
 
 
@@ -251,14 +251,14 @@ def test_errors_name_images_as_without_processes(catalog, processes, tmp_path):
 
 def test_cores_are_those_this_process_may_use(tmp_path, monkeypatch):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(_common, "_CPU_QUOTA", quota)
+    monkeypatch.setattr(machine, "_CPU_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-    assert _common.cores() == 6
+    assert machine.cores() == 6
     for text, count in [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1)]:
         quota.write_text(text)
-        assert _common.cores() == count
+        assert machine.cores() == count
     quota.write_text("900000 100000")
-    assert _common.cores() == 6
+    assert machine.cores() == 6
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,14 @@ def test_cores_are_those_this_process_may_use(tmp_path, monkeypatch):
     ],
 )
 def test_available_memory_honors_cgroup_limit(tmp_path, monkeypatch, limit, usage, cache):
-    monkeypatch.setattr(_common, "_CGROUP", tmp_path)
-    host = _common.available_memory()
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    host = machine.available_memory()
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     (tmp_path / limit).with_name("memory.stat").write_text(f"anon 5\n{cache} 2000\nslab 7\n")
     (tmp_path / usage).write_text("6000\n")
     for text, free in [("10000\n", 6000), ("3000\n", 0)]:
         (tmp_path / limit).write_text(text)
-        assert _common.available_memory() == free
+        assert machine.available_memory() == free
     for unlimited in ("max\n", f"{2**63 - 4096}\n"):
         (tmp_path / limit).write_text(unlimited)
-        assert _common.available_memory() > host // 2 > 6000
+        assert machine.available_memory() > host // 2 > 6000

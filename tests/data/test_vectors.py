@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.data import VectorCatalog
 
 VECTORS = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)

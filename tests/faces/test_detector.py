@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.faces import Detector, detector, find_detector
 
 onnx = pytest.importorskip("onnx")

@@ -98,7 +98,7 @@ def test_checking_pair_losses_needs_no_extra():
         "import sys; sys.modules['pytorch_metric_learning'] = None\n"
         "from proximetry import losses\n"
         "losses.check_settings('pairs/margin', {'beta': 1.0, 'memory': 8}); print('checked')\n"
-        "from proximetry.losses.pair_losses import PairLoss\n"
+        "from proximetry.losses.pairs import PairLoss\n"
         "PairLoss('triplet')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -156,7 +156,7 @@ def test_undeclared_setting_cannot_be_assigned(name, setting_name):
 
 def test_custom_loss_is_declared_registered_and_subclassed(monkeypatch):
     known = losses.LOSSES.copy()
-    monkeypatch.setattr("proximetry.losses.proxy_loss.LOSSES", known)
+    monkeypatch.setattr("proximetry.losses.base.LOSSES", known)
 
     class Plain(losses.ProxyLoss, name="plain"):
         form = losses.LossForm("mean", by="sample", join="softmax")

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry.losses import streamed as streamed_module
-from proximetry.losses.formulation import dense
-from proximetry.losses.proxy_loss import DENSE_ENTRIES
+from proximetry.losses.base import DENSE_ENTRIES
+from proximetry.losses.dense import dense
 from proximetry.losses.streamed import streamed
 from tests.losses.cases import NAMES, batch, make, problem, value_and_gradients
 

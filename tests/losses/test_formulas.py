@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry import losses
-from proximetry.losses.formulation import dense, join_by_sample, pull_by_class
+from proximetry.losses.dense import dense, join_by_sample, pull_by_class
 from proximetry.losses.streamed import streamed
 from tests.losses import reference
 from tests.losses.cases import NAMES, SOFT, SUBCENTRES, batch, make, problem

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from proximetry import losses
 from proximetry.losses import gathered, parameter_groups
-from proximetry.losses.pair_losses import PairLoss
+from proximetry.losses.pairs import PairLoss
 
 class Classifier(nn.Module):
     def __init__(self):

@@ -7,7 +7,7 @@ from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.miners import BatchHardMiner
 from pytorch_metric_learning.reducers import DoNothingReducer, MeanReducer
 
-from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
+from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from tests.losses.cases import batch
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry import losses
-from proximetry._common import nearest_rivals
+from proximetry._util.tensors import nearest_other_class
 from proximetry.losses import regularizers
 from proximetry.losses.regularizers import (
     AngularCenterLoss,
@@ -81,7 +81,9 @@ def exclusive(w):
 def test_exclusive_term_is_regularfaces(block, classes, k, dim, seed):
     w = draw(classes, k, dim, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regularizers, "nearest_rivals", partial(nearest_rivals, block=block))
+        patch.setattr(
+            regularizers, "nearest_other_class", partial(nearest_other_class, block=block)
+        )
         value = ExclusiveRegularizer(2.0)(w)
     assert value.item() == pytest.approx(2.0 * exclusive(w.numpy()), rel=1e-9)
 

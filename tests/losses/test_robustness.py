@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from proximetry import losses
-from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
+from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from tests.losses.cases import NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proximetry.metrics import Metrics, evaluate, neighbors, retrieve, symmetric
-from proximetry.metrics.copies import find_copies
+from proximetry.metrics import Metrics, evaluate, retrieve
+from proximetry.metrics._search import neighbors, symmetric
+from proximetry.metrics._search.copies import find_copies
 
 from . import brute
 

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proximetry.metrics import Metrics, evaluate, neighbors, retrieve, symmetric
-from proximetry.metrics.inputs import Similarity
-from proximetry.metrics.neighbors import nearest, search_blocks
-from proximetry.metrics.symmetric import applies, search_symmetric
-from proximetry.metrics.task import Task, from_keys, to_keys
+from proximetry.metrics import Metrics, evaluate, retrieve
+from proximetry.metrics._search import neighbors, symmetric
+from proximetry.metrics._search.inputs import Similarity
+from proximetry.metrics._search.neighbors import nearest, search_blocks
+from proximetry.metrics._search.symmetric import applies, search_symmetric
+from proximetry.metrics._search.task import Task, from_keys, to_keys
 
 from . import brute
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proximetry._common import nearest_rivals
-from proximetry.metrics import distinct_proxies, separability, separation
+from proximetry._util.tensors import nearest_other_class
+from proximetry.metrics import distinct_proxies, proxy_separability, separability
 
 
 def brute_force(proxies):
@@ -33,7 +33,8 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
     shape = (classes, width) if per_class is None else (classes, per_class, width)
     proxies = np.random.default_rng(seed).normal(size=shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(separation, "nearest_rivals", partial(nearest_rivals, block=side))
+        blocked = partial(nearest_other_class, block=side)
+        patch.setattr(proxy_separability, "nearest_other_class", blocked)
         result = separability(proxies)
     expected = brute_force(proxies)
     np.testing.assert_allclose(result.per_class.numpy(), expected, rtol=0, atol=1e-14)
@@ -45,7 +46,7 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
 def test_equally_near_rivals_go_by_index(block, per_class):
     """Few directions: every row has copies in many classes."""
     rows = torch.eye(4, dtype=torch.float64)[np.random.default_rng(0).integers(0, 4, 60)]
-    cosines, rivals = nearest_rivals(rows, per_class, block)
+    cosines, rivals = nearest_other_class(rows, per_class, block)
     for i, row in enumerate(rows):
         near = rows @ row
         near[i // per_class * per_class : (i // per_class + 1) * per_class] = -torch.inf

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from proximetry.cuda.fused import fuse
+from proximetry.kernels.layers import fuse
 from proximetry.models import Embedder, list_backbones
 from proximetry.models.backbones import build, load_timm, prepare, set_drop_path
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from filelock import FileLock
 
+from proximetry.recipe.schema import merge
 from proximetry.reproduce import (
     Interrupted,
     ReproduceError,
@@ -19,7 +20,6 @@ from proximetry.reproduce import (
 from proximetry.reproduce.page import _differences, overview, page
 from proximetry.reproduce.records import RUNS, Results, read_records
 from proximetry.training import Recipe
-from proximetry.training.recipe import merge
 from tests.reproduce.small import (
     Ended,
     edit_run,

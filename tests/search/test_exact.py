@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry.metrics import retrieve
-from proximetry.metrics.inputs import normalize
+from proximetry.metrics._search.inputs import normalize
 from proximetry.search import exact
 from proximetry.search.exact import Part, Store, group_pairs, similar_pairs
 

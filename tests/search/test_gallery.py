@@ -14,11 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from proximetry._common import CHECKSUM, UsageError, sealed_json
+from proximetry._util.errors import UsageError
+from proximetry._util.files import CHECKSUM, sealed_json
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
-from proximetry.metrics.inputs import normalize
-from proximetry.search import Gallery, indexes, manifest, rows, segments
+from proximetry.metrics._search.inputs import normalize
+from proximetry.search import Gallery, indexes, manifest, rows, snapshot
 from proximetry.search import gallery as gallery_module
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
@@ -557,7 +558,7 @@ def test_a_reader_that_was_overtaken_while_opening_reads_again(gallery, monkeypa
     old = manifest.read_manifest(gallery.path)
     gallery.compact()
     answers = iter([old, manifest.read_manifest(gallery.path)])
-    monkeypatch.setattr(segments, "read_manifest", lambda folder: next(answers))
+    monkeypatch.setattr(snapshot, "read_manifest", lambda folder: next(answers))
     assert len(Gallery.open(gallery.path)) == 60
 
 
@@ -768,13 +769,13 @@ def test_copies_are_found_though_their_cosine_is_rounded(gallery):
     assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
-@pytest.mark.parametrize("compared", [0, segments.COMPARED])
+@pytest.mark.parametrize("compared", [0, snapshot.COMPARED])
 @pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat"])
 def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
-    monkeypatch.setattr(segments, "COMPARED", compared)
-    monkeypatch.setattr(segments, "SHORTEST", 1)
+    monkeypatch.setattr(snapshot, "COMPARED", compared)
+    monkeypatch.setattr(snapshot, "SHORTEST", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
     vectors[400:701] = vectors[400]  # more copies than the index proposes at first

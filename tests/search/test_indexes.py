@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
-from proximetry.search import Gallery, indexes, rows, segments
+from proximetry.search import Gallery, indexes, rows, snapshot
 from tests.search.conftest import names
 
 COUNT, CLASSES, DIM = 12_000, 100, 32
@@ -46,11 +46,11 @@ def recall(result, queries, allowed, k=10):
     return np.mean([np.isin(a, b).mean() for a, b in zip(nearest, result.ids, strict=True)])
 
 
-@pytest.mark.parametrize("budget", [0, segments.SCANNED])
+@pytest.mark.parametrize("budget", [0, snapshot.SCANNED])
 @pytest.mark.parametrize("share", [0.05, 0.11, 0.2, 0.3, 0.5, 0.8])
 def test_filter_by_cluster_keeps_recall(gallery, share, budget, monkeypatch):
-    monkeypatch.setattr(segments, "SCANNED", budget)
-    monkeypatch.setattr(segments, "SHORTEST", 64 if budget else 1)
+    monkeypatch.setattr(snapshot, "SCANNED", budget)
+    monkeypatch.setattr(snapshot, "SHORTEST", 64 if budget else 1)
     inside = np.arange(CLASSES) < round(share * CLASSES)
     where = {"label": list(map(str, np.flatnonzero(inside)))}
     for classes in (np.flatnonzero(inside), np.flatnonzero(~inside)):  # near and far queries
@@ -59,13 +59,13 @@ def test_filter_by_cluster_keeps_recall(gallery, share, budget, monkeypatch):
         assert recall(result, queries, inside[LABELS]) >= 0.98
 
 
-@pytest.mark.parametrize("budget", [0, segments.SCANNED])
+@pytest.mark.parametrize("budget", [0, snapshot.SCANNED])
 @pytest.mark.parametrize("kept", [11, 90])
 def test_removal_of_the_clusters_of_the_queries_keeps_recall(
     gallery, kept, budget, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(segments, "SCANNED", budget)
-    monkeypatch.setattr(segments, "SHORTEST", 64 if budget else 1)
+    monkeypatch.setattr(snapshot, "SCANNED", budget)
+    monkeypatch.setattr(snapshot, "SHORTEST", 64 if budget else 1)
     shutil.copytree(gallery.path, tmp_path / "g")
     changed = Gallery.open(tmp_path / "g")
     allowed = np.isin(LABELS, np.arange(kept))

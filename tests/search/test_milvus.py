@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from proximetry import cli
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import retrieve
 from proximetry.search import Gallery, milvus, rows, staging

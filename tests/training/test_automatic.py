@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from proximetry.recipe import auto as module
+from proximetry.recipe.auto import DeviceFacts, StorageFacts, choose
 from proximetry.training import Recipe, RunError, train
-from proximetry.training import automatic as module
-from proximetry.training.automatic import DeviceFacts, StorageFacts, choose
 from proximetry.training.reporting import PlainDisplay
 from tests.training.runs import killed_at
 from tests.training.tiny import with_

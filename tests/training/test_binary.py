@@ -9,11 +9,11 @@ import torch
 from proximetry.data import open_dataset
 from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries
 from proximetry.models import Embedder
+from proximetry.recipe.schema import LossConfig
 from proximetry.search import Gallery, indexes
 from proximetry.training import Recipe, RecipeError, train
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.objective import Objective
-from proximetry.training.recipe import LossConfig
 from tests.training.runs import assert_same_run, killed_at
 from tests.training.tiny import make_recipe, tiny_values
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from proximetry._common import (
+from proximetry._util.files import (
     SEAL,
     WriteError,
     atomic_path,

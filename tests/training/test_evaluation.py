@@ -13,6 +13,7 @@ from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few
+from proximetry.recipe.schema import shipped_recipes
 from proximetry.training import (
     Callback,
     Recipe,
@@ -24,7 +25,6 @@ from proximetry.training import (
 )
 from proximetry.training.data import divide
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
-from proximetry.training.recipe import shipped_recipes
 from proximetry.training.reporting import describe_epoch, metrics_table
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import assert_same_run, killed_at, observed

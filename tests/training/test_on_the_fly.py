@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from proximetry.data import ImageError, decoding, on_the_fly
+from proximetry.data.cache import Pixels
 from proximetry.data.cache_records import list_caches, remove
-from proximetry.data.pixel_cache import Pixels
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.distributed import World
 from tests.training.runs import OnStep, Said, assert_same_run, killed_at

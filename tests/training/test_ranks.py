@@ -8,7 +8,7 @@ import socket
 import pytest
 import yaml
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.training.distributed import RANK_TIMEOUT, RankError, join_processes
 from tests.training.ranks import (
     DIE,

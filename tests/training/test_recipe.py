@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 
 from proximetry.models import Embedder, weights
 from proximetry.models.backbones import load_timm
-from proximetry.reproduce import ReproduceError, Table
-from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
-from proximetry.training.recipe import (
+from proximetry.recipe.schema import (
     Section,
     merge,
     parse_yaml,
@@ -27,6 +25,8 @@ from proximetry.training.recipe import (
     resets,
     validation_sentence,
 )
+from proximetry.reproduce import ReproduceError, Table
+from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
 from proximetry.training.run import make_embedder
 
 
@@ -351,7 +351,7 @@ def test_what_does_not_change_results_can_be_left_out_of_a_comparison():
 
 
 def test_the_recipe_module_loads_no_torch():
-    code = "import sys, proximetry.training.recipe; assert 'torch' not in sys.modules"
+    code = "import sys, proximetry.recipe.schema; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -137,13 +137,13 @@ def test_plain_lines_tell_once_a_minute_how_far_it_has_come(capsys, monkeypatch)
 HELD = """
 import sys, time
 from pathlib import Path
-from proximetry.data import pixel_cache
-decode_all = pixel_cache.decode_all
+from proximetry.data import cache
+decode_all = cache.decode_all
 def hold(*arguments, **options):
     while not Path(sys.argv[3]).exists():
         time.sleep(0.01)
     return decode_all(*arguments, **options)
-pixel_cache.decode_all = hold
+cache.decode_all = hold
 """
 
 

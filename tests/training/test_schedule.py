@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from proximetry.training.recipe import ScheduleConfig
+from proximetry.recipe.schema import ScheduleConfig
 from proximetry.training.schedule import LearningRates
 
 

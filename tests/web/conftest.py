@@ -13,7 +13,8 @@ from PIL import Image
 
 from proximetry.data import Catalog
 from proximetry.search import Gallery
-from proximetry.web import gallery_map, make_app, view
+from proximetry.web import make_app, view
+from proximetry.web import map as gallery_map
 from proximetry.web.guard import Guard
 from tests.processes import Process
 from tests.search.conftest import make_embedder

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.search import Gallery
 from proximetry.web import guard, make_app, searcher
 from proximetry.web.guard import Guard

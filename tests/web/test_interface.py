@@ -16,7 +16,8 @@ from PIL import Image
 
 from proximetry.data import open_image
 from proximetry.search import Gallery, rows
-from proximetry.web import gallery_map, make_app, view
+from proximetry.web import make_app, view
+from proximetry.web import map as gallery_map
 from proximetry.web.guard import Guard
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.web.conftest import CLASSES, EACH, client_of, png

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.cli import main
 from proximetry.web import protocol
 from proximetry.web import server as serving
@@ -87,7 +87,7 @@ def test_what_is_missing_is_named_with_its_extra(shared):
     missing = ["uvicorn", "python_multipart", "fastapi", "httptools"]
     code = f"""
 import sys
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.cli import main
 for name in {missing}:
     sys.modules[name] = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from proximetry import __version__
-from proximetry._common import UsageError, install_hint, printable, shorten, some
+from proximetry._util.errors import UsageError, install_hint, printable, shorten, some
 from proximetry.cli.streams import open_streams
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from proximetry._common import UsageError, cache_folder, readable_size, some, spaced
+from proximetry._util.errors import UsageError, readable_size, some, spaced
+from proximetry._util.files import cache_folder
 from proximetry.cli.output import AsJson, tell
 
 if TYPE_CHECKING:

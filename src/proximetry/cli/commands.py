@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError, atomic_write, first_few
+from proximetry._util.errors import UsageError, first_few
+from proximetry._util.files import atomic_write
 from proximetry.cli import lists, report, search
 from proximetry.cli.output import (
     AsJson,
@@ -82,7 +83,7 @@ def train(
         overrides: keys of the recipe.
     """
     from proximetry.cli.train_plan import make_plan, summary
-    from proximetry.training.recipe import merge, read_yaml
+    from proximetry.recipe.schema import merge, read_yaml
 
     more = read_yaml(config, "overrides") if config is not None else {}
     plan = make_plan(images, out, recipe, merge(more, overrides, whole=False), device, fresh)

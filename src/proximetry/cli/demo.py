@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import atomic_write, chunks, cores
+from proximetry._util.files import atomic_write
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, glyphs
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
+from proximetry.recipe.schema import Recipe
 from proximetry.search.manifest import MANIFEST
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, metrics_table
 from proximetry.training.run import train
 

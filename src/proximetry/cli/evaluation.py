@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from proximetry._common import first_few
+from proximetry._util.errors import first_few
 from proximetry.cli import search_methods
 from proximetry.metrics import Evaluation, Verification, retrieve
 from proximetry.metrics.intervals import INTERVALS

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import Progress, UsageError, atomic_write
+from proximetry._util.errors import Progress, UsageError
+from proximetry._util.files import atomic_write
 from proximetry.cli.output import (
     AsJson,
     BatchSize,

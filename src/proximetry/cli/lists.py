@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.cli.output import AsJson, TableColumns, columns, tell, wrap
 
 
@@ -31,7 +31,7 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
 def _loss(name: str) -> dict[str, Any]:
     """All that is declared about a loss; an unknown name is an error."""
     from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
-    from proximetry.losses.pair_losses import USE
+    from proximetry.losses.pairs import USE
 
     settings = {
         key: {
@@ -81,7 +81,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     """
     from proximetry.models.backbones import list_backbones, own_backbones
     from proximetry.models.weights import PACKAGES
-    from proximetry.training.recipe import plain_values, shipped_recipes
+    from proximetry.recipe.schema import plain_values, shipped_recipes
 
     known = own_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
@@ -109,7 +109,7 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
     Args:
         name: the recipe to print.
     """
-    from proximetry.training.recipe import Recipe, find_recipe, plain_values, shipped_recipes
+    from proximetry.recipe.schema import Recipe, find_recipe, plain_values, shipped_recipes
 
     if name is not None:
         values = Recipe.load(name).to_dict() if as_json else plain_values(name)

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from proximetry._common import Progress, UsageError, check_writable, printable
+from proximetry._util.errors import Progress, UsageError, printable
+from proximetry._util.files import check_writable
 from proximetry.models.names import LARGEST_BATCH
 
 AsJson = Annotated[

@@ -7,7 +7,7 @@ from cyclopts import Group, Parameter, Token
 
 from proximetry.cli.output import COLUMNS_WORD, read_columns
 from proximetry.metrics.scores import Metrics
-from proximetry.training.recipe import AUTO, Recipe, Section, YamlError, parse_yaml
+from proximetry.recipe.schema import AUTO, Recipe, Section, YamlError, parse_yaml
 
 
 def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:

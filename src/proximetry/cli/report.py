@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from proximetry._common import UsageError, check_writable
+from proximetry._util.errors import UsageError
+from proximetry._util.files import check_writable
 from proximetry.cli.output import TableColumns, progress_steps, say
 
 

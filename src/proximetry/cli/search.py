@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._common import UsageError, check_writable, first_few, shorten, some, spaced
+from proximetry._util.errors import UsageError, first_few, shorten, some, spaced
+from proximetry._util.files import check_writable
 from proximetry.cli.output import (
     AsJson,
     BadImages,
@@ -285,7 +286,7 @@ def search(
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
     from proximetry.cli.vectors import check_there
-    from proximetry.data.tar_shards import split_shard_path
+    from proximetry.data.shards import split_shard_path
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import conditions
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import Progress, UsageError, spaced
+from proximetry._util.errors import Progress, UsageError, spaced
 from proximetry.cli.output import wrap
 from proximetry.metrics import (
     Evaluation,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proximetry._common import shown
+from proximetry._util.errors import shown
 from proximetry.cli.output import wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
-from proximetry.training.recipe import (
+from proximetry.recipe.schema import (
     DataConfig,
     Recipe,
     RecipeError,
@@ -129,7 +129,7 @@ def _choose_recipe(
     place: Path, device: str | None, fresh: bool
 ) -> tuple[Recipe, str, tuple[str, ...]]:
     """The default for the device, or that of the run that is continued; why, and advice."""
-    from proximetry._common import resolve_device
+    from proximetry._util.machine import resolve_device
     from proximetry.training.run_folder import RunFolder
 
     begun = None if fresh else _begun(place)

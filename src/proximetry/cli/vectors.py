@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import Progress, UsageError, atomic_write, gather_rows, need, some
+from proximetry._util.errors import Progress, UsageError, need, some
+from proximetry._util.files import atomic_write
+from proximetry._util.tensors import gather_rows
 from proximetry.cli.output import advice_to_skip, progress_bar
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ Image = tuple[str, str | None]
 
 def load_embedder(place: Path, device: str | None) -> "Embedder":
     """Read an embedder, given its folder, that of the run that saved it, or hub:owner/name."""
-    from proximetry._common import resolve_device
+    from proximetry._util.machine import resolve_device
     from proximetry.models.hub import load_embedder as load
 
     return load(place, resolve_device(device))
@@ -229,7 +231,7 @@ def _npy(embedded: Embedded, out: Path) -> None:
 
 
 def _parquet(embedded: Embedded, out: Path) -> None:
-    from proximetry.data.csv_parquet import text_array
+    from proximetry.data.tables import text_array
 
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")

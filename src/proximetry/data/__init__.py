@@ -5,10 +5,11 @@ Names are imported when they are first used: a catalogue needs neither torch nor
 
 from typing import TYPE_CHECKING
 
-from proximetry._common import lazy_exports
+from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
+    from proximetry.data.cache import PixelCache
     from proximetry.data.catalog import Catalog
     from proximetry.data.datasets import (
         DatasetInfo,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     )
     from proximetry.data.datasets.glyphs import glyphs
     from proximetry.data.images import ImageError, open_image, resize_and_center_crop
-    from proximetry.data.pixel_cache import PixelCache
     from proximetry.data.samplers import ClassBalanced, Shuffled, Streamed
     from proximetry.data.vectors import VectorCatalog
 
@@ -50,7 +50,7 @@ __getattr__ = lazy_exports(
         "datasets": ("DatasetInfo", "list_datasets", "open_dataset", "resolve_source"),
         "datasets.glyphs": ("glyphs",),
         "images": ("ImageError", "open_image", "resize_and_center_crop"),
-        "pixel_cache": ("PixelCache",),
+        "cache": ("PixelCache",),
         "samplers": ("ClassBalanced", "Shuffled", "Streamed"),
         "vectors": ("VectorCatalog",),
     },

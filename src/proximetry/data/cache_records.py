@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from proximetry._common import PART_SUFFIX, atomic_write, cache_folder, read_json, written_for
+from proximetry._util.files import (
+    PART_SUFFIX,
+    atomic_write,
+    cache_folder,
+    read_json,
+    written_for,
+)
 
 _USED, _READING, _WRITING = ".used", ".reading", ".lock"
 _LARGEST_RECORD = 1 << 20

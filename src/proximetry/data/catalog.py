@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from proximetry._common import Progress, closest, some
+from proximetry._util.errors import Progress, closest, some
 from proximetry.data.columns import Coded, Numbers, Texts, equal_rows, pack, take
-from proximetry.data.csv_parquet import FIELDS, read_csv, read_parquet, write_csv, write_parquet
 from proximetry.data.folders import layout, scan_folder
-from proximetry.data.tar_shards import SEPARATOR, scan_shards, shard_members, split_shard_path
+from proximetry.data.shards import SEPARATOR, scan_shards, shard_members, split_shard_path
+from proximetry.data.tables import FIELDS, read_csv, read_parquet, write_csv, write_parquet
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np

@@ -16,7 +16,8 @@ from itertools import islice
 from operator import eq
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from proximetry._common import chunks, shown
+from proximetry._util.errors import shown
+from proximetry._util.tensors import chunks
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np

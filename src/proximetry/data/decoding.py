@@ -27,7 +27,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import Progress, cores
+from proximetry._util.errors import Progress
+from proximetry._util.machine import cores
 from proximetry.data.images import (
     ImageError,
     Interpolation,
@@ -36,7 +37,7 @@ from proximetry.data.images import (
     open_image,
     resize_image,
 )
-from proximetry.data.tar_shards import Member, read_member
+from proximetry.data.shards import Member, read_member
 
 Array: TypeAlias = npt.NDArray[np.uint8]
 File: TypeAlias = "str | Member"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from proximetry._common import some
+from proximetry._util.errors import some
 
 EXTENSIONS = frozenset(
     ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from proximetry._common import need
-from proximetry.data.tar_shards import Stream, open_path
+from proximetry._util.errors import need
+from proximetry.data.shards import Stream, open_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError

@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import chunks, cores
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
+from proximetry.data.cache import Pixels
 from proximetry.data.catalog import Catalog
 from proximetry.data.decoding import (
     Array,
@@ -31,8 +33,7 @@ from proximetry.data.decoding import (
     decode,
 )
 from proximetry.data.images import ImageError, Interpolation, Size
-from proximetry.data.pixel_cache import Pixels
-from proximetry.data.tar_shards import Member, shard_members, split_shard_path
+from proximetry.data.shards import Member, shard_members, split_shard_path
 
 Rows = npt.NDArray[np.int64]
 Members = tuple[list[str], npt.NDArray[np.int64]]

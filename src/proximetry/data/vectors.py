@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import UsageError, need, read_json, shorten, some
+from proximetry._util.errors import UsageError, need, shorten, some
+from proximetry._util.files import read_json
 from proximetry.data.catalog import Catalog
-from proximetry.data.csv_parquet import FIELDS, MISSING
+from proximetry.data.tables import FIELDS, MISSING
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np

@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from proximetry._common import Progress, UsageError, atomic_write, chunks, cores, some
+from proximetry._util.errors import Progress, UsageError, some
+from proximetry._util.files import atomic_write
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
 from proximetry.data.folders import files_below, is_image
 from proximetry.data.images import ImageError, image_size, open_image
 from proximetry.faces.alignment import height_and_width, similarity, template, warp

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import UsageError, chunks, need
+from proximetry._util.errors import UsageError, need
+from proximetry._util.tensors import chunks
 from proximetry.faces.session import open_session, reason_of
 
 try:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import UsageError, closest, read_json, resolve_device, shown
+from proximetry._util.errors import UsageError, closest, shown
+from proximetry._util.files import read_json
+from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
 from proximetry.faces.session import open_session, reason_of
 from proximetry.models import Preprocessing

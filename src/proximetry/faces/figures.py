@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from proximetry._common import atomic_write, draw_figure
+from proximetry._util.figures import draw_figure
+from proximetry._util.files import atomic_write
 from proximetry.metrics import Identification, Verification
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import Progress, UsageError, some, spaced
+from proximetry._util.errors import Progress, UsageError, some, spaced
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import (
-    UsageError,
+from proximetry._util.errors import UsageError, some
+from proximetry._util.files import (
     atomic_path,
     atomic_write,
     read_json,
-    some,
     take_lock,
     written_for,
 )

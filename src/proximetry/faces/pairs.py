@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import UsageError, read_text, some
+from proximetry._util.errors import UsageError, some
+from proximetry._util.files import read_text
 from proximetry.data.datasets.faces import people_folder
 from proximetry.data.folders import EXTENSIONS, images_below, is_image
 from proximetry.faces.options import BadImages

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import UsageError, need
+from proximetry._util.errors import UsageError, need
 
 if TYPE_CHECKING:
     import torch

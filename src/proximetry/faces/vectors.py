@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import Progress, chunks
+from proximetry._util.errors import Progress
+from proximetry._util.tensors import chunks
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.options import BadImages
+from proximetry.metrics._search.inputs import normalize
 from proximetry.metrics.distributed import gather_objects, together
-from proximetry.metrics.inputs import normalize
 from proximetry.models.encoding import embed_images
 
 

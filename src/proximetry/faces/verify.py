@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from proximetry._common import Progress
+from proximetry._util.errors import Progress
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.options import BadImages
 from proximetry.faces.pairs import PairProtocol

@@ -10,14 +10,13 @@ Each loss holds its proxies in ``loss.proxies``; hand them to the optimiser with
 from collections.abc import Mapping
 from typing import Any
 
-from proximetry._common import UsageError, closest, shown
-from proximetry.losses.anchor import MPA, MPAAP, MPADW, ProxyAnchor
-from proximetry.losses.declaration import Setting, check_all, setting
-from proximetry.losses.formulation import LossForm
-from proximetry.losses.gathering import Gathered, gathered
-from proximetry.losses.pair_losses import PAIR_LOSSES, PairLoss
+from proximetry._util.errors import UsageError, closest, shown
+from proximetry.losses.base import LOSSES, ProxyLoss
+from proximetry.losses.dense import LossForm
+from proximetry.losses.distributed import Gathered, gathered
+from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from proximetry.losses.proxies import Proxies, parameter_groups
-from proximetry.losses.proxy_loss import LOSSES, ProxyLoss
+from proximetry.losses.proxy_anchor import MPA, MPAAP, MPADW, ProxyAnchor
 from proximetry.losses.regularizers import (
     AngularCenterLoss,
     CenterLoss,
@@ -25,6 +24,7 @@ from proximetry.losses.regularizers import (
     IntraClassRegularizer,
     QuantizationLoss,
 )
+from proximetry.losses.settings import Setting, check_all, setting
 from proximetry.losses.softmax import (
     ArcFace,
     CosFace,

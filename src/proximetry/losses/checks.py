@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proximetry._common import is_whole
-from proximetry.metrics.inputs import as_labels as label_array
+from proximetry._util.errors import is_whole
+from proximetry.metrics._search.inputs import as_labels as label_array
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Class indices [B], or `IGNORED`."""

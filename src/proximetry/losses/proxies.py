@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._common import unit
+from proximetry._util.tensors import l2_normalize
 from proximetry.losses import checks
 from proximetry.losses.precision import FullPrecision
 from proximetry.losses.similarity import add_rows_
@@ -38,7 +38,7 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
         bound = 1.0 / math.sqrt(proxies)
         return noise.uniform_(-bound, bound, generator=generator)
     if init == "sphere":
-        return unit(noise.normal_(generator=generator))[0]
+        return l2_normalize(noise.normal_(generator=generator))[0]
     deviation = {"kaiming_normal": math.sqrt(2.0 / proxies), "normal": 1 / 8, "small_normal": 0.01}
     return noise.normal_(0.0, deviation[init], generator=generator)
 
@@ -101,7 +101,7 @@ class Proxies(FullPrecision):
     @torch.no_grad()
     def project_(self) -> "Proxies":
         """Put every proxy back on the unit sphere, after ``optimizer.step()`` (RegularFace)."""
-        self.weight.copy_(unit(self.weight)[0])
+        self.weight.copy_(l2_normalize(self.weight)[0])
         return self
 
     @torch.no_grad()
@@ -165,14 +165,14 @@ class Proxies(FullPrecision):
         finite = torch.isfinite(fresh).flatten(1).all(1)
         if not finite.all():
             raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
-        directions = unit(fresh.float())[0]
+        directions = l2_normalize(fresh.float())[0]
         directed = directions.any(2).all(1)
         if not directed.all():  # a proxy of zeros has no gradient, so it would stay zero
             raise ValueError(
                 f"init of new class {directed.tolist().index(False)} has no direction: it is zero, "
                 "or its examples cancel out"
             )
-        length = unit(self.weight.float())[1].mean()
+        length = l2_normalize(self.weight.float())[1].mean()
         return directions.to(self.weight.device) * length
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -276,8 +276,8 @@ def _directions(
     """Return ``proxies`` directions [K, D] that cover the examples [n, D] of one class."""
     if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
         raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
-    x = unit(examples.float())[0]
-    centers = unit(x.mean(0, keepdim=True))[0]
+    x = l2_normalize(examples.float())[0]
+    centers = l2_normalize(x.mean(0, keepdim=True))[0]
     if proxies == 1:
         return centers
     # Spherical k-means from a farthest-first start.
@@ -288,10 +288,10 @@ def _directions(
         nearest = (x @ centers.T).argmax(1)
         sums = add_rows_(torch.zeros_like(centers), nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
-        centers = torch.where(used, unit(sums)[0], centers)
+        centers = torch.where(used, l2_normalize(sums)[0], centers)
     # Equal proxies of a class would receive equal gradients and stay equal for ever.
     noise = torch.randn(centers.shape, generator=generator).to(centers)
-    return unit(centers + 0.01 * unit(noise)[0])[0]
+    return l2_normalize(centers + 0.01 * l2_normalize(noise)[0])[0]
 
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:

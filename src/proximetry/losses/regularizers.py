@@ -9,9 +9,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from proximetry._common import chunks, inverse_length, nearest_rivals, rescale, unit
+from proximetry._util.tensors import (
+    chunks,
+    inverse_length,
+    l2_normalize,
+    nearest_other_class,
+    rescale,
+)
 from proximetry.losses import checks
-from proximetry.losses.formulation import weighted_mean
+from proximetry.losses.dense import weighted_mean
 from proximetry.losses.precision import FullPrecision
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.similarity import add_rows_
@@ -57,7 +63,7 @@ def intra_class_distance(weight: Tensor) -> Tensor:
 
 def _pair_distances(weight: Tensor) -> Tensor:
     """Σ over classes and pairs t < s of the distance of two proxies."""
-    direction, _ = unit(weight)
+    direction, _ = l2_normalize(weight)
     cosine = direction @ direction.transpose(1, 2)
     k = weight.shape[1]
     first, second = torch.triu_indices(k, k, 1, device=weight.device)
@@ -89,7 +95,7 @@ class ExclusiveRegularizer(nn.Module):
         with torch.autocast(weight.device.type, enabled=False):
             flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
             per_class = len(flat) // len(weight)
-            _, nearest = nearest_rivals(unit(flat.detach())[0], per_class)
+            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], per_class)
             total: Tensor = _PairCosines.apply(flat, nearest)  # type: ignore[no-untyped-call]
             return self.weight * total / len(flat)
 
@@ -187,7 +193,7 @@ class AngularCenterLoss(FullPrecision):
             labels = labels.masked_fill(counted == 0, 0)
             targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
             x = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
-            cosine = (unit(targets)[0] @ unit(x)[0].unsqueeze(2)).amax((1, 2))
+            cosine = (l2_normalize(targets)[0] @ l2_normalize(x)[0].unsqueeze(2)).amax((1, 2))
             return self.weight * weighted_mean(1.0 - cosine, counted)
 
 
@@ -208,7 +214,7 @@ class QuantizationLoss(nn.Module):
         checks.check_embeddings(embeddings)
         with torch.autocast(embeddings.device.type, enabled=False):
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
-            direction, _ = unit(embeddings.to(dtype))
+            direction, _ = l2_normalize(embeddings.to(dtype))
             away = direction.abs() * math.sqrt(embeddings.shape[1]) - 1.0
             return self.weight * away.square().mean()
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from proximetry._common import inverse_length
+from proximetry._util.tensors import inverse_length
 
 Similarity = Literal["single", "soft", "max", "mean"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from proximetry.losses.base import ProxyLoss
 from proximetry.losses.checks import (
     angle,
     boolean,
@@ -16,9 +17,8 @@ from proximetry.losses.checks import (
     non_negative,
     positive,
 )
-from proximetry.losses.declaration import setting
-from proximetry.losses.formulation import LossForm
-from proximetry.losses.proxy_loss import ProxyLoss
+from proximetry.losses.dense import LossForm
+from proximetry.losses.settings import setting
 
 
 class ProxyNCA(ProxyLoss, name="proxy_nca"):

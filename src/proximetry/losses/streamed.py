@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks, inverse_length
-from proximetry.losses.formulation import Parts, Problem, dense, log1p_sum_exp
+from proximetry._util.machine import by_device
+from proximetry._util.tensors import chunks, inverse_length
+from proximetry.losses.dense import Parts, Problem, dense, log1p_sum_exp
 from proximetry.losses.similarity import (
     add_rows_,
     cosines,

@@ -6,7 +6,7 @@ Names are imported on first use: `Metrics` needs neither torch nor numpy.
 # ruff: noqa: F403
 from typing import TYPE_CHECKING
 
-from proximetry._common import lazy_exports
+from proximetry._util.errors import lazy_exports
 from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from proximetry.metrics.intervals import *
     from proximetry.metrics.pair_lists import *
     from proximetry.metrics.projection import *
+    from proximetry.metrics.proxy_separability import *
     from proximetry.metrics.reranking import *
     from proximetry.metrics.retrieval import *
-    from proximetry.metrics.separation import *
     from proximetry.metrics.verification import *
 
 _EXPORTS = {
@@ -33,7 +33,7 @@ _EXPORTS = {
     "projection": "map_embeddings",
     "reranking": "expand_queries k_reciprocal_distances",
     "retrieval": "RetrievalResult retrieve",
-    "separation": "Separability distinct_proxies separability",
+    "proxy_separability": "Separability distinct_proxies separability",
     "verification": "Roc Verification auc eer roc tar_at_far verify",
 }
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import chunks
-from proximetry.metrics.inputs import (
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import (
     Embeddings,
     FloatArray,
     IntArray,

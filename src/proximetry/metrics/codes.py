@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from proximetry import _common
-from proximetry.metrics.inputs import Embeddings, as_embeddings
+from proximetry._util import tensors
+from proximetry.metrics._search.inputs import Embeddings, as_embeddings
 
 OVERSAMPLING = 20
 """Candidates by code per requested neighbor, re-scored with full vectors."""
@@ -26,7 +26,7 @@ def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
     Returns:
         uint8 [items, ⌈dimensions / 8⌉] as `numpy.packbits` packs them, for `similarity="hamming"`.
     """
-    return _common.binary_codes(as_embeddings(embeddings)).cpu().numpy()
+    return tensors.binary_codes(as_embeddings(embeddings)).cpu().numpy()
 
 
 def candidates(k: int) -> int:

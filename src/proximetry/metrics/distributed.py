@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from proximetry._common import gather_rows
-from proximetry.metrics.inputs import Similarity
-from proximetry.metrics.task import Items, Task, build_task
+from proximetry._util.tensors import gather_rows
+from proximetry.metrics._search.inputs import Similarity
+from proximetry.metrics._search.task import Items, Task, build_task
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]

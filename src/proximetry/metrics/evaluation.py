@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import Progress, binary_codes, by_device, chunks, gather_rows, shown
-from proximetry.metrics.clustering import cluster
-from proximetry.metrics.distributed import gather_arrays, gather_task
-from proximetry.metrics.inputs import (
+from proximetry._util.errors import Progress, shown
+from proximetry._util.machine import by_device
+from proximetry._util.tensors import binary_codes, chunks, gather_rows
+from proximetry.metrics._search.inputs import (
     Embeddings,
     FloatArray,
     IntArray,
@@ -26,6 +26,10 @@ from proximetry.metrics.inputs import (
     full_precision,
     normalize,
 )
+from proximetry.metrics._search.neighbors import search
+from proximetry.metrics._search.task import Items, Task, check_inputs
+from proximetry.metrics.clustering import cluster
+from proximetry.metrics.distributed import gather_arrays, gather_task
 from proximetry.metrics.intervals import (
     Bounds,
     Interval,
@@ -33,12 +37,10 @@ from proximetry.metrics.intervals import (
     mean_bounds,
     resample,
 )
-from proximetry.metrics.neighbors import search
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by_vectors, expanded
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
-from proximetry.metrics.task import Items, Task, check_inputs
 from proximetry.metrics.verification import Verification
 
 # Rows scored together: a few running sums in float64 for each.

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import by_device, chunks
-from proximetry.metrics.distributed import gather_objects, together
-from proximetry.metrics.inputs import (
+from proximetry._util.machine import by_device
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import (
     Embeddings,
     FloatSimilarity,
     Labels,
@@ -26,7 +26,8 @@ from proximetry.metrics.inputs import (
     encode,
     full_precision,
 )
-from proximetry.metrics.task import RawInputs, project
+from proximetry.metrics._search.task import RawInputs, project
+from proximetry.metrics.distributed import gather_objects, together
 from proximetry.metrics.verification import allowed_accepts
 
 # Probes and distractors of one tile of similarities.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry.metrics.inputs import (
+from proximetry.metrics._search.inputs import (
     Embeddings,
     FloatArray,
     FloatSimilarity,

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import cores, need
-from proximetry.metrics.inputs import Embeddings, as_embeddings, check_similarity, normalize
+from proximetry._util.errors import need
+from proximetry._util.machine import cores
+from proximetry.metrics._search.inputs import Embeddings, as_embeddings, check_similarity, normalize
 
 _Compared = Literal["cosine", "euclidean"]
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, by_device, chunks
-from proximetry.metrics.inputs import (
+from proximetry._util.errors import Progress
+from proximetry._util.machine import by_device
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import (
     Embeddings,
     FloatArray,
     as_count,
@@ -17,8 +19,8 @@ from proximetry.metrics.inputs import (
     full_precision,
     normalize,
 )
-from proximetry.metrics.neighbors import nearest, search
-from proximetry.metrics.task import Task
+from proximetry.metrics._search.neighbors import nearest, search
+from proximetry.metrics._search.task import Task
 
 ALPHA = 3.0
 """Exponent of query expansion."""

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import Progress, atomic_path
-from proximetry.metrics.inputs import (
+from proximetry._util.errors import Progress
+from proximetry._util.files import atomic_path
+from proximetry.metrics._search.inputs import (
     Embeddings,
     IntArray,
     Labels,
@@ -24,9 +25,9 @@ from proximetry.metrics.inputs import (
     check_similarity,
     full_precision,
 )
-from proximetry.metrics.neighbors import search
+from proximetry.metrics._search.neighbors import search
+from proximetry.metrics._search.task import build_task, check_inputs
 from proximetry.metrics.reranking import distances_to
-from proximetry.metrics.task import build_task, check_inputs
 
 FORMAT = "proximetry.retrieval/1"
 _ARRAYS = ("ids", "similarities")

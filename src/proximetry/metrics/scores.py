@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from proximetry._common import UsageError, is_whole
+from proximetry._util.errors import UsageError, is_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._common import some
-from proximetry.metrics.inputs import FloatArray, IntArray, Labels, as_array, as_labels, encode
+from proximetry._util.errors import some
+from proximetry.metrics._search.inputs import (
+    FloatArray,
+    IntArray,
+    Labels,
+    as_array,
+    as_labels,
+    encode,
+)
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]

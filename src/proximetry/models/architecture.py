@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from proximetry._common import shown
+from proximetry._util.errors import shown
 from proximetry.models.names import (
     LARGEST_BITS,
     LARGEST_DIM,

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from proximetry._common import held
+from proximetry._util.machine import override
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
-    return held(module.modules(), False, _mode, _switch)
+    return override(module.modules(), False, _mode, _switch)
 
 
 def _mode(part: nn.Module) -> bool:

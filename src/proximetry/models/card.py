@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from proximetry._common import shorten, spaced
+from proximetry._util.errors import shorten, spaced
 from proximetry.data.images import described_size
 from proximetry.models.embedder import Embedder, versions
 

@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._common import (
-    UsageError,
-    binary_codes,
-    is_whole,
-    random_numbers_kept,
-    shorten,
-    shown,
-    some,
-    unit,
-)
+from proximetry._util.errors import UsageError, is_whole, shorten, shown, some
+from proximetry._util.machine import preserve_rng_state
+from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
@@ -335,7 +328,7 @@ class Embedder(nn.Module):
         vectors: Tensor = self.head(features)
         # Norms and losses need float32, also after a half-precision network.
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        return unit(vectors)[0] if normalize and self.architecture.normalize else vectors
+        return l2_normalize(vectors)[0] if normalize and self.architecture.normalize else vectors
 
     @torch.no_grad()
     def pixel_features(self, batch: Tensor, stage: Stage = "pixels") -> Tensor:
@@ -531,7 +524,7 @@ class Embedder(nn.Module):
             architecture = Architecture(**description["architecture"])
             preprocessing = input_from_json(description["preprocessing"])
             record = WeightsRecord(**description["weights"])
-            with random_numbers_kept():
+            with preserve_rng_state():
                 if module is None:
                     _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
@@ -595,7 +588,7 @@ class Embedder(nn.Module):
         Normalization is part of the graph, the batch size is dynamic, and the metadata describe
         preprocessing and output. Raises ValueError unless onnxruntime agrees with torch.
         """
-        from proximetry.models.export import write_onnx  # circular import
+        from proximetry.models.onnx import write_onnx  # circular import
 
         write_onnx(self, Path(path), opset)
         return Path(path)
@@ -659,7 +652,7 @@ def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
     """Return the dimension of a module's output; raise unless it is finite vectors [B, dim]."""
     call = f"{name}, given {list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     try:
-        with evaluating(module), random_numbers_kept():
+        with evaluating(module), preserve_rng_state():
             output = module(batch)
     except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)

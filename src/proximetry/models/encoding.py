@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import chunks, cores
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
 from proximetry.models.preprocessing import ImageSource, Input, Tensors
 
 OnError = Callable[[int, Exception], None]

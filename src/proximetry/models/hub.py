@@ -15,7 +15,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 from proximetry import __version__
-from proximetry._common import UsageError, shorten, shown
+from proximetry._util.errors import UsageError, shorten, shown
 from proximetry.models import weights
 from proximetry.models.card import make_card
 from proximetry.models.embedder import Embedder

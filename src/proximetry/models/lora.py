@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from proximetry._common import UsageError, need, random_numbers_kept
+from proximetry._util.errors import UsageError, need
+from proximetry._util.machine import preserve_rng_state
 from proximetry.models.backbones import build
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.embedder import Embedder
@@ -52,7 +53,7 @@ def has_lora(embedder: Embedder) -> bool:
 
 def plain_twin(embedder: Embedder) -> Embedder:
     """Return a copy of the network without adapters, with random weights for `merge_lora`."""
-    with random_numbers_kept():
+    with preserve_rng_state():
         model = build(embedder.architecture.backbone, embedder.preprocessing.crop)
         plain = Embedder(model, embedder.architecture, embedder.preprocessing, embedder.weights)
     return plain.to(next(embedder.parameters()).device)

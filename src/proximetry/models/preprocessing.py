@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import shown, some
+from proximetry._util.errors import shown, some
 from proximetry.data.images import (
     MAX_PIXELS,
     Interpolation,

@@ -19,15 +19,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from proximetry import __version__
-from proximetry._common import (
-    UsageError,
-    atomic_write,
-    read_json,
-    sealed_json,
-    shown,
-    some,
-    written_for,
-)
+from proximetry._util.errors import UsageError, shown, some
+from proximetry._util.files import atomic_write, read_json, sealed_json, written_for
 
 FORMAT = "proximetry embedder"
 VERSION = 1

@@ -25,14 +25,8 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from proximetry._common import (
-    UsageError,
-    install_hint,
-    random_numbers_kept,
-    readable_size,
-    shorten,
-    some,
-)
+from proximetry._util.errors import UsageError, install_hint, readable_size, shorten, some
+from proximetry._util.machine import preserve_rng_state
 from proximetry.models.backbones import build, load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
@@ -172,7 +166,7 @@ def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, Weigh
     if not tensors.keys() >= state.keys():
         # timm renames tensors and does not report missing ones. Tensors that differ between two
         # models with different seeds were not in the file.
-        with random_numbers_kept():
+        with preserve_rng_state():
             torch.default_generator.manual_seed(torch.initial_seed() + 1)  # of the CPU only
             twin = build(name, crop, tensors).state_dict()
         random = [key for key, value in state.items() if not value.equal(twin[key])]

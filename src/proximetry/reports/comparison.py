@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from proximetry._common import shown, spaced
+from proximetry._util.errors import shown, spaced
 from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.scores import COUNTS
+from proximetry.recipe.schema import flatten
 from proximetry.reports.charts import in_percent, line_chart
 from proximetry.reports.evaluation import RunEvaluation
 from proximetry.reports.page import Section, bold, code, percent, render, table
 from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import SPLITS, image, interval, neighbor_images, short
-from proximetry.training.recipe import flatten
 from proximetry.training.reporting import metric_title
 
 SHOWN_CHANGES = 8

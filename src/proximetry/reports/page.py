@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from proximetry._common import spaced
+from proximetry._util.errors import spaced
 
 _TEMPLATES = Environment(
     loader=PackageLoader("proximetry.reports"),

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import random_numbers_kept, some, unit
+from proximetry._util.errors import some
+from proximetry._util.machine import preserve_rng_state
+from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
 from proximetry.losses.proxies import Proxies
 from proximetry.metrics import distinct_proxies, separability
@@ -69,7 +71,7 @@ def find_proxies(record: RunRecord) -> ProxyFindings | None:
             epoch = int(state["state"]["epoch"])
             if "weight" not in tensors:
                 return None  # a loss of the user's own
-            with random_numbers_kept():
+            with preserve_rng_state():
                 proxies = Proxies(1, 1)
             proxies.weight = nn.Parameter(tensors["weight"].float(), requires_grad=False)
             proxies.names_utf8 = tensors["names_utf8"]
@@ -118,10 +120,10 @@ def find_use(found: ProxyFindings, embedder: Embedder, train: Catalog) -> ProxyU
     """Find the nearest proxy of training images of whole classes, drawn with seed 0."""
     sample = _draw_classes(train)
     trained = _as_trained(found, embedder)
-    vectors = unit(encode_catalog(trained, sample).double())[0]
+    vectors = l2_normalize(encode_catalog(trained, sample).double())[0]
     place = {name: number for number, name in enumerate(found.names)}
     codes = np.array([place[label] for label in sample.labels])
-    proxies = unit(found.weight.double())[0]
+    proxies = l2_normalize(found.weight.double())[0]
     cosines = torch.einsum("nd,nkd->nk", vectors, proxies[torch.from_numpy(codes)])
     nearest = cosines.argmax(1).numpy()
     counts = np.zeros((len(found.names), found.per_class))

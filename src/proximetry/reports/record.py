@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from proximetry._common import UsageError, read_json
+from proximetry._util.errors import UsageError
+from proximetry._util.files import read_json
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.run_folder import FIRST_STAGE

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
-from proximetry._common import cores
+from proximetry._util.machine import cores
 from proximetry.data.images import ImageError, thumbnail
 
 SIDE = 128

@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import atomic_write, draw_figure
+from proximetry._util.figures import draw_figure
+from proximetry._util.files import atomic_write
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import sample
 

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from proximetry._common import spaced
+from proximetry._util.errors import spaced
 from proximetry.data import list_datasets
+from proximetry.recipe.schema import DataConfig, Recipe
 from proximetry.reproduce.figures import curve, picture_names, why_no_seconds
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import examine, sample
 from proximetry.reproduce.table import Row
-from proximetry.training.recipe import DataConfig, Recipe
 from proximetry.training.reporting import AMONG_TRAIN
 from proximetry.training.schedule import drop_epochs
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from proximetry.metrics.scores import SEPARABILITY
+from proximetry.recipe.schema import AUTO, Recipe, RecipeError, merge
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
-from proximetry.training.recipe import AUTO, Recipe, RecipeError, merge
 from proximetry.training.schedule import drop_epochs
 
 _NEVER = 1_000_000  # more epochs than any run has

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from proximetry._common import atomic_write, parse_json
-from proximetry.reproduce.plan import Kind, Run, command_for, run_id
-from proximetry.reproduce.table import ReproduceError, Row, Table
-from proximetry.training.automatic import keep_choices
-from proximetry.training.recipe import (
+from proximetry._util.files import atomic_write, parse_json
+from proximetry.recipe.auto import keep_choices
+from proximetry.recipe.schema import (
     Recipe,
     RecipeError,
     Section,
     differences,
     validation_sentence,
 )
+from proximetry.reproduce.plan import Kind, Run, command_for, run_id
+from proximetry.reproduce.table import ReproduceError, Row, Table
 
 if TYPE_CHECKING:
     from proximetry.training.run_folder import RunFolder

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 import yaml
 
-from proximetry._common import atomic_write, need, parse_json, resolve_device, take_lock
+from proximetry._util.errors import need
+from proximetry._util.files import atomic_write, parse_json, take_lock
+from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
+from proximetry.recipe.schema import AUTO, read_yaml
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page
@@ -39,7 +42,6 @@ from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
 from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.recipe import AUTO, read_yaml
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._common import closest, shown
-from proximetry.training.recipe import (
+from proximetry._util.errors import closest, shown
+from proximetry.recipe.schema import (
     Count,
     Dim,
     Flag,

@@ -5,7 +5,7 @@ Names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from proximetry._common import lazy_exports
+from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.search.exact import Duplicates

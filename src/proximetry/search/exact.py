@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, UsageError, chunks, spaced
-from proximetry.metrics.copies import connected_components
-from proximetry.metrics.inputs import IntArray, full_precision
+from proximetry._util.errors import Progress, UsageError, spaced
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.copies import connected_components
+from proximetry.metrics._search.inputs import IntArray, full_precision
 from proximetry.models.names import Similarity
 
 FloatArray = npt.NDArray[np.float32]

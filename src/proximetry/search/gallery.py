@@ -20,13 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import Steps, UsageError, chunks, resolve_device, some, spaced, writing
+from proximetry._util.errors import Steps, UsageError, some, spaced
+from proximetry._util.files import writing
+from proximetry._util.machine import resolve_device
+from proximetry._util.tensors import chunks
 from proximetry.data import Catalog
-from proximetry.metrics.inputs import IntArray, as_embeddings
+from proximetry.metrics._search.inputs import IntArray, as_embeddings
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search import exact, indexes, rows
+from proximetry.search.duplicates import measure
 from proximetry.search.exact import Duplicates, FloatArray, Found, Mask, Scores
 from proximetry.search.manifest import (
     EMBEDDER,
@@ -42,9 +46,8 @@ from proximetry.search.manifest import (
     sweep,
     write_manifest,
 )
-from proximetry.search.near_copies import measure
 from proximetry.search.result import SearchResult
-from proximetry.search.segments import (
+from proximetry.search.snapshot import (
     Segment,
     Snapshot,
     Version,

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import Steps, UsageError, chunks, need, shown
+from proximetry._util.errors import Steps, UsageError, need, shown
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import IntArray
 from proximetry.metrics.codes import binary_codes, candidates
-from proximetry.metrics.inputs import IntArray
 from proximetry.models.names import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"

@@ -19,14 +19,12 @@ from typing import IO, Any
 from uuid import uuid4
 
 from proximetry import __version__
-from proximetry._common import (
+from proximetry._util.errors import UsageError, shown, some
+from proximetry._util.files import (
     CHECKSUM,
-    UsageError,
     atomic_write,
     read_json,
     sealed_json,
-    shown,
-    some,
     take_lock,
     writing,
     written_for,

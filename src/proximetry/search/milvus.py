@@ -27,20 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import (
-    Steps,
-    UsageError,
-    cache_folder,
-    chunks,
-    closest,
-    held,
-    need,
-    shown,
-    some,
-    spaced,
-    writing,
-)
-from proximetry.metrics.inputs import IntArray
+from proximetry._util.errors import Steps, UsageError, closest, need, shown, some, spaced
+from proximetry._util.files import cache_folder, writing
+from proximetry._util.machine import override
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
@@ -53,7 +44,7 @@ from proximetry.search.gallery import (
     describe_index,
 )
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
-from proximetry.search.segments import all_pairs, proposed_pairs
+from proximetry.search.snapshot import all_pairs, proposed_pairs
 
 MOST = 16_384
 """How many images Milvus finds for a query at the most."""
@@ -132,7 +123,7 @@ def _answered(address: Address) -> Iterator[None]:
     exceptions = need("pymilvus.exceptions", "milvus", "A gallery on Milvus")
     loggers = [logging.getLogger(name) for name in ("pymilvus", "milvus_lite", "grpc")]
     silent = logging.CRITICAL + 1
-    with held(loggers, silent, lambda log: log.level, lambda log, level: log.setLevel(level)):
+    with override(loggers, silent, lambda log: log.level, lambda log, level: log.setLevel(level)):
         try:
             yield
         except exceptions.MilvusException as error:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import UsageError, closest, need, shown, some
+from proximetry._util.errors import UsageError, closest, need, shown, some
 from proximetry.data import Catalog
-from proximetry.data.csv_parquet import FIELDS
-from proximetry.data.tar_shards import SEPARATOR, split_shard_path
+from proximetry.data.shards import SEPARATOR, split_shard_path
+from proximetry.data.tables import FIELDS
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")

@@ -13,7 +13,9 @@ import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageDraw, ImageFont
 
-from proximetry._common import UsageError, atomic_path, atomic_write, chunks, shorten
+from proximetry._util.errors import UsageError, shorten
+from proximetry._util.files import atomic_path, atomic_write
+from proximetry._util.tensors import chunks
 from proximetry.data.images import ImageError, thumbnail
 from proximetry.search.result import REMOVED, SearchResult
 

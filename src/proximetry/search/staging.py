@@ -20,9 +20,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from proximetry._common import atomic_write, chunks
-from proximetry.data.tar_shards import split_shard_path
-from proximetry.metrics.inputs import IntArray
+from proximetry._util.files import atomic_write
+from proximetry._util.tensors import chunks
+from proximetry.data.shards import split_shard_path
+from proximetry.metrics._search.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.search import rows
 from proximetry.search.exact import FloatArray

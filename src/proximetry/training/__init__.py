@@ -7,11 +7,11 @@ embedder = Embedder.load("runs/first/embedder")
 
 from typing import TYPE_CHECKING
 
-from proximetry._common import lazy_exports, need
+from proximetry._util.errors import lazy_exports, need
 
 need("pydantic", "train", "proximetry.training")
 
-from proximetry.training.recipe import Recipe, RecipeError, shipped_recipes  # noqa: E402
+from proximetry.recipe.schema import Recipe, RecipeError, shipped_recipes  # noqa: E402
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from proximetry._common import closest, shown
+from proximetry._util.errors import closest, shown
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run

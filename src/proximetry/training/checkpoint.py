@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._common import (
+from proximetry._util.files import (
     CHECKSUM,
     SEAL,
     atomic_path,

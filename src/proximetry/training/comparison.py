@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import Metrics, draw_pairs
 from proximetry.models.names import Similarity

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress
+from proximetry._util.errors import Progress
 from proximetry.data import (
     Catalog,
     CenterCrop,
@@ -25,10 +25,10 @@ from proximetry.data.images import Size
 from proximetry.models import Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.models.names import OWN
-from proximetry.training.automatic import StorageFacts
+from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.schema import DataConfig, Protocol, Recipe, RecipeError
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
-from proximetry.training.recipe import DataConfig, Protocol, Recipe, RecipeError
 from proximetry.training.run_folder import RunError
 
 Rows = npt.NDArray[np.int64]

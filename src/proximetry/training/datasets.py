@@ -13,12 +13,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from proximetry._common import UsageError, chunks, cores, random_numbers_kept, shown, spaced
+from proximetry._util.errors import UsageError, shown, spaced
+from proximetry._util.machine import cores, preserve_rng_state
+from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import (
     Batch,
     Rows,
@@ -29,7 +32,6 @@ from proximetry.training.data import (
 )
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
 
@@ -305,7 +307,7 @@ class DatasetData(TrainingData):
         self.fingerprint = fingerprint(catalog, None)
         if world.first(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
-        with random_numbers_kept():
+        with preserve_rng_state():
             tensors = _is_tensor(datasets.first_item())
         if not tensors and not embedder.takes_images:
             raise UsageError(

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, resolve_device, shown
-from proximetry.losses.gathering import gather_with_gradient
+from proximetry._util.errors import UsageError, shown
+from proximetry._util.machine import resolve_device
+from proximetry.losses.distributed import gather_with_gradient
 
 T = TypeVar("T")
 

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._common import first_few, readable_seconds, readable_size, spaced
+from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
 from proximetry.data import Catalog
+from proximetry.data.cache import cache_home, describe_copies, refuse_bad
 from proximetry.data.decoding import check_all
 from proximetry.data.images import Interpolation, Size
-from proximetry.data.pixel_cache import cache_home, describe_copies, refuse_bad
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
-from proximetry.training.automatic import StorageFacts
+from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import TrainingData, cache_sizes
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.images import (
@@ -29,7 +30,6 @@ from proximetry.training.images import (
     without,
 )
 from proximetry.training.parts import take_parts
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run import (
     RunContext,

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from proximetry import metrics
-from proximetry._common import Progress, UsageError, some
-from proximetry.cuda.graphs import GraphedInference
+from proximetry._util.errors import Progress, UsageError, some
 from proximetry.data import Catalog, VectorCatalog
-from proximetry.data.pixel_cache import describe_copies
+from proximetry.data.cache import describe_copies
+from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
@@ -27,10 +27,10 @@ from proximetry.models.encoding import OnError
 from proximetry.models.lora import has_lora, merge_lora, plain_twin
 from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
+from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.recipe import EvaluationConfig, Recipe
 from proximetry.training.run_folder import RunError
 from proximetry.training.update import autocast
 

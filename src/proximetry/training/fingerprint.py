@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import some, spaced
+from proximetry._util.errors import some, spaced
 from proximetry.data import Catalog
 from proximetry.training.run_folder import RunError
 

@@ -14,22 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._common import (
-    available_memory,
-    chunks,
-    first_few,
-    readable_size,
-    some,
-    spaced,
-    torch_pool,
-)
+from proximetry._util.errors import first_few, readable_size, some, spaced
+from proximetry._util.machine import available_memory, torch_pool
+from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.decoding import ENCODED
-from proximetry.data.images import Interpolation, Size
-from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
-from proximetry.data.pixel_cache import (
+from proximetry.data.cache import (
     EncodedCache,
     Pixels,
     cache_home,
@@ -38,8 +29,12 @@ from proximetry.data.pixel_cache import (
     file_sizes,
     known_contents,
 )
+from proximetry.data.decoding import ENCODED
+from proximetry.data.images import Interpolation, Size
+from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
 from proximetry.models import Preprocessing
-from proximetry.training.automatic import StorageFacts
+from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import (
     Rows,
     TrainingData,
@@ -49,7 +44,6 @@ from proximetry.training.data import (
 )
 from proximetry.training.distributed import World
 from proximetry.training.fingerprint import fingerprint
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
 

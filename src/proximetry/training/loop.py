@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.data.images import ImageError
+from proximetry.recipe.schema import Recipe
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
-from proximetry.training.recipe import Recipe
 from proximetry.training.results import (
     early_stop,
     evaluate_final,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from proximetry import losses
-from proximetry.training.recipe import LossConfig, RecipeError
+from proximetry.recipe.schema import LossConfig, RecipeError
 
 
 class Objective(nn.Module):

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from proximetry import losses
-from proximetry._common import UsageError, random_numbers_kept, shorten, shown
+from proximetry._util.errors import UsageError, shorten, shown
+from proximetry._util.machine import preserve_rng_state
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder
 from proximetry.models.embedder import check_vectors
 from proximetry.models.names import OWN, VECTOR_BACKBONES
+from proximetry.recipe.schema import AUTO, Recipe, RecipeError
 from proximetry.training.data import TrainingData
 from proximetry.training.datasets import OwnDatasets, own_datasets
-from proximetry.training.recipe import AUTO, Recipe, RecipeError
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def check_loss(loss: nn.Module, class_names: Sequence[str], dim: int, batch_size
         f"(0 to {classes - 1})"
     )
     try:
-        with random_numbers_kept():
+        with preserve_rng_state():
             found = tried(embeddings, labels)
     except Exception as error:  # whatever the user's loss trips over
         reason = shorten(" ".join(str(error).split()), 300)

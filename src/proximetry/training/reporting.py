@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._common import need, printable, readable_seconds, shorten, spaced, writing
+from proximetry._util.errors import need, printable, readable_seconds, shorten, spaced
+from proximetry._util.files import writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
+from proximetry.recipe.schema import Recipe, flatten
 from proximetry.training.callbacks import Callback
-from proximetry.training.recipe import Recipe, flatten
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from proximetry.cuda.fused import fuse
-from proximetry.cuda.graphs import ignore_stream_mismatch
 from proximetry.data import Catalog, VectorCatalog
+from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
+from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
 from proximetry.models.backbones import check_patches, set_drop_path, takes_one_size
@@ -24,7 +24,8 @@ from proximetry.models.embedder import NoFeatureMapError
 from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
-from proximetry.training.automatic import choose, device_facts
+from proximetry.recipe.auto import choose, device_facts
+from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
 from proximetry.training.data import TrainingData, open_catalog
@@ -43,7 +44,6 @@ from proximetry.training.parts import (
     check_vectors_fit,
     take_parts,
 )
-from proximetry.training.recipe import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import (
     FIRST_STAGE,

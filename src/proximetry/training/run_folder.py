@@ -19,23 +19,22 @@ from uuid import uuid4
 import torch
 
 from proximetry import __version__
-from proximetry._common import (
+from proximetry._util.errors import UsageError, some
+from proximetry._util.files import (
     CHECKSUM,
-    UsageError,
     atomic_write,
     check_writable,
     parse_json,
     read_json,
     sealed_json,
-    some,
     take_lock,
     writing,
     written_for,
 )
 from proximetry.models.storage import read_embedder
-from proximetry.training.automatic import keep_choices
+from proximetry.recipe.auto import keep_choices
+from proximetry.recipe.schema import Recipe, RecipeError, differences
 from proximetry.training.checkpoint import CheckpointError, read_state
-from proximetry.training.recipe import Recipe, RecipeError, differences
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proximetry.training.recipe import ScheduleConfig
+from proximetry.recipe.schema import ScheduleConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from proximetry.recipe.schema import Recipe, differences
 from proximetry.training.checkpoint import (
     CheckpointError,
     link_checkpoint,
@@ -16,7 +17,6 @@ from proximetry.training.checkpoint import (
     save_checkpoint,
 )
 from proximetry.training.fingerprint import may_have_changed, refuse_others
-from proximetry.training.recipe import Recipe, differences
 from proximetry.training.run_folder import RunError
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from proximetry._common import chunks
-from proximetry.cuda.graphs import GraphedNetwork
+from proximetry._util.tensors import chunks
+from proximetry.kernels.cuda_graphs import GraphedNetwork
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import derive_seed
 from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
-from proximetry.training.recipe import Recipe
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
 """Tensors that follow others, and these."""

@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._common import gather_rows, readable_size, spaced
+from proximetry._util.errors import readable_size, spaced
+from proximetry._util.tensors import gather_rows
 from proximetry.data import VectorCatalog
 from proximetry.models import Embedder, evaluating
-from proximetry.training.automatic import PIXELS_SHARE
+from proximetry.recipe.auto import PIXELS_SHARE
+from proximetry.recipe.schema import Recipe
 from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, share_buffers
 from proximetry.training.fingerprint import fingerprint
-from proximetry.training.recipe import Recipe
 from proximetry.training.reporting import Display
 
 

@@ -21,13 +21,14 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
-from proximetry._common import UsageError, closest, cores, shorten, shown
+from proximetry._util.errors import UsageError, closest, shorten, shown
+from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search import Gallery
 from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import conditions
-from proximetry.web.gallery_map import MOST, GalleryMap, MapError, MapMaker
 from proximetry.web.guard import MOST_BYTES
+from proximetry.web.map import MOST, GalleryMap, MapError, MapMaker
 from proximetry.web.searcher import (
     MOST_PIXELS,
     Answer,

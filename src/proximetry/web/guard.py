@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proximetry._common import UsageError, readable_size, shown
+from proximetry._util.errors import UsageError, readable_size, shown
 
 MOST_BYTES = 20_000_000
 """Of a request, which is an image and little else."""

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from proximetry._common import UsageError, cores
+from proximetry._util.errors import UsageError
+from proximetry._util.machine import cores
 from proximetry.search import Gallery, SearchResult
 from proximetry.web.view import View
 

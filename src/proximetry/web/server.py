@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import UsageError, need, shown
+from proximetry._util.errors import UsageError, need, shown
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from proximetry._common import UsageError
+from proximetry._util.errors import UsageError
 from proximetry.data.images import thumbnail
-from proximetry.data.tar_shards import file_state, split_shard_path
+from proximetry.data.shards import file_state, split_shard_path
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from proximetry.data.augment.resample import Rows, Windows, image_sizes, resample
+from proximetry.data.cache import Pixels
 from proximetry.data.images import Interpolation, check_interpolation, crop_size
-from proximetry.data.pixel_cache import Pixels
 
 # As in the literature: so many tries for a window that fits, then the largest central one.
 _TRIES = 10

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proximetry.data.pixel_cache import Pixels
+from proximetry.data.cache import Pixels
 
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ def window_table(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) 
 def _kernel() -> Kernel | None:
     """Return the kernel, or None with a warning where Triton cannot work."""
     try:
-        from proximetry.cuda.resample_kernel import find_driver, resample_fused
+        from proximetry.kernels.resample import find_driver, resample_fused
 
         find_driver()
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:

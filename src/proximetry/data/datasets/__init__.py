@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import Progress, UsageError, closest, shown, spaced
+from proximetry._util.errors import Progress, UsageError, closest, shown, spaced
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset

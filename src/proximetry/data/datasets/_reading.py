@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from proximetry._common import some
+from proximetry._util.errors import some
 from proximetry.data.catalog import Catalog
 
 Reader = TypeVar("Reader", bound=Callable[..., Catalog])

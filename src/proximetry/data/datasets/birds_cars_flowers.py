@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import need, some
+from proximetry._util.errors import need, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import (
     Home,

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from proximetry._common import UsageError, some
+from proximetry._util.errors import UsageError, some
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import Size, dataset, split_by_class
 from proximetry.data.folders import class_folders, is_image

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from proximetry._common import atomic_path, cache_folder, need
+from proximetry._util.errors import need
+from proximetry._util.files import atomic_path, cache_folder
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets._reading import split_by_class
-from proximetry.data.tar_shards import SEPARATOR, shard_members
+from proximetry.data.shards import SEPARATOR, shard_members
 
 try:
     from PIL import Image, ImageFont, features

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, closest, need, random_numbers_kept, shown
+from proximetry._util.errors import UsageError, closest, need, shown
+from proximetry._util.machine import preserve_rng_state
 from proximetry.models.batchnorm import evaluating
 
 
@@ -111,7 +112,7 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> bool:
     rates: dict[str, float] = {}
     if timm.is_model(name):
         # TypeError: the network has no such argument.
-        with random_numbers_kept(), suppress(TypeError):
+        with preserve_rng_state(), suppress(TypeError):
             parts = timm.create_model(name, num_classes=0, drop_path_rate=rate).named_modules()
             rates = {path: part.drop_prob for path, part in parts if isinstance(part, DropPath)}
     for path, block_rate in rates.items():

@@ -23,8 +23,10 @@ from threading import Lock, local
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, chunks, torch_pool
-from proximetry.metrics.task import Block, Task, fix_ties, from_keys, project, to_keys
+from proximetry._util.errors import Progress
+from proximetry._util.machine import torch_pool
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import UsageError, atomic_write, check_writable, need
+from proximetry._util.errors import UsageError, need
+from proximetry._util.files import atomic_write, check_writable
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from proximetry.data import Catalog, ImageError, PixelCache, open_image
+from proximetry.data.cache import estimate
 from proximetry.data.images import open_bytes
-from proximetry.data.pixel_cache import estimate
 from tests.processes import Process
 
 
@@ -82,7 +82,7 @@ def test_views_cannot_be_written(catalog, home):
 def test_second_time_nothing_is_decoded(catalog, home, monkeypatch):
     first = PixelCache.build(catalog, 16, home)
     monkeypatch.setattr("proximetry.data.decoding.open_image", lambda *a: pytest.fail("decoded"))
-    monkeypatch.setattr("proximetry.data.pixel_cache.open_bytes", lambda *a: pytest.fail("read"))
+    monkeypatch.setattr("proximetry.data.cache.open_bytes", lambda *a: pytest.fail("read"))
     second = PixelCache.build(catalog, 16, home)
     assert (second.flat == first.flat).all()
 
@@ -343,7 +343,8 @@ def test_estimate_leaves_out_what_is_no_image(catalog, home):
 AT_ONCE = """
 import os, sys, time
 from pathlib import Path
-from proximetry.data import Catalog, PixelCache, decoding, pixel_cache
+from proximetry.data import Catalog, PixelCache, decoding
+from proximetry.data import cache
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -360,7 +361,7 @@ def hold(done, total):
         while not Path(sys.argv[3]).exists():
             time.sleep(0.01)
 
-pixel_cache.open_bytes = telling("read", pixel_cache.open_bytes)
+cache.open_bytes = telling("read", cache.open_bytes)
 decoding.open_image = telling("decoded", decoding.open_image)
 cache = PixelCache.build(
     Catalog.from_folder(sys.argv[1]), 24, sys.argv[2],
@@ -470,7 +471,7 @@ def test_failure_while_writing_leaves_nothing(catalog, home, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("proximetry.data.pixel_cache.np.save", fail)
+    monkeypatch.setattr("proximetry.data.cache.np.save", fail)
     with pytest.raises(OSError, match="No space"):
         PixelCache.build(catalog, 16, home)
     assert stores(home) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from proximetry._common import chunks
+from proximetry._util.tensors import chunks
 
 # Rows processed together, so temporaries stay small.
 _ROWS = 1024

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._common import by_device, chunks, held, is_whole, some
+from proximetry._util.errors import is_whole, some
+from proximetry._util.machine import by_device, override
+from proximetry._util.tensors import chunks
 
 Embeddings = Tensor | npt.NDArray[Any]
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
@@ -270,7 +272,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Compute float32 products in full precision, regardless of autocast and TF32 settings."""
     # Tensors made in inference mode could not be written to by other threads.
     with (
-        held(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
+        override(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),

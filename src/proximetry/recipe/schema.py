@@ -31,9 +31,10 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from proximetry._common import UsageError, atomic_write, closest, read_text, shorten, shown, some
-from proximetry.data.csv_parquet import FIELDS
+from proximetry._util.errors import UsageError, closest, shorten, shown, some
+from proximetry._util.files import atomic_write, read_text
 from proximetry.data.datasets import list_datasets
+from proximetry.data.tables import FIELDS
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.names import (
     LARGEST_BATCH,

@@ -39,16 +39,10 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
 
-from proximetry._common import (
-    PART_SUFFIX,
-    Progress,
-    atomic_write,
-    cache_folder,
-    chunks,
-    cores,
-    some,
-    writing,
-)
+from proximetry._util.errors import Progress, some
+from proximetry._util.files import PART_SUFFIX, atomic_write, cache_folder, writing
+from proximetry._util.machine import cores
+from proximetry._util.tensors import chunks
 from proximetry.data.cache_records import InUse, note_use
 from proximetry.data.catalog import Catalog
 from proximetry.data.decoding import ENCODED, Array, check_all, decode_all
@@ -61,7 +55,7 @@ from proximetry.data.images import (
     described_size,
     open_bytes,
 )
-from proximetry.data.tar_shards import file_state, shard_members, split_shard_path
+from proximetry.data.shards import file_state, shard_members, split_shard_path
 
 _FORMAT = "proximetry pixels 4"
 _BLOCK = 1 << 26  # bytes to a checksum

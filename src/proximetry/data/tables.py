@@ -11,9 +11,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from proximetry._common import UsageError, atomic_path, closest, need, shown, some
+from proximetry._util.errors import UsageError, closest, need, shown, some
+from proximetry._util.files import atomic_path
 from proximetry.data.columns import Coded, CodedMaker, Column, Numbers, Texts, TextsMaker, pack
-from proximetry.data.tar_shards import open_file
+from proximetry.data.shards import open_file
 
 # Column in the file → field of Catalog.
 FIELDS = {

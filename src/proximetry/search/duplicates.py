@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageEnhance, ImageOps
 
-from proximetry._common import Steps
+from proximetry._util.errors import Steps
 from proximetry.data import ImageError, open_image
 from proximetry.models import Embedder
-from proximetry.search.segments import Version, prepared
+from proximetry.search.snapshot import Version, prepared
 
 SAMPLE = 50
 # This share of altered copies may be less similar than the threshold.

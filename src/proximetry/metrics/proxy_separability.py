@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proximetry._common import nearest_rivals
-from proximetry.metrics.inputs import Embeddings, as_embeddings, full_precision, normalize
+from proximetry._util.tensors import nearest_other_class
+from proximetry.metrics._search.inputs import Embeddings, as_embeddings, full_precision, normalize
 from proximetry.metrics.scores import SEPARABILITY
 
 
@@ -74,6 +74,6 @@ def separability(proxies: Embeddings) -> Separability:
     name = "proxies" if per_class == 1 else f"proxies (row = class · {per_class} + proxy)"
     rows = as_embeddings(proxies.reshape(classes * per_class, shape[-1]), name)
     with full_precision(rows.device):
-        cosines, _ = nearest_rivals(normalize(rows), per_class)
+        cosines, _ = nearest_other_class(normalize(rows), per_class)
     nearest = cosines.reshape(classes, per_class).amax(1).clamp_(-1, 1)
     return Separability(nearest, float(nearest.mean(dtype=torch.float64)))

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry.metrics.copies import connected_components, find_copies
-from proximetry.metrics.inputs import (
+from proximetry.metrics._search.copies import connected_components, find_copies
+from proximetry.metrics._search.inputs import (
     Embeddings,
     Labels,
     Similarity,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from proximetry.faces import open_embedder
-from proximetry.models import Embedder, Preprocessing, export
+from proximetry.models import Embedder, Preprocessing
+from proximetry.models import onnx as export
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 
 onnx = pytest.importorskip("onnx")

@@ -6,10 +6,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from proximetry._common import unit
+from proximetry._util.tensors import l2_normalize
 from proximetry.losses import checks
-from proximetry.losses.declaration import Declared, setting
-from proximetry.losses.formulation import (
+from proximetry.losses.dense import (
     LossForm,
     Parts,
     Problem,
@@ -20,6 +19,7 @@ from proximetry.losses.formulation import (
 )
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
+from proximetry.losses.settings import Declared, setting
 from proximetry.losses.similarity import class_similarities
 from proximetry.losses.streamed import streamed
 
@@ -125,7 +125,9 @@ class ProxyLoss(Declared):
             # Zero ignored samples, so that NaN in them does not spread.
             ignored = weights == 0
             labels = labels.masked_fill(ignored, 0)
-            x, length = unit(embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0))
+            x, length = l2_normalize(
+                embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0)
+            )
             reduce = self._by_class if self.form.by == "class" else self._by_sample
             loss, times = reduce(x, length, labels, weights, reduction)
             if self.tau > 0.0:
@@ -198,7 +200,7 @@ class ProxyLoss(Declared):
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
         with torch.autocast(embeddings.device.type, enabled=False):
-            x, _ = unit(embeddings.to(self.proxies.weight.dtype))
+            x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
             return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
 
     def _is_dense(self, x: Tensor) -> bool:

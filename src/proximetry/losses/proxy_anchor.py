@@ -5,10 +5,10 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from proximetry.losses.base import ProxyLoss
 from proximetry.losses.checks import cosine_margin, count, non_negative, one_of, positive
-from proximetry.losses.declaration import setting
-from proximetry.losses.formulation import LossForm
-from proximetry.losses.proxy_loss import ProxyLoss
+from proximetry.losses.dense import LossForm
+from proximetry.losses.settings import setting
 
 NegativeClasses = Literal["all", "absent"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from proximetry._common import readable_size, spaced
-from proximetry.training.recipe import AUTO, Recipe, flatten
+from proximetry._util.errors import readable_size, spaced
+from proximetry.recipe.schema import AUTO, Recipe, flatten
 
 if TYPE_CHECKING:
     from proximetry.training.distributed import World

@@ -56,7 +56,7 @@ def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 
 def fused_norm(layer: Any, x: Tensor) -> Tensor:
     """Return batch norm and activation of x; updates running statistics in training mode."""
-    from proximetry.cuda.norm import norm, statistics
+    from proximetry.kernels.batch_norm import norm, statistics
 
     running = layer.running_mean, layer.running_var
     if layer.training:
@@ -86,7 +86,7 @@ class FusedConv2d(nn.Conv2d):
 
 def fused_depthwise(layer: Any, x: Tensor) -> Tensor:
     """Return the depthwise convolution `layer` of x."""
-    from proximetry.cuda.depthwise import depthwise
+    from proximetry.kernels.depthwise_conv import depthwise
 
     axes = (_padding(layer, axis, length) for axis, length in enumerate(x.shape[2:]))
     padding, size = zip(*axes, strict=True)

@@ -20,10 +20,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._common import atomic_path, cache_folder, writing
+from proximetry._util.files import atomic_path, cache_folder, writing
 from proximetry.metrics import map_embeddings
-from proximetry.metrics.inputs import IntArray
-from proximetry.search.segments import Snapshot
+from proximetry.metrics._search.inputs import IntArray
+from proximetry.search.snapshot import Snapshot
 
 log = logging.getLogger("proximetry.web")
 
@@ -34,7 +34,7 @@ _RETRY = 60.0  # seconds after which a map that could not be made is tried again
 # With the same sys.path it finds the same packages.
 _MAKE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from proximetry.web.gallery_map import make
+from proximetry.web.map import make
 make(*sys.argv[2:])"""
 
 

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from proximetry._common import Progress, by_device, chunks
-from proximetry.metrics.symmetric import applies, search_symmetric
-from proximetry.metrics.task import Block, Task, fix_ties, from_keys, project, to_keys
+from proximetry._util.errors import Progress
+from proximetry._util.machine import by_device
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.symmetric import applies, search_symmetric
+from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 
 # Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
 # products and few launches.

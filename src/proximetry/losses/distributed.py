@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._common import gather_rows, shown
+from proximetry._util.errors import shown
+from proximetry._util.tensors import gather_rows
 from proximetry.losses import checks
 
 

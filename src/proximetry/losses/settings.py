@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
 from typing import Any, ClassVar, dataclass_transform
 
-from proximetry._common import closest
+from proximetry._util.errors import closest
 from proximetry.losses.checks import Check
 from proximetry.losses.precision import FullPrecision
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from proximetry.cuda.sharing import CHANNELS, SIZES, program_channels
+from proximetry.kernels.sharing import CHANNELS, SIZES, program_channels
 
 _ROWS = 128  # per program and step
 # Programs of a reduction over rows: four per multiprocessor of an H200. Each writes partial sums.

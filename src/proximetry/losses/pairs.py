@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._common import closest, need, rescale, shown
+from proximetry._util.errors import closest, need, shown
+from proximetry._util.tensors import rescale
 from proximetry.losses import checks
-from proximetry.losses.declaration import Setting, check_all, setting
 from proximetry.losses.precision import FullPrecision
+from proximetry.losses.settings import Setting, check_all, setting
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""

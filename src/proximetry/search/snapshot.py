@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._common import Steps, chunks, sync_folder, writing
-from proximetry.metrics.inputs import IntArray, normalize
+from proximetry._util.errors import Steps
+from proximetry._util.files import sync_folder, writing
+from proximetry._util.tensors import chunks
+from proximetry.metrics._search.inputs import IntArray, normalize
 from proximetry.search import exact, indexes, rows
 from proximetry.search.exact import FloatArray, Found, Mask, Part, Scores, Store, join
 from proximetry.search.manifest import (

@@ -1,0 +1,1 @@
+"""Helpers that several packages need; not public."""

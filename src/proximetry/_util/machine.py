@@ -1,0 +1,148 @@
+"""Cores, memory, devices and settings of torch that all threads share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Barrier, Lock, RLock
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from proximetry._util.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores() -> int:
+    """Return how many cores this process may use; in a container that is not all there are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # not in a container, or "max"
+        return count
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+# Files with the limit and the usage, and the entry of memory.stat for page cache that can be freed.
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),  # v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),  # v1
+)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory a program can use without swapping, within a container's limit."""
+    available = _host_memory()
+    for limit, usage, cache in _CGROUP_MEMORY:
+        with suppress(OSError, ValueError):  # no container, or no limit: "max"
+            most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
+            lines = (_CGROUP / limit).with_name("memory.stat").read_text().splitlines()
+            freeable = int(dict(line.split() for line in lines).get(cache, 0))
+            available = min(available, max(0, most - used + freeable))
+    return available
+
+
+def _host_memory() -> int:
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 1 << 33  # on Windows: as much as most have
+
+
+_settings = Lock()
+
+
+# By the thing that is set: how many threads hold it so, and its value before the first of them.
+_held: dict[Any, tuple[int, Any]] = {}
+
+
+@contextmanager
+def override(
+    things: Iterable[T], value: Any, get: Callable[[T], Any], put: Callable[[T, Any], None]
+) -> Iterator[None]:
+    """Give shared things a value for as long as any thread wants it.
+
+    The last thread to leave puts back what the first one found, unless somebody else has set
+    another value meanwhile. Several functions may hold a thing at once, at the same value.
+    """
+    taken: list[T] = []
+    try:
+        with _settings:
+            for thing in things:
+                holders, before = _held.get(thing) or (0, get(thing))
+                _held[thing] = holders + 1, before
+                taken.append(thing)
+                put(thing, value)
+        yield
+    finally:
+        with _settings:
+            for thing in taken:
+                holders, before = _held.pop(thing)
+                if holders > 1:
+                    _held[thing] = holders - 1, before
+                elif get(thing) == value:
+                    put(thing, before)
+
+
+def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
+    """Start threads that each compute with so many threads of torch; others keep their number.
+
+    A thread takes the number that any thread has set last when it first computes, and keeps it.
+    """
+    import torch
+
+    def limit() -> None:
+        torch.get_num_threads()  # which takes the number, else the first computation would
+        torch.set_num_threads(threads)
+
+    pool, started = ThreadPoolExecutor(workers, initializer=limit), Barrier(workers)
+    with _settings, ThreadPoolExecutor(1) as new:
+        torch.get_num_threads()
+        last = new.submit(torch.get_num_threads).result()
+        list(pool.map(lambda _: started.wait(), range(workers)))  # so that all of them start
+        new.submit(torch.set_num_threads, last).result()
+    return pool
+
+
+_random = RLock()
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """Leave torch's generator of random numbers on the CPU as it was; one thread at a time."""
+    import torch
+
+    with _random, torch.random.fork_rng(devices=[]):
+        yield
+
+
+def resolve_device(name: str | None = None) -> torch.device:
+    """Return the device of this name, by default CUDA where there is a GPU; refuse others."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
+        there = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
+        raise UsageError(f"there is no device {shown(name)}; there is {there}")
+    return torch.device(name)
+
+
+def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:
+    """Return the setting for a kind of device; anything but CUDA counts as a CPU."""
+    return cuda if device.type == "cuda" else cpu

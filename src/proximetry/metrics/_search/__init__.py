@@ -1,0 +1,1 @@
+"""Exact nearest-neighbor search, shared by metrics and galleries."""

@@ -1,0 +1,9 @@
+"""Recipes: every setting of a run, validated; imports neither torch nor numpy."""
+
+from proximetry._util.errors import need
+
+need("pydantic", "train", "proximetry.recipe")
+
+from proximetry.recipe.schema import Recipe, RecipeError, shipped_recipes  # noqa: E402
+
+__all__ = ["Recipe", "RecipeError", "shipped_recipes"]
