@@ -35,13 +35,13 @@ from proximetry.data import Catalog
 from proximetry.data.shards import open_path
 from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World, join_processes
-from proximetry.training.images import ImageData
 from proximetry.training.loop import Run
 from proximetry.training.objective import Objective
 from proximetry.training.reporting import Display
 from proximetry.training.run import RunContext, make_embedder, make_optimizer, prepare
 from proximetry.training.run_folder import RunFolder
-from proximetry.training.update import autocast
+from proximetry.training.sources.images import ImageData
+from proximetry.training.step import autocast
 
 
 def make_images(root: Path, count: int, kind: str, size: tuple[int, int]) -> None:

@@ -310,7 +310,7 @@ def test_a_dry_run_decodes_the_images(capsys, home, monkeypatch):
     told = "in another class, byte for byte, so one of the two labels is wrong: class04/0.png (of"
     assert told in call(capsys, *words, "--data.bad-images", "skip")[1]
 
-    monkeypatch.setattr("proximetry.training.dry_run.MOST_DECODED", 16)  # of 48, class00/0 first
+    monkeypatch.setattr("proximetry.training.estimate.MOST_DECODED", 16)  # of 48, class00/0 first
     found = json.loads(call(capsys, *words, "--data.bad-images", "skip", "--json")[1])
     assert found["decoded"] == 16
     assert [reason.partition(":")[0] for reason in found["left_out"]] == ["class00/0.png"]

@@ -33,8 +33,8 @@ from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.pca import principal_axes, second_moments
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import divide
-from proximetry.training.update import autocast
+from proximetry.training.sources.base import divide
+from proximetry.training.step import autocast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISION = "bfloat16" if DEVICE.type == "cuda" else "float32"

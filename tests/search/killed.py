@@ -20,46 +20,9 @@ import torch
 
 from proximetry.metrics import retrieve
 from proximetry.search import Gallery, gallery, manifest, staging
+from tests.interrupt import completes, kill_at
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.training.tiny import make_images
-
-EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-WRITING = os.O_WRONLY | os.O_RDWR
-
-
-def kill_at(moment, folder):
-    """Kill this process at the n-th event, counted from now on."""
-    left = [moment]
-
-    def watch(event, arguments):
-        changes = event in EVENTS or (event == "open" and (arguments[2] or 0) & WRITING)
-        if changes and str(folder) in os.fsdecode(str(arguments[0])):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-
-
-def in_a_process(work):
-    """Run this in a fork; return whether it came to its end."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return False
-    assert os.WEXITSTATUS(status) == 0, "failed without being killed"
-    return True
-
 
 BEFORE, AFTER = make_vectors(60), make_vectors(30, seed=1)
 
@@ -117,7 +80,7 @@ def interrupt(change, before, home):
         folder = home / f"moment-{moments}"
         if before:
             shutil.copytree(start, folder)
-        ended = in_a_process(lambda: (kill_at(moments, folder), change(folder)))  # noqa: B023
+        ended = completes(lambda: (kill_at(moments, folder), change(folder)))  # noqa: B023
         there = (folder / "gallery.json").exists()
         assert there or not before
         found = state(folder) if there else None
@@ -166,7 +129,7 @@ def update_images(home):
         folder = home / f"moment-{moments}"
         shutil.copytree(start, folder)
         change = lambda: Gallery.open(folder).update(files, batch_size=2)  # noqa: B023, E731
-        ended = in_a_process(lambda: (kill_at(moments, folder), change()))  # noqa: B023
+        ended = completes(lambda: (kill_at(moments, folder), change()))  # noqa: B023
         found = vectors(folder)
         assert any(np.allclose(found, wanted, atol=1e-6) for wanted in (old, new)), moments
         files[1].touch()

@@ -30,7 +30,7 @@ except Exception as error:
 # What happens to one rank: in the setup, within a step, between two steps, or in an evaluation.
 HAPPENS = """
 import os, signal
-from proximetry.training import evaluator, run, state, update
+from proximetry.training import evaluator, run, state, step
 
 def happens(owner, name, number):
     before, seen = getattr(owner, name), []
@@ -44,7 +44,7 @@ def happens(owner, name, number):
 happens({owner}, {number})
 """
 SETUP = 'run, "open_catalog"'
-MIDST = 'update, "average_gradients"'
+MIDST = 'step, "average_gradients"'
 EPOCH = 'state.Checkpoints, "on_epoch_end"'
 EVALUATION = 'evaluator, "score_queries"'
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"

@@ -25,8 +25,8 @@ from proximetry._util.files import (
 from proximetry.data import PixelCache, open_dataset
 from proximetry.training import Callback, RunError, RunFolder, clock, state, train
 from proximetry.training.checkpoint import CheckpointError, load_checkpoint
-from proximetry.training.dry_run import dry_run
-from proximetry.training.update import Updater
+from proximetry.training.estimate import dry_run
+from proximetry.training.step import Updater
 from tests.processes import Process
 from tests.training.runs import OnStep, Said, assert_same_run, fail, killed_at, observed
 from tests.training.tiny import make_recipe, with_

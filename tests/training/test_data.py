@@ -11,10 +11,10 @@ import torch
 from proximetry.data import RandomResizedCrop
 from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
-from proximetry.training.data import cache_sizes, make_augmentation, make_sampler
 from proximetry.training.distributed import World
-from proximetry.training.images import ImageData
 from proximetry.training.reporting import Display
+from proximetry.training.sources.base import cache_sizes, make_augmentation, make_sampler
+from proximetry.training.sources.images import ImageData
 from tests.training.tiny import with_
 
 

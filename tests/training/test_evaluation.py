@@ -23,9 +23,9 @@ from proximetry.training import (
     evaluator,
     train,
 )
-from proximetry.training.data import divide
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.reporting import describe_epoch, metrics_table
+from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import assert_same_run, killed_at, observed
 from tests.training.tiny import make_images, make_recipe, with_

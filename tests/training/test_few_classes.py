@@ -11,8 +11,8 @@ from PIL import Image
 from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.training import RunError, RunFolder, train
-from proximetry.training.data import divide
 from proximetry.training.reporting import PlainDisplay
+from proximetry.training.sources.base import divide
 from tests.training.tiny import make_recipe
 
 SIDE = 12

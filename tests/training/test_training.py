@@ -33,7 +33,7 @@ from proximetry.training.checkpoint import (
     save_checkpoint,
 )
 from proximetry.training.clock import Stopwatch
-from proximetry.training.dry_run import dry_run
+from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import PlainDisplay
 from proximetry.training.run_folder import PlaceError, describe_environment

@@ -28,8 +28,8 @@ from proximetry.training.comparison import (
     compared,
     with_needed_roles,
 )
-from proximetry.training.data import divide, open_catalog
 from proximetry.training.evaluator import doubts, encode_readable, means, score_queries
+from proximetry.training.sources.base import divide, open_catalog
 
 Rows = npt.NDArray[np.int64]
 

@@ -40,9 +40,9 @@ from proximetry.reproduce.records import (
 )
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
-from proximetry.training.data import divide
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.run_folder import RunFolder
+from proximetry.training.sources.base import divide
 from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]

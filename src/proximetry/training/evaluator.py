@@ -29,10 +29,10 @@ from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.comparison import check_comparison, compared, with_needed_roles
-from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, any_rank, share_buffers
 from proximetry.training.run_folder import RunError
-from proximetry.training.update import autocast
+from proximetry.training.sources.base import Rows, TrainingData
+from proximetry.training.step import autocast
 
 Scores = dict[str, Any]
 """Metrics by name; under ``dims`` those of the first d dimensions, by d as text; under ``codes``

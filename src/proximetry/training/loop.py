@@ -14,7 +14,6 @@ from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
 from proximetry.training.callbacks import Callback
 from proximetry.training.clock import Stopwatch
-from proximetry.training.data import TrainingData
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
 from proximetry.training.results import (
@@ -28,9 +27,10 @@ from proximetry.training.results import (
 )
 from proximetry.training.run_folder import RunError, RunFolder
 from proximetry.training.schedule import LearningRates
+from proximetry.training.sources.base import TrainingData
 from proximetry.training.state import TrainState, is_kept, link_checkpoints, save_state
+from proximetry.training.step import Updater
 from proximetry.training.stopping import Stopped, StopRequests
-from proximetry.training.update import Updater
 
 
 @dataclass

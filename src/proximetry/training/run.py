@@ -28,15 +28,7 @@ from proximetry.recipe.auto import choose, device_facts
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe, RecipeError
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
-from proximetry.training.data import TrainingData, open_catalog
-from proximetry.training.datasets import DatasetData, OwnDatasets
-from proximetry.training.distributed import World, join_processes, process_group
-from proximetry.training.evaluator import Evaluator
-from proximetry.training.fingerprint import fingerprint, refuse_others
-from proximetry.training.images import ImageData
-from proximetry.training.loop import Run, fit
-from proximetry.training.objective import Objective
-from proximetry.training.parts import (
+from proximetry.training.custom import (
     Parts,
     check_loss,
     check_network,
@@ -44,6 +36,11 @@ from proximetry.training.parts import (
     check_vectors_fit,
     take_parts,
 )
+from proximetry.training.distributed import World, join_processes, process_group
+from proximetry.training.evaluator import Evaluator
+from proximetry.training.fingerprint import fingerprint, refuse_others
+from proximetry.training.loop import Run, fit
+from proximetry.training.objective import Objective
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import (
     FIRST_STAGE,
@@ -53,10 +50,13 @@ from proximetry.training.run_folder import (
     SavedRun,
 )
 from proximetry.training.schedule import LearningRates
+from proximetry.training.sources.base import TrainingData, open_catalog
+from proximetry.training.sources.images import ImageData
+from proximetry.training.sources.torch_dataset import DatasetData, OwnDatasets
+from proximetry.training.sources.vectors import CachedFeatures, VectorData
 from proximetry.training.state import TrainState, link_checkpoints, restore_state
+from proximetry.training.step import Updater
 from proximetry.training.stopping import stop_requests
-from proximetry.training.update import Updater
-from proximetry.training.vectors import CachedFeatures, VectorData
 
 
 def train(

@@ -22,7 +22,11 @@ from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import (
+from proximetry.training.distributed import World
+from proximetry.training.fingerprint import fingerprint
+from proximetry.training.reporting import Display
+from proximetry.training.run_folder import RunError
+from proximetry.training.sources.base import (
     Batch,
     Rows,
     TrainingData,
@@ -30,10 +34,6 @@ from proximetry.training.data import (
     derive_seed,
     make_augmentation,
 )
-from proximetry.training.distributed import World
-from proximetry.training.fingerprint import fingerprint
-from proximetry.training.reporting import Display
-from proximetry.training.run_folder import RunError
 
 SPLITS = ("train", "val", "test")
 MOST_WORKERS = 8

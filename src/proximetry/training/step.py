@@ -14,9 +14,9 @@ from proximetry.kernels.cuda_graphs import GraphedNetwork
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import derive_seed
 from proximetry.training.distributed import World, average_gradients, gather
 from proximetry.training.objective import Objective
+from proximetry.training.sources.base import derive_seed
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
 """Tensors that follow others, and these."""

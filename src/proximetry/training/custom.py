@@ -18,8 +18,8 @@ from proximetry.models import Embedder
 from proximetry.models.embedder import check_vectors
 from proximetry.models.names import OWN, VECTOR_BACKBONES
 from proximetry.recipe.schema import AUTO, Recipe, RecipeError
-from proximetry.training.data import TrainingData
-from proximetry.training.datasets import OwnDatasets, own_datasets
+from proximetry.training.sources.base import TrainingData
+from proximetry.training.sources.torch_dataset import OwnDatasets, own_datasets
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from proximetry.data import VectorCatalog
 from proximetry.models import Embedder, evaluating
 from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import Rows, TrainingData
 from proximetry.training.distributed import World, share_buffers
 from proximetry.training.fingerprint import fingerprint
 from proximetry.training.reporting import Display
+from proximetry.training.sources.base import Rows, TrainingData
 
 
 class VectorData(TrainingData):

@@ -20,16 +20,8 @@ from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import TrainingData, cache_sizes
+from proximetry.training.custom import take_parts
 from proximetry.training.distributed import World, join_processes
-from proximetry.training.images import (
-    ImageData,
-    check_space,
-    free_space,
-    second_cache,
-    without,
-)
-from proximetry.training.parts import take_parts
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run import (
     RunContext,
@@ -44,7 +36,15 @@ from proximetry.training.run import (
     resolve,
 )
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
-from proximetry.training.update import Updater, autocast
+from proximetry.training.sources.base import TrainingData, cache_sizes
+from proximetry.training.sources.images import (
+    ImageData,
+    check_space,
+    free_space,
+    second_cache,
+    without,
+)
+from proximetry.training.step import Updater, autocast
 
 STEPS = 2
 CPU_BATCH = 16  # a few seconds must do, and more images take proportionally longer there

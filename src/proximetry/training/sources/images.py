@@ -35,17 +35,17 @@ from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
-from proximetry.training.data import (
+from proximetry.training.distributed import World
+from proximetry.training.fingerprint import fingerprint
+from proximetry.training.reporting import Display
+from proximetry.training.run_folder import RunError
+from proximetry.training.sources.base import (
     Rows,
     TrainingData,
     cache_sizes,
     make_augmentation,
     open_catalog,
 )
-from proximetry.training.distributed import World
-from proximetry.training.fingerprint import fingerprint
-from proximetry.training.reporting import Display
-from proximetry.training.run_folder import RunError
 
 T = TypeVar("T")
 

@@ -1,0 +1,42 @@
+"""The one interruption harness: processes that are killed when they change a file."""
+
+import os
+import signal
+import sys
+
+EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def kill_at(event, folder):
+    """Kill this process when it is about to change a file below a folder for the n-th time."""
+    left = [event]
+
+    def watch(name, arguments):
+        changes = name in EVENTS or (name == "open" and (arguments[2] or 0) & WRITING)
+        if changes and str(folder) in os.fsdecode(str(arguments[0])):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def completes(work):
+    """Run this in a fork; return False if it was killed, fail if it ended with an error."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0, "failed without being killed"
+    return True
