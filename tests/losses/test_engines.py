@@ -60,13 +60,24 @@ def test_any_tile_gives_the_same_in_float64(name, tile):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_auto_streams_when_the_array_would_be_large():
-    x, _ = batch(size=64)
-    loss = make("proxy_anchor", classes=DENSE_ENTRIES // 64)
-    assert loss._is_dense(x)
-    assert not make("proxy_anchor", classes=DENSE_ENTRIES // 64 + 1)._is_dense(x)
-    assert not make("mpa", classes=DENSE_ENTRIES // 64, k=2)._is_dense(x)
-    assert make("mpa", classes=10**5, dim=1, k=1, engine="dense")._is_dense(x)
+@pytest.mark.parametrize(
+    ("name", "classes", "k", "engine", "expected"),
+    [
+        ("proxy_anchor", DENSE_ENTRIES // 64, 1, "auto", "dense"),
+        ("proxy_anchor", DENSE_ENTRIES // 64 + 1, 1, "auto", "streamed"),
+        ("mpa", DENSE_ENTRIES // 64, 2, "auto", "streamed"),
+        ("mpa", 10**5, 1, "dense", "dense"),
+    ],
+)
+def test_auto_engine_streams_large_problems(monkeypatch, name, classes, k, engine, expected):
+    def stop(chosen):
+        raise RuntimeError(chosen)
+
+    for one in ("dense", "streamed"):
+        monkeypatch.setattr(f"proximetry.losses.base.{one}", lambda problem, one=one: stop(one))
+    x, y = batch(size=64, dim=1)
+    with pytest.raises(RuntimeError, match=expected):
+        make(name, classes=classes, dim=1, k=k, engine=engine)(x, y)
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "mpa", "soft_triple", "proxy_nca_plus_plus"])

@@ -76,7 +76,7 @@ def test_state_without_names_forgets_old_ones_and_copies_keep_them():
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["a"], "got 1"), (["a", "a"], "'a' stands twice"), ("ab", "sequence"), ([1, 2], "strings")],
+    [(["a"], "got 1"), (["a", "a"], "duplicate"), ("ab", "sequence"), ([1, 2], "strings")],
 )
 def test_bad_names(names, message):
     with pytest.raises(ValueError, match=message):
@@ -201,7 +201,7 @@ def test_growing_named_classes_needs_new_names():
     proxies = Proxies(2, 3, names=["a", "b"])
     with pytest.raises(ValueError, match="need names"):
         proxies.grow(1, optimizer=None)
-    with pytest.raises(ValueError, match="'a' stands twice"):
+    with pytest.raises(ValueError, match="duplicate"):
         proxies.grow(["a"], optimizer=None)
     assert proxies.names == ["a", "b"]
     assert proxies.weight.shape[0] == 2
@@ -271,8 +271,8 @@ def test_training_a_few_steps_separates_classes():
     [
         (lambda model, loss: parameter_groups(model, lr=1e-3), "proxies"),
         (lambda model, loss: parameter_groups(model, nn.Linear(2, 2), lr=1e-3), "proxies"),
-        (lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1), "twice"),
-        (lambda model, loss: parameter_groups(model, loss, loss, lr=1e-3), "twice"),
+        (lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1), "duplicate"),
+        (lambda model, loss: parameter_groups(model, loss, loss, lr=1e-3), "duplicate"),
         (lambda model, loss: parameter_groups(model, loss, lr=0), "lr .* 0"),
         (lambda model, loss: parameter_groups(model, loss, lr=1, head_lr_multiplier=9), "Linear"),
     ],

@@ -1,4 +1,4 @@
-"""Errors, messages and lazy imports."""
+"""Errors, their messages, and optional imports."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any
 
-Progress = Callable[[int, int], None]
-
-
-"""Called with (done, total) now and then."""
-
-
-Steps = Callable[[str, int, int], None]
-
-
-"""Called with (what is being done, done, total) now and then."""
+from proximetry._util.types import Progress as Progress
+from proximetry._util.types import Steps as Steps
 
 
 class UsageError(ValueError):
-    """What was asked for does not exist or cannot be meant; nothing was done."""
+    """Invalid input from the user, found before anything was written."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'x'?" for the nearest known name, else the known ones if few."""
+    """Return ", did you mean 'x'?" for the nearest known name, else a short list of them."""
     names = list(known)
     match = get_close_matches(name.lower(), names, 1)
     if match:
@@ -37,35 +29,32 @@ def closest(name: str, known: Iterable[str]) -> str:
 def some(items: Iterable[str], limit: int = 5) -> str:
     """Join the first few items for a message and count the rest."""
     names = list(items)
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    first = ", ".join(names[:limit])
+    return first if len(names) <= limit else f"{first} and {len(names) - limit} more"
 
 
 def first_few(lines: Sequence[str], elsewhere: str, limit: int = 5) -> list[str]:
-    """Return the first lines of a list for the screen, and say where all of them are."""
+    """Return the first lines for the terminal, and where the full list is."""
     if len(lines) <= limit:
         return [*lines]
     return [*lines[:limit], f"and {spaced(len(lines) - limit)} more; all are in {elsewhere}"]
 
 
-class _Short(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 200
-        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 12, 12, 12
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write out what has more than 4300 digits.
-        return super().repr_int(x, level) if x.bit_length() < 1000 else "a number without end"
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 12, 12, 12
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, however large it is: what is too long is left out."""
-    return shorten(_Short().repr(value), 240)
+    """Return the repr of a value for a message, shortened."""
+    try:
+        return shorten(_SHORT.repr(value), 240)
+    except ValueError:  # Python does not print integers of more than 4300 digits
+        return "a very large integer"
 
 
 def shorten(text: str, width: int) -> str:
-    """Leave out the middle of a text that is too long."""
+    """Replace the middle of a long text by an ellipsis."""
     if len(text) <= width:
         return text
     half = (width - 1) // 2
@@ -74,11 +63,7 @@ def shorten(text: str, width: int) -> str:
 
 # Controls except tab and newline, marks of text direction, line and paragraph separators.
 _UNPRINTABLE = [*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F]
-
-
 _UNPRINTABLE += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-
-
 _ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in _UNPRINTABLE}
 
 
@@ -88,17 +73,17 @@ def printable(text: str) -> str:
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
-    """Whether a value is a whole number of any integer type, from `least` up; True is none."""
+    """Return whether a value is an integer of any type, at least `least`, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def spaced(number: int) -> str:
-    """Write a whole number with a space between thousands."""
+    """Format an integer with a space between thousands."""
     return f"{number:,}".replace(",", " ")
 
 
 def readable_size(count: float) -> str:
-    """Write a number of bytes for people: 4.1 GB, 154 MB."""
+    """Format a number of bytes: 4.1 GB, 154 MB."""
     for unit in ("bytes", "kB", "MB"):
         if count < 999.5:
             return f"{count:.0f} {unit}"
@@ -107,14 +92,14 @@ def readable_size(count: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Write a time for people: 40 s, 12 min, 3.5 h."""
+    """Format a duration: 40 s, 12 min, 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def need(module: str, extra: str | None, purpose: str) -> Any:
-    """Import an optional package, or say what to install: an extra of ours, or the package."""
+    """Import an optional package; if it is missing, raise with the extra or package to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -128,28 +113,28 @@ def _missing(purpose: str, module: str, extra: str | None) -> ModuleNotFoundErro
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra, in words that hold with and without a package index."""
+    """Return how to install an extra, with and without a package index."""
     return f"install the extra {extra!r}, in a clone with pip install '.[{extra}]'"
 
 
 def lazy_exports(
     package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports names from its modules when first asked for.
+    """Return a package's `__getattr__` that imports its names on first use.
 
-    What is then missing comes with `extra`, says the error.
+    If an import fails, the error names `extra` as what to install.
     """
-    places = {name: module for module, names in modules.items() for name in names}
+    origins = {name: module for module, names in modules.items() for name in names}
 
-    def find(name: str) -> Any:
-        if name not in places:
+    def load(name: str) -> Any:
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(f"{package}.{places[name]}"), name)
+            return getattr(import_module(f"{package}.{origins[name]}"), name)
         except ModuleNotFoundError as error:
             if extra is None:
                 raise
             # Also where a package below names an extra: ours installs that too, and the rest.
             raise _missing(f"{package}.{name}", error.name or "", extra) from error
 
-    return find
+    return load

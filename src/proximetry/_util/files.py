@@ -19,27 +19,23 @@ from proximetry._util.errors import UsageError, readable_size, shorten, shown
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+PART_SUFFIX = ".part"
+"""Suffix of files that are still being written."""
+_PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
+# Errors of writing to an open file, which name no file.
+_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
+CHECKSUM = "checksum"
+"""Key of the checksum in JSON files."""
+SEAL = f"sha256:{64 * '0'}"
+"""Placeholder of the checksum of a file within the file itself."""
+_SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
+
 
 def cache_folder() -> Path:
     """Return $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("PROXIMETRY_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or Path.home() / ".cache") / "proximetry"
-
-
-PART_SUFFIX = ".part"
-
-
-"""The end of the name of a file that is still being written."""
-
-
-_PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
-
-
-# Errors of writing to an open file, which name no file.
-_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
+    if os.environ.get("PROXIMETRY_CACHE"):
+        return Path(os.environ["PROXIMETRY_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proximetry"
 
 
 class WriteError(OSError):
@@ -51,7 +47,7 @@ class WriteError(OSError):
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Name the file in errors of writing to it, which a full disk raises without any name."""
+    """Name the file in errors of writing to it: those of a full disk name none."""
     try:
         yield
     except OSError as error:
@@ -65,11 +61,10 @@ def writing(file: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Give a temporary name beside the file to write to; at the end it replaces the file.
+    """Yield a temporary path beside the file; on success it replaces the file.
 
-    All of it is on the disk before it gets its name, so a killed process or a power cut leaves
-    either the old file or the new one, whole. Waiting for the disk takes milliseconds; a file that
-    need not be ``durable`` may be lost or damaged by a power cut.
+    The content is flushed before the rename, so a killed process or a power failure leaves either
+    the old file or the new one. Without ``durable`` a power failure may damage the file.
     """
     part = _part_of(file)
     try:
@@ -82,15 +77,12 @@ def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
         if durable:
             sync_folder(file.parent)
     finally:
-        with suppress(OSError):  # it has its name by now, or could not even be made
+        with suppress(OSError):  # renamed, or never created
             part.unlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, where the file system supports it.
-
-    Some network file systems do not. The files are already in place, so that is no failure.
-    """
+    """Flush the names in a folder to disk; some network file systems do not support it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -100,58 +92,40 @@ def sync_folder(folder: Path) -> None:
 
 
 def _part_of(file: Path) -> Path:
-    # A name may have 255 bytes at most, which a long one with an addition would exceed.
+    # A name may have 255 bytes at most.
     return file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
 
 
 def written_for(path: Path) -> str:
-    """Return the name that a file of `atomic_path` was to get, "" for any other file.
-
-    A killed process leaves such files behind. They are told from everything else with certainty.
-    """
-    found = _PART.fullmatch(path.name)
-    return found[1] if found else ""
+    """Return the final name of a temporary file of `atomic_path`, "" for any other file."""
+    match = _PART.fullmatch(path.name)
+    return match[1] if match else ""
 
 
 def atomic_write(file: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a file so that at any moment either the old or the new one is there, whole."""
+    """Write a file atomically; see `atomic_path`."""
     with atomic_path(file, durable=durable) as part:
         part.write_bytes(content)
 
 
-SEAL = f"sha256:{64 * '0'}"
-
-
-"""What a file holds once, near its beginning, in the place of its own checksum."""
-
-
-CHECKSUM = "checksum"
-
-
-"""The key of that in JSON."""
-
-
-_SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
-
-
 def sealed(content: bytes) -> bytes:
-    """Put the checksum of everything in the place of the first `SEAL`."""
+    """Replace the first `SEAL` by the checksum of the content."""
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(SEAL.encode(), f"sha256:{digest}".encode(), 1)
 
 
 def is_sealed(content: bytes) -> bool:
-    """Whether this is what `sealed` gave, to the last bit."""
-    found = _SEALED.search(content)
-    if found is None:
+    """Return whether the content is unchanged since `sealed`."""
+    seal = _SEALED.search(content)
+    if seal is None:
         return False
-    digest = hashlib.sha256(content[: found.start()] + SEAL.encode())
-    digest.update(memoryview(content)[found.end() :])
-    return found[0] == f"sha256:{digest.hexdigest()}".encode()
+    digest = hashlib.sha256(content[: seal.start()] + SEAL.encode())
+    digest.update(memoryview(content)[seal.end() :])
+    return seal[0] == f"sha256:{digest.hexdigest()}".encode()
 
 
 def sealed_json(content: Mapping[str, Any], plain: Callable[[Any], Any] | None = None) -> bytes:
-    """Return a JSON file with its checksum, for `read_json`; `plain` makes values plain."""
+    """Return a JSON file with its checksum, for `read_json`; `plain` converts other values."""
     whole = {CHECKSUM: SEAL, **content}  # first, since only the first one is filled in
     text = json.dumps(whole, indent=2, ensure_ascii=False, default=plain) + "\n"
     # Names that come from file names need not be text; JSON has escapes for them.
@@ -159,9 +133,9 @@ def sealed_json(content: Mapping[str, Any], plain: Callable[[Any], Any] | None =
 
 
 def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> BaseFileLock:
-    """Take a lock that one process can have, waiting for another one for so many seconds.
+    """Acquire an exclusive lock, waiting up to ``patience`` seconds for another process.
 
-    A process that is killed gives it back. Whoever still has it then is named by a TimeoutError.
+    The system releases the locks of a killed process. A TimeoutError names the owner.
     """
     from filelock import FileLock, Timeout
 
@@ -177,12 +151,11 @@ def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> Bas
     except Timeout:
         raise TimeoutError(_owner(file)) from None
     except NotImplementedError:
-        pass  # on a file system without locks people have to take care themselves
+        pass  # a file system without locks
     return lock
 
 
 def _owner(lock: Path) -> str:
-    """Say who has a lock, which is known where others can read it."""
     with suppress(OSError, ValueError):
         pid, host, *_ = lock.read_text(encoding="utf-8").split()
         return f"process {int(pid)} on {host}"
@@ -190,7 +163,7 @@ def _owner(lock: Path) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """Refuse a file that `atomic_path` could not write; leaves nothing behind."""
+    """Raise for a file that `atomic_path` could not write; leaves nothing behind."""
     part = _part_of(file)
     try:
         if file.is_dir():
@@ -206,7 +179,7 @@ def check_writable(file: Path) -> None:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Read a UTF-8 file of at most `limit` bytes; raises ValueError with its path."""
+    """Read a UTF-8 file of at most `limit` bytes; raise ValueError with its path."""
     try:
         if path.is_fifo():
             raise ValueError(f"a pipe instead of a file: {path}. Save its content to a file.")
@@ -222,10 +195,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Read a JSON file of at most `limit` bytes; raises ValueError with its path.
-
-    One with a checksum, as `sealed_json` gives it, must be what was written then.
-    """
+    """Read a JSON file of at most `limit` bytes and verify its checksum, if it has one."""
     text = read_text(path, limit)
     try:
         content = parse_json(text)
@@ -237,17 +207,17 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the plain values of a JSON text; each key may stand there once."""
+    """Parse JSON; raise ValueError for duplicate keys and deep nesting."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"duplicate key {shown(name)}")
+            values[name] = value
+        return values
+
     try:
-        return json.loads(text, object_pairs_hook=_different_keys)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {shown(name)} stands there twice")
-        found[name] = value
-    return found

@@ -1,4 +1,4 @@
-"""Cores, memory, devices and settings of torch that all threads share."""
+"""Cores, memory, devices, and settings of torch that threads share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from proximetry._util.errors import UsageError, shown
 if TYPE_CHECKING:
     import torch
 
-
 T = TypeVar("T")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP = Path("/sys/fs/cgroup")
+# Files with the limit and the usage, and the entry of memory.stat for page cache that can be freed.
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),  # v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),  # v1
+)
 
 
 def cores() -> int:
-    """Return how many cores this process may use; in a container that is not all there are."""
+    """Return the number of cores this process may use, within a container's limit."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
@@ -29,16 +34,6 @@ def cores() -> int:
         return max(1, min(count, int(quota) // int(period)))
     except (OSError, ValueError):  # not in a container, or "max"
         return count
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-# Files with the limit and the usage, and the entry of memory.stat for page cache that can be freed.
-_CGROUP_MEMORY = (
-    ("memory.max", "memory.current", "inactive_file"),  # v2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),  # v1
-)
 
 
 def available_memory() -> int:
@@ -60,60 +55,61 @@ def _host_memory() -> int:
         return int(line.split()[1]) * 1024
     with suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 1 << 33  # on Windows: as much as most have
+    return 1 << 33  # on Windows
 
 
 _settings = Lock()
-
-
-# By the thing that is set: how many threads hold it so, and its value before the first of them.
-_held: dict[Any, tuple[int, Any]] = {}
+# By object: the number of threads that override it, and its value before the first of them.
+_overridden: dict[Any, tuple[int, Any]] = {}
 
 
 @contextmanager
 def override(
     things: Iterable[T], value: Any, get: Callable[[T], Any], put: Callable[[T, Any], None]
 ) -> Iterator[None]:
-    """Give shared things a value for as long as any thread wants it.
+    """Set a value on shared objects; the last thread to leave restores the previous one.
 
-    The last thread to leave puts back what the first one found, unless somebody else has set
-    another value meanwhile. Several functions may hold a thing at once, at the same value.
+    Evaluation mode and full precision may be needed by several threads of a server at a time.
     """
-    taken: list[T] = []
+    chosen = list(things)
+    with _settings:
+        for thing in chosen:
+            users, before = _overridden.get(thing) or (0, get(thing))
+            _overridden[thing] = users + 1, before
+            put(thing, value)
     try:
-        with _settings:
-            for thing in things:
-                holders, before = _held.get(thing) or (0, get(thing))
-                _held[thing] = holders + 1, before
-                taken.append(thing)
-                put(thing, value)
         yield
     finally:
         with _settings:
-            for thing in taken:
-                holders, before = _held.pop(thing)
-                if holders > 1:
-                    _held[thing] = holders - 1, before
-                elif get(thing) == value:
+            for thing in chosen:
+                users, before = _overridden.pop(thing)
+                if users > 1:
+                    _overridden[thing] = users - 1, before
+                elif get(thing) == value:  # unless changed meanwhile
                     put(thing, before)
 
 
 def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
-    """Start threads that each compute with so many threads of torch; others keep their number.
+    """Start threads that each compute with `threads` threads of torch.
 
-    A thread takes the number that any thread has set last when it first computes, and keeps it.
+    A thread takes the number that was set last when it first computes, and keeps it, so the number
+    for other threads is restored once all workers have started.
     """
     import torch
 
     def limit() -> None:
         torch.get_num_threads()  # which takes the number, else the first computation would
         torch.set_num_threads(threads)
+        started.wait()
 
-    pool, started = ThreadPoolExecutor(workers, initializer=limit), Barrier(workers)
+    started = Barrier(workers + 1)
     with _settings, ThreadPoolExecutor(1) as new:
         torch.get_num_threads()
         last = new.submit(torch.get_num_threads).result()
-        list(pool.map(lambda _: started.wait(), range(workers)))  # so that all of them start
+        pool = ThreadPoolExecutor(workers, initializer=limit)
+        for _ in range(workers):
+            pool.submit(int)
+        started.wait()
         new.submit(torch.set_num_threads, last).result()
     return pool
 
@@ -123,7 +119,7 @@ _random = RLock()
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Leave torch's generator of random numbers on the CPU as it was; one thread at a time."""
+    """Restore torch's CPU random state on exit; one thread at a time."""
     import torch
 
     with _random, torch.random.fork_rng(devices=[]):
@@ -131,15 +127,15 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 def resolve_device(name: str | None = None) -> torch.device:
-    """Return the device of this name, by default CUDA where there is a GPU; refuse others."""
+    """Return the device of this name, by default CUDA if there is a GPU; raise if unavailable."""
     import torch
 
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
-        there = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
-        raise UsageError(f"there is no device {shown(name)}; there is {there}")
+        known = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
+        raise UsageError(f"there is no device {shown(name)}; there is {known}")
     return torch.device(name)
 
 

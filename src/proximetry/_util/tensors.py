@@ -11,9 +11,16 @@ from torch.nn import functional as F
 
 from proximetry._util.machine import by_device
 
+# Vectors shorter than this have no direction: they count as zero and receive no gradient.
+_SHORTEST = 1e-12
+# Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
+# with largest entries beyond these limits are multiplied by a power of two, which is exact.
+_LONG, _IF_LONG = 2.0**50, 2.0**-80
+_SHORT, _IF_SHORT = 2.0**-38, 2.0**70
+
 
 def chunks(total: int, size: int) -> Iterator[slice]:
-    """Cut 0 … total into slices of `size`, the last one shorter."""
+    """Yield slices of 0 … total of length `size`, the last one shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -21,17 +28,16 @@ def chunks(total: int, size: int) -> Iterator[slice]:
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, list[int]]:
     """Concatenate [n, …] tensors of all ranks, in the order of ranks; n may differ.
 
-    Returns the whole, on the device of `rows`, and how many rows each rank had. No gradient.
+    Return the result, on the device of `rows`, and the number of rows of each rank. No gradient.
     """
-
     device = rows.device
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     own = torch.tensor([rows.shape[0]], device=device)
-    found = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    counts = [int(count) for count in found]
-    # Collectives want equal shapes: pad to the largest share.
+    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group=group)
+    counts = [int(size) for size in sizes]
+    # Collectives take equal shapes: pad to the largest share.
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device)
     padded[: rows.shape[0]] = rows.detach()
     parts = [torch.empty_like(padded) for _ in counts]
@@ -40,25 +46,11 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     return whole.to(rows.device), counts
 
 
-# Vectors shorter than this have no direction: they count as zero and receive no gradient.
-_SHORTEST = 1e-12
-
-
-# Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
-# with largest entries beyond these limits are multiplied by a power of two: no digit changes. What
-# then still is too short counts as zero: its gradient would overflow.
-_LONG, _IF_LONG = 2.0**50, 2.0**-80
-
-
-_SHORT, _IF_SHORT = 2.0**-38, 2.0**70
-
-
 def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
+    """Return 1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
 
     Where ‖v‖ overflows the inverse is NaN: 0 would pass the vector off as a zero vector.
     """
-
     length = torch.linalg.vector_norm(vectors, dim=-1)
     measured = length > _SHORTEST
     safe = torch.where(measured, length, torch.ones_like(length))
@@ -67,8 +59,7 @@ def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the vectors, of a length that can be measured, and their factors [...]."""
-
+    """Return vectors scaled so that their squares are representable, and the factors [...]."""
     largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
     # Filled on the device: numbers that were copied there would fit into no CUDA graph.
     factor = torch.ones_like(largest).masked_fill(largest < _SHORT, _IF_SHORT)
@@ -90,45 +81,42 @@ def l2_normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
 def binary_codes(vectors: Tensor) -> Tensor:
     """Return packed codes [N, ⌈D / 8⌉], uint8, of vectors [N, D]: one bit per dimension.
 
-    A bit is 1 where the entry is positive, so 0 where it is zero. The first dimension is the
-    highest bit of the first byte, as in `numpy.packbits`; bits that fill up the last byte are 0.
+    A bit is 1 where the entry is positive. The layout is that of `numpy.packbits`.
     """
-
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -vectors.shape[1] % 8))
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
     bits = bits.reshape(len(bits), bits.shape[1] // 8, 8) << places
     return bits.sum(2, dtype=torch.uint8)
 
 
+@torch.no_grad()
 def nearest_other_class(
     directions: Tensor, per_class: int, block: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For each row the cosine with the nearest row of another class, and its index.
+    """Return for each row the cosine with the nearest row of another class, and its index.
 
-    Rows have unit length and stand class by class, `per_class` of each. Among equally near rows
-    the smallest index is taken. Works in tiles of `block` rows, each serving rows and columns.
+    Rows have unit length and are ordered by class, `per_class` of each. Ties go to the smallest
+    index. Works in tiles of `block` rows, each serving rows and columns.
     """
-
     total, device = len(directions), directions.device
     size = block or by_device(device, cpu=1024, cuda=8192)
     tiles = list(chunks(total, max(1, size // per_class) * per_class))  # whole classes
     best = directions.new_full((total,), -torch.inf)
-    rival = torch.zeros(total, dtype=torch.long, device=device)
+    nearest = torch.zeros(total, dtype=torch.long, device=device)
 
     def improve(part: slice, others: slice, cosines: Tensor) -> None:
         value, index = cosines.max(1)
         better = value > best[part]
         best[part] = torch.where(better, value, best[part])
-        rival[part] = torch.where(better, index + others.start, rival[part])
+        nearest[part] = torch.where(better, index + others.start, nearest[part])
 
-    with torch.no_grad():
-        for place, rows in enumerate(tiles):
-            for columns in tiles[place:]:
-                cosines = directions[rows] @ directions[columns].T
-                if columns == rows:
-                    owner = torch.arange(len(cosines), device=device) // per_class
-                    cosines.masked_fill_(owner[:, None] == owner, -torch.inf)
-                else:
-                    improve(columns, rows, cosines.T)
-                improve(rows, columns, cosines)
-    return best, rival
+    for place, rows in enumerate(tiles):
+        for columns in tiles[place:]:
+            cosines = directions[rows] @ directions[columns].T
+            if columns == rows:
+                owner = torch.arange(len(cosines), device=device) // per_class
+                cosines.masked_fill_(owner[:, None] == owner, -torch.inf)
+            else:
+                improve(columns, rows, cosines.T)
+            improve(rows, columns, cosines)
+    return best, nearest

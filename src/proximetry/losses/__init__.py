@@ -3,8 +3,8 @@
     loss = ProxyAnchor(num_classes=100, dim=512)
     loss(embeddings, labels).backward()
 
-Each loss holds its proxies in ``loss.proxies``; hand them to the optimiser with
-`parameter_groups`. Regularisers are modules over the proxies and can be added to any loss.
+Each loss holds its proxies in ``loss.proxies``; hand them to the optimizer with
+`parameter_groups`. Regularizers are modules over the proxies and can be added to any loss.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from proximetry.losses.softmax import (
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
-    """Make a proxy loss by name; unknown names and settings and bad values are ValueErrors."""
+    """Return a proxy loss by name; raise ValueError for unknown names, settings and values."""
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}{closest(name, LOSSES)}")
     check_settings(name, settings)
@@ -45,7 +45,7 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
 
 
 def loss_settings(name: str) -> dict[str, Setting]:
-    """Return what can be set of a loss, a proxy loss or ``"pairs/<name>"``, by name."""
+    """Return the settings of a loss by name: a proxy loss or ``"pairs/<name>"``."""
     known = {loss: cls.settings() for loss, cls in LOSSES.items()}
     known |= {f"pairs/{loss}": form.settings for loss, form in PAIR_LOSSES.items()}
     if name not in known:
@@ -54,7 +54,7 @@ def loss_settings(name: str) -> dict[str, Setting]:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the name and the settings of a loss as making it would; a mistake is a ValueError."""
+    """Raise ValueError for an unknown loss, setting or invalid value."""
     check_all(f"loss {name!r}", loss_settings(name), settings)
 
 

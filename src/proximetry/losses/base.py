@@ -12,6 +12,7 @@ from proximetry.losses.dense import (
     LossForm,
     Parts,
     Problem,
+    class_similarities,
     dense,
     join_by_sample,
     pull_by_class,
@@ -20,7 +21,6 @@ from proximetry.losses.dense import (
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.regularizers import intra_class_distance
 from proximetry.losses.settings import Declared, setting
-from proximetry.losses.similarity import class_similarities
 from proximetry.losses.streamed import streamed
 
 Engine = Literal["auto", "dense", "streamed"]
@@ -37,7 +37,7 @@ LOSSES: dict[str, "type[ProxyLoss]"] = {}
 class ProxyLoss(Declared):
     """A form, settings and proxies. Subclasses add the logits; a ``name`` registers them.
 
-    Settings may be changed between steps; a bad value is refused on assignment, not steps later.
+    Settings may be changed between steps; a bad value raises on assignment, not steps later.
     """
 
     num_classes: InitVar[int] = setting(checks.count, "number of classes C")
@@ -53,7 +53,7 @@ class ProxyLoss(Declared):
     """When to use it, in one sentence."""
     form: ClassVar[LossForm]
     default_init: ClassVar[Init] = "kaiming_normal"
-    # Values of the settings that a loss does not declare; not annotated, so they are no arguments.
+    # Values of settings that a loss does not declare; not annotated, so they are no arguments.
     gamma = 1.0
     tau = 0.0
     label_smoothing = 0.0
@@ -121,7 +121,7 @@ class ProxyLoss(Declared):
                 checks.weight_range(weights)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            weights = checks.counted(labels, weights, proxies.dtype)
+            weights = checks.effective_weights(labels, weights, proxies.dtype)
             # Zero ignored samples, so that NaN in them does not spread.
             ignored = weights == 0
             labels = labels.masked_fill(ignored, 0)
@@ -137,10 +137,10 @@ class ProxyLoss(Declared):
     def _by_sample(
         self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
     ) -> tuple[Tensor, Tensor]:
-        """Return the reduced terms, and how many times each holds what does not come from x."""
+        """Return the reduced terms, and the factor of terms that do not depend on x."""
         scale, offset = self.negative_logit(length)
         smoothing, classes = self.label_smoothing, len(self.proxies.weight)
-        parts = self._engine(x, labels, scale, offset, None, smoothed=smoothing > 0.0)
+        parts = self._run_engine(x, labels, scale, offset, None, smoothed=smoothing > 0.0)
         positive = self.positive_logit(parts.positive, length)
         terms = join_by_sample(self.form, positive, parts.negatives)
         if parts.total is not None:
@@ -154,18 +154,18 @@ class ProxyLoss(Declared):
     def _by_class(
         self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
     ) -> tuple[Tensor, Tensor]:
-        """Return what `_by_sample` does, for terms of classes."""
+        """Return the same as `_by_sample`, for terms of classes."""
         scale, offset = self.negative_logit(length)
         classes = len(self.proxies.weight)
         counts = (weights > 0).to(x.dtype)
         present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
         class_weight = self.negative_weight(present)
-        # A sample that is left out has a logit so low that its exponential is 0; -inf would do the
-        # same, but make NaN of the gradient of a sum over nothing else.
+        # An ignored sample has a logit so low that its exponential is 0; -inf would do the same,
+        # but make NaN of the gradient of a sum over nothing else.
         log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
         each = reduction == "none"
         weight = None if each else class_weight
-        parts = self._engine(x, labels, scale, offset, weight, log_weights=log_weights)
+        parts = self._run_engine(x, labels, scale, offset, weight, log_weights=log_weights)
         pull = pull_by_class(
             self.positive_logit(parts.positive, length) + log_weights, labels, classes
         )
@@ -175,36 +175,24 @@ class ProxyLoss(Declared):
         mean = pull.sum() / members + parts.negatives
         return (mean * classes, some * classes) if reduction == "sum" else (mean, some)
 
-    def _engine(
+    def _run_engine(
         self,
         x: Tensor,
         labels: Tensor,
         scale: float | Tensor,
         offset: float,
         class_weight: float | Tensor | None,
-        **further: Any,
+        **options: Any,
     ) -> Parts:
-        problem = Problem(
-            x,
-            self.proxies.weight,
-            labels,
-            self.form,
-            self.gamma,
-            scale,
-            offset,
-            class_weight,
-            **further,
-        )
-        return dense(problem) if self._is_dense(x) else streamed(problem)
+        proxies = self.proxies.weight
+        shared = x, proxies, labels, self.form, self.gamma
+        problem = Problem(*shared, scale, offset, class_weight, **options)
+        small = len(x) * proxies.shape[0] * proxies.shape[1] <= DENSE_ENTRIES
+        is_dense = small if self.engine == "auto" else self.engine == "dense"
+        return dense(problem) if is_dense else streamed(problem)
 
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
             return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
-
-    def _is_dense(self, x: Tensor) -> bool:
-        classes, k, _ = self.proxies.weight.shape
-        if self.engine == "auto":
-            return x.shape[0] * classes * k <= DENSE_ENTRIES
-        return self.engine == "dense"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proximetry._util.errors import is_whole
-from proximetry.metrics._search.inputs import as_labels as label_array
+from proximetry._util.labels import as_labels as label_array
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Class indices [B], or `IGNORED`."""
@@ -108,14 +108,11 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
     """Raise unless ``embeddings`` is a floating-point batch [B, D]."""
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
-    if embeddings.ndim != 2:
-        raise ValueError(f"embeddings must be [batch, dim], got shape {list(embeddings.shape)}")
-    if embeddings.shape[0] == 0:
-        raise ValueError(f"the batch is empty: embeddings have shape {list(embeddings.shape)}")
-    if dim is not None and embeddings.shape[1] != dim:
-        raise ValueError(
-            f"embeddings have {embeddings.shape[1]} dimensions, the loss was made for {dim}"
-        )
+    shape = list(embeddings.shape)
+    if len(shape) != 2 or shape[0] == 0:
+        raise ValueError(f"embeddings must be [batch, dim] and not empty, got shape {shape}")
+    if dim is not None and shape[1] != dim:
+        raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
 
@@ -126,11 +123,7 @@ def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
     labels = as_labels(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
-    if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
-        raise ValueError(
-            f"{embeddings.shape[0]} embeddings need labels of shape [{embeddings.shape[0]}], "
-            f"got {list(labels.shape)}"
-        )
+    _check_length("labels", labels, len(embeddings))
     return labels.long()
 
 
@@ -142,6 +135,12 @@ def as_labels(embeddings: Tensor, labels: Labels) -> Tensor:
     if array.dtype.kind != "i":
         raise ValueError("labels must be integers (class indices), got strings")
     return torch.from_numpy(array).to(embeddings.device)
+
+
+def _check_length(name: str, values: Tensor, length: int) -> None:
+    if list(values.shape) != [length]:
+        got = list(values.shape)
+        raise ValueError(f"{length} embeddings need {name} of shape [{length}], got {got}")
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:
@@ -167,11 +166,7 @@ def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None
             raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
     if weights.is_complex():
         raise ValueError(f"weights must be real numbers, got {weights.dtype}")
-    if weights.ndim != 1 or weights.shape[0] != embeddings.shape[0]:
-        raise ValueError(
-            f"{embeddings.shape[0]} embeddings need weights of shape [{embeddings.shape[0]}], "
-            f"got {list(weights.shape)}"
-        )
+    _check_length("weights", weights, len(embeddings))
     return weights.detach().to(embeddings.device)
 
 
@@ -186,7 +181,7 @@ def weight_range(weights: Tensor) -> None:
         )
 
 
-def counted(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+def effective_weights(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight of each sample [B]: 1 without weights, 0 for `IGNORED`."""
     plain = torch.ones_like(labels, dtype=dtype) if weights is None else weights.to(dtype)
     return plain.masked_fill(labels == IGNORED, 0.0)

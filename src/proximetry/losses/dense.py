@@ -1,15 +1,15 @@
-"""What distinguishes one proxy loss from another, and how its parts make one number.
+"""The form of proxy losses and the dense engine, which computes all similarities in one array.
 
 Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
 
-1. the *similarity* S(x, c) made from the K proxies of class c;
+1. the *similarity* S(x, c), aggregated from the K proxies of class c;
 2. *by* what logits are grouped: which of them share one logarithm, all samples of a class or all
    classes of a sample;
 3. how a sample's own class (positive) and the others (negatives) *join*.
 
-The fourth choice, what a margin does to the logits, is two short methods of the loss itself
-(`ProxyLoss.positive_logit` and `ProxyLoss.negative_logit`): any function for the positive,
-``scale · S + offset`` for the negatives.
+The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
+`ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
+negatives.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from proximetry._util.tensors import inverse_length
 from proximetry.losses import checks
-from proximetry.losses.similarity import Similarity, add_rows_, class_similarities
 
+Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
 
@@ -30,12 +31,12 @@ Join = Literal["separate", "joint", "softmax", "nca"]
 class LossForm:
     """The form of a loss: three choices that both engines understand."""
 
-    similarity: Similarity
+    similarity: Aggregation
     by: By
     join: Join
 
     def __post_init__(self) -> None:
-        checks.one_of(*get_args(Similarity))("similarity", self.similarity)
+        checks.one_of(*get_args(Aggregation))("similarity", self.similarity)
         checks.one_of(*get_args(By))("by", self.by)
         checks.one_of(*get_args(Join))("join", self.join)
         if self.by == "class" and self.join != "separate":
@@ -44,10 +45,7 @@ class LossForm:
 
 @dataclass(frozen=True)
 class Problem:
-    """What an engine evaluates: a batch, the proxies, and the logits of the negatives.
-
-    An engine makes `Parts` of it.
-    """
+    """The input of an engine: a batch, the proxies, and the logits of the negatives."""
 
     x: Tensor
     """Embeddings [B, D] of length one."""
@@ -61,16 +59,16 @@ class Problem:
     """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
     offset: float
     class_weight: float | Tensor | None
-    """Weight of the negative term of a class, or of each class [C]; for class-wise losses. None
-    asks for the terms of the classes one by one."""
+    """Weight of the negative term of a class, or of each class [C], for class-wise losses; None
+    returns the term of each class."""
     log_weights: Tensor | None = None
     """Logarithms of the weights of the samples [B], which class-wise losses add to the logits."""
     smoothed: bool = False
-    """Whether the sum of the similarities of a sample is wanted too; for sample-wise losses."""
+    """Whether to return the sum of a sample's similarities, for sample-wise losses."""
 
 
 class Parts(NamedTuple):
-    """What an engine makes of a problem."""
+    """The output of an engine."""
 
     positive: Tensor
     """Each sample's similarity to its own class [B]."""
@@ -79,11 +77,74 @@ class Parts(NamedTuple):
     log(1 + Σ exp logit over the samples of other classes): the sum over the classes with
     ``class_weight``, or without one each [C]."""
     total: Tensor | None
-    """The sum of a sample's similarities to all classes [B], where it is wanted."""
+    """The sum of a sample's similarities to all classes [B], if ``smoothed``."""
+
+
+def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D] of lengths 1 / ``inverse``.
+
+    Scaling the products by the lengths is cheaper than scaling the proxies when the batch is
+    smaller than the embedding dimension. K comes first so that what follows runs along long rows.
+    """
+    classes, k, dim = weight.shape
+    s = (x @ weight.reshape(classes * k, dim).T) * inverse.reshape(-1)
+    return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous()
+
+
+def class_similarities(
+    x: Tensor, proxies: Tensor, aggregation: Aggregation, gamma: float
+) -> Tensor:
+    """S(x, c) for every sample and class, [B, C], from unit ``x`` [B, D] and proxies [C, K, D]."""
+    inverse, _ = inverse_length(proxies)
+    return reduce_proxies(cosines(x, proxies, inverse), aggregation, gamma)
+
+
+def reduce_proxies(s: Tensor, aggregation: Aggregation, gamma: float) -> Tensor:
+    """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
+
+    ``soft`` is Saeki et al. 2021, eq. 1: the mean of the cosines weighted by softmax(s / gamma).
+    """
+    if s.shape[0] == 1:
+        return s[0]
+    match aggregation:
+        case "soft":
+            return (torch.softmax(s / gamma, 0) * s).sum(0)
+        case "max":
+            return s.amax(0)
+        case "mean":
+            return s.mean(0)
+        case "single":
+            raise ValueError(f"similarity 'single' takes one proxy per class, got {s.shape[0]}")
+
+
+def spread_gradient(
+    grad: Tensor, s: Tensor, S: Tensor, aggregation: Aggregation, gamma: float
+) -> Tensor:
+    """∂/∂s from the gradient with respect to S = reduce_proxies(s); may reuse ``grad``."""
+    if s.shape[0] == 1:
+        return grad.unsqueeze(0)
+    if aggregation == "soft":
+        share = torch.softmax(s / gamma, 0)
+        return share.mul_(grad).mul_((s - S).div_(gamma).add_(1.0))
+    if aggregation == "max":
+        nearest = s == S
+        return nearest * (grad / nearest.sum(0))
+    return (grad / s.shape[0]).expand_as(s).contiguous()
+
+
+def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Add each of ``values`` to one of the rows of ``to``, in an order that is fixed.
+
+    On CUDA ``index_add`` adds in whatever order its threads arrive, so runs with the same seed
+    would differ in their last digits; ``index_put`` sorts first.
+    """
+    if to.is_cuda:
+        return to.index_put_((rows,), values, accumulate=True)
+    return to.index_add_(0, rows, values)
 
 
 def dense(problem: Problem) -> Parts:
-    """The dense engine: all similarities at once, in plain autograd."""
+    """Compute a problem from the whole [B, C] array of similarities, in plain autograd."""
     S = class_similarities(problem.x, problem.proxies, problem.form.similarity, problem.gamma)
     own = problem.labels.unsqueeze(1)
     positive = S.gather(1, own).squeeze(1)
@@ -111,7 +172,7 @@ def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tenso
         case "softmax":
             return softplus(negatives - positive)
         case "nca":
-            # With a single class there is nothing to push away from: only the pull remains.
+            # With a single class only the positive term remains.
             return negatives.masked_fill(torch.isneginf(negatives), 0.0) - positive
 
 

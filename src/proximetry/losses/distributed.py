@@ -13,11 +13,12 @@ from proximetry.losses import checks
 
 
 class Gathered(nn.Module):
-    """Make any ``loss(embeddings, labels)`` see the batches of all processes as one.
+    """Apply any ``loss(embeddings, labels)`` to the batches of all processes as one.
 
     For a network in DistributedDataParallel (DDP): its gradients, and those of the parameters of
     the loss, become those of one process with the whole batch; batches may differ in size. All
-    processes of the ``group`` must call it, and all with weights or none.
+    processes of the ``group`` must call it, and all with weights or none. If one of them has
+    invalid arguments, all raise.
 
     Every process computes the loss of the whole batch. DDP averages the gradients of the network,
     so those of the embeddings are multiplied by the number of processes; gradients of the loss's
@@ -41,17 +42,37 @@ class Gathered(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
-        labels = _rows(embeddings, labels)
-        weights = checks.sample_weights(embeddings, weights)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+        problem: ValueError | None = None
+        try:
+            labels = _rows(embeddings, labels)
+            weights = checks.sample_weights(embeddings, weights)
+        except ValueError as error:
+            problem = error
+        several = dist.is_available() and dist.is_initialized()
+        several = several and dist.get_world_size(self.group) > 1
+        if several:
+            self._agree(problem, weights is not None)
             self._share_state()
             embeddings = gather_with_gradient(embeddings, self.group)
             labels, _ = gather_rows(labels, self.group)
-            if weights is not None:
+            if isinstance(weights, Tensor):
                 weights, _ = gather_rows(weights.double(), self.group)
+        elif problem is not None:
+            raise problem
         if weights is not None:
             kwargs["weights"] = weights
         return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
+
+    def _agree(self, problem: ValueError | None, weighted: bool) -> None:
+        """Raise on every process if the arguments of any are invalid, else all would wait."""
+        state = torch.tensor([-1 if problem else int(weighted)])
+        states = gather_rows(state, self.group)[0].tolist()
+        if problem is not None:
+            raise problem
+        if -1 in states:
+            raise ValueError(f"invalid arguments of the loss on rank {states.index(-1)}")
+        if len(set(states)) > 1:
+            raise ValueError(f"weights on ranks {[r for r, s in enumerate(states) if s]} only")
 
     @torch.no_grad()
     def _share_state(self) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from proximetry._util.errors import closest, need, shown
 from proximetry._util.tensors import rescale
 from proximetry.losses import checks
-from proximetry.losses.precision import FullPrecision
-from proximetry.losses.settings import Setting, check_all, setting
+from proximetry.losses.settings import FullPrecision, Setting, check_all, setting
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
@@ -139,10 +138,13 @@ def _circle(peer: Any, margin: float, gamma: float) -> Parts:
 class PairLoss(FullPrecision):
     """A pair-based loss, optionally with another miner and with a memory of past batches.
 
-    ``loss`` is a name of `PAIR_LOSSES`, with its settings, or a loss object of
-    pytorch-metric-learning. ``miner`` is a miner object that overrides the loss's default miner.
-    ``memory`` is the number of past embeddings in a cross-batch memory (Wang et al. 2020); it needs
-    ``dim``, and is neither used nor filled in evaluation mode.
+    Args:
+        loss: a name of `PAIR_LOSSES`, with its ``settings``, or a loss object of
+            pytorch-metric-learning.
+        miner: a miner object that overrides the loss's default miner.
+        memory: number of past embeddings in a cross-batch memory (Wang et al. 2020); it needs
+            ``dim``, and is neither used nor filled in evaluation mode.
+        dim: the embedding dimension, for the memory.
     """
 
     remembered: Tensor
@@ -158,26 +160,25 @@ class PairLoss(FullPrecision):
         **settings: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(loss, str | nn.Module):
-            raise ValueError(f"loss must be a name or a loss object, got {shown(loss)}")
-        if not isinstance(miner, nn.Module | None):
-            raise ValueError(f"miner must be a miner object, got {shown(miner)}")
+        if not isinstance(loss, str | nn.Module) or not isinstance(miner, nn.Module | None):
+            raise ValueError(
+                "loss must be a name or a loss object and miner a miner object, "
+                f"got {shown(loss)} and {shown(miner)}"
+            )
+        if isinstance(loss, str) and loss not in PAIR_LOSSES:
+            raise ValueError(
+                f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses of "
+                "pytorch-metric-learning as objects."
+            )
+        if hasattr(loss, "embedding_memory"):
+            raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
+        known = PAIR_LOSSES[loss].settings if isinstance(loss, str) else {"memory": _MEMORY}
         if memory is not None:
             settings["memory"] = memory
-        if isinstance(loss, str):
-            if loss not in PAIR_LOSSES:
-                raise ValueError(
-                    f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses of "
-                    "pytorch-metric-learning as objects."
-                )
-            known = PAIR_LOSSES[loss].settings
-            values = {key: one.default for key, one in known.items()}
-            values |= check_all(f"loss 'pairs/{loss}'", known, settings)
-            values.pop("memory", None)
-        else:
-            check_all(f"the loss {type(loss).__name__}", {"memory": _MEMORY}, settings)
-            if hasattr(loss, "embedding_memory"):
-                raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
+        owner = f"'pairs/{loss}'" if isinstance(loss, str) else type(loss).__name__
+        values = {key: one.default for key, one in known.items()}
+        values |= check_all(f"the loss {owner}", known, settings)
+        values.pop("memory", None)
         if memory is not None and dim is None:
             raise ValueError("cross-batch memory needs dim, the embedding dimension")
         for name in ("losses", "miners", "distances"):
@@ -210,9 +211,9 @@ class PairLoss(FullPrecision):
         """
         labels = checks.batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            kept = labels != checks.IGNORED
-            if not kept.all():
-                embeddings, labels = embeddings[kept], labels[kept]
+            used = labels != checks.IGNORED
+            if not used.all():
+                embeddings, labels = embeddings[used], labels[used]
             if not len(labels):
                 return embeddings.float().sum()  # 0, with a gradient of 0
             x, _ = rescale(embeddings.float())  # the peer normalizes, with squares that overflow

@@ -1,9 +1,9 @@
-"""Proxies: the learned points of the classes, kept in full precision, named, and able to grow."""
+"""Proxies of classes, in full precision, with names and growth; optimizer groups."""
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -13,17 +13,18 @@ from torch.optim import Optimizer
 
 from proximetry._util.tensors import l2_normalize
 from proximetry.losses import checks
-from proximetry.losses.precision import FullPrecision
-from proximetry.losses.similarity import add_rows_
+from proximetry.losses.dense import add_rows_
+from proximetry.losses.settings import FullPrecision
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
+_check_init = checks.one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
-    """Draw [C, K, D] proxies as the papers' own code does.
+    """Draw [C, K, D] proxies as the authors' code does.
 
-    The length of a proxy does not change the loss, but it does set how far one optimiser step
-    turns it, so the published learning rates go with the published initialisation.
+    The length of a proxy does not change the loss, but it does set how far one optimizer step
+    turns it, so the published learning rates go with the published initialization.
 
     - ``kaiming_normal`` (Proxy-Anchor): standard deviation √(2 / (C·K));
     - ``kaiming_uniform`` (SoftTriple): uniform in ±1 / √(C·K);
@@ -31,7 +32,7 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     - ``small_normal`` (CosFace, ArcFace): standard deviation 0.01;
     - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
     """
-    checks.one_of(*get_args(Init))("init", init)
+    _check_init("init", init)
     proxies = shape[0] * shape[1]
     noise = torch.empty(shape)
     if init == "kaiming_uniform":
@@ -46,9 +47,8 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
 class Proxies(FullPrecision):
     """K learned vectors for each of C classes: ``weight`` of shape [C, K, D].
 
-    The weight never becomes narrower than float32: ``half()``, ``bfloat16()`` and autocast leave
-    it as it is (``double()`` widens it, for numerical checks). Class names, if given, travel in
-    the state dictionary, as bytes, so that it stays free of pickled objects.
+    The weight never becomes narrower than float32 (see `FullPrecision`). Class names, if given,
+    are in the state dictionary, as bytes, so that it stays free of pickled objects.
     """
 
     names_utf8: Tensor
@@ -115,19 +115,18 @@ class Proxies(FullPrecision):
     ) -> range:
         """Add classes after training and return their labels.
 
-        ``new_classes`` is how many, or their names (required if the present classes have names).
-        ``init`` is one of the initialisations (default: the one used before), or a tensor
-        [new, K, D] (or [new, D] if K = 1), or for each new class a tensor [n, D] of example
-        embeddings, in whose directions the proxies then start. New proxies take the mean length
-        of the old ones.
+        New proxies take the mean length of the old ones. The weight becomes a new parameter.
 
-        The weight becomes a new parameter. ``optimizer`` is the one that holds the old parameter:
-        it gets the new one instead, with the moments of the old classes kept and zeros for the new.
-        Pass None only if there is no optimizer yet; an optimizer that still holds the old
-        parameter would train none of the proxies.
+        Args:
+            new_classes: their number, or their names (if the present classes have names).
+            optimizer: the one that holds the old parameter. It gets the new one instead, with
+                zero moments for the new classes. Pass None only if there is no optimizer yet.
+            init: one of the initializations (default: the previous one), a tensor [new, K, D] (or
+                [new, D] if K = 1), or for each new class a tensor [n, D] of example embeddings.
+            generator: for random initializations.
         """
         names, known = None, self.names
-        if isinstance(new_classes, int | Real | str):  # a string alone is no list of names
+        if isinstance(new_classes, int | Real | str):  # a string is no list of names
             added = checks.count("new_classes", new_classes)
             if known is not None:
                 raise ValueError("the present classes have names, so the new ones need names too")
@@ -138,14 +137,14 @@ class Proxies(FullPrecision):
             names = [*known, *new_classes]
         total = self.num_classes + added
         encoded = _encode(names, total)
-        old, fresh = self.weight, self._fresh(added, init, generator)
-        weight = nn.Parameter(torch.cat([old, fresh.to(old)]), old.requires_grad)
+        old, new = self.weight, self._new_proxies(added, init, generator)
+        weight = nn.Parameter(torch.cat([old, new.to(old)]), old.requires_grad)
         if optimizer is not None:
             _exchange(optimizer, old, weight)
         self.weight, self.names_utf8 = weight, encoded.to(old.device)
         return range(total - added, total)
 
-    def _fresh(
+    def _new_proxies(
         self,
         added: int,
         init: Init | Tensor | Sequence[Tensor] | None,
@@ -153,19 +152,19 @@ class Proxies(FullPrecision):
     ) -> Tensor:
         shape = (added, self.proxies_per_class, self.dim)
         if init is None or isinstance(init, str):
-            fresh = draw(shape, init or self.init, generator)
+            new = draw(shape, init or self.init, generator)
         elif isinstance(init, Tensor):
-            fresh = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
-            if tuple(fresh.shape) != shape:
+            new = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
+            if tuple(new.shape) != shape:
                 raise ValueError(f"init must be {list(shape)}, got {list(init.shape)}")
         else:
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
-            fresh = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
-        finite = torch.isfinite(fresh).flatten(1).all(1)
+            new = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
+        finite = torch.isfinite(new).flatten(1).all(1)
         if not finite.all():
             raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
-        directions = l2_normalize(fresh.float())[0]
+        directions = l2_normalize(new.float())[0]
         directed = directions.any(2).all(1)
         if not directed.all():  # a proxy of zeros has no gradient, so it would stay zero
             raise ValueError(
@@ -197,21 +196,21 @@ def parameter_groups(
     weight_decay: float | None = None,
     require_proxies: bool = True,
 ) -> list[dict[str, Any]]:
-    """Optimiser groups for a model and its losses, with the proxies' own learning rate.
+    """Return optimizer groups for a model and its losses, with a learning rate for proxies.
 
-    Proxies want a much larger one than the network: 100 times in the published recipes. The groups
-    are, without empty ones:
+    Proxies need a much larger one than the network: 100 times in the published recipes. The groups,
+    without empty ones, are:
 
     - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
-      included, if the model returns both from ``parameter_parts()`` as the `Embedder` does; else
-      ``model`` at ``lr``, with what is trainable now;
-    - with ``layer_decay`` below 1, in the place of ``backbone``, a group for each layer that the
-      model returns from ``backbone_layers()``: the last one, which is the first group, at ``lr``,
-      and every other one at ``layer_decay`` times the rate of the one after it;
+      included, if the model has ``parameter_parts()`` as the `Embedder` does; else ``model`` at
+      ``lr``, with its trainable parameters;
+    - with ``layer_decay`` below 1, instead of ``backbone``, a group for each layer of the model's
+      ``backbone_layers()``, the last layer first: it has ``lr``, and every other one
+      ``layer_decay`` times the rate of the layer after it;
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
 
-    A parameter given twice is refused, and a call without proxies if ``require_proxies``.
+    Duplicate parameters raise, and missing proxies if ``require_proxies``.
     """
     lr = checks.positive("lr", lr)
     rates = {
@@ -226,26 +225,26 @@ def parameter_groups(
         raise ValueError("none of the losses has proxies; pass the loss modules after the model")
     special = set(proxies)
     rest = [p for loss in losses for p in loss.parameters() if p not in special]
-    find_parts = getattr(model, "parameter_parts", None)
-    if find_parts is not None:
-        members = dict(find_parts())
+    if hasattr(model, "parameter_parts"):
+        members = dict(model.parameter_parts())
     elif head_lr_multiplier != 1.0:
         raise ValueError(
-            "head_lr_multiplier needs a model that tells its head apart with parameter_parts(); "
-            f"{type(model).__name__} does not"
+            "head_lr_multiplier needs a model with parameter_parts(); "
+            f"{type(model).__name__} has none"
         )
     else:
-        members = {"model": _trainable(model.parameters())}
+        members = {"model": [p for p in model.parameters() if p.requires_grad]}
     if layer_decay != 1.0:
         layers = _last_layer_first(model, checks.positive("layer_decay", layer_decay))
         rates |= {name: lr * layer_decay**depth for depth, name in enumerate(layers)}
         members = layers | {name: part for name, part in members.items() if name != "backbone"}
-    members |= {"proxies": _trainable(proxies), "loss": _trainable(rest)}
+    for name, parameters in (("proxies", proxies), ("loss", rest)):
+        members[name] = [p for p in parameters if p.requires_grad]
     seen: list[nn.Parameter] = []
     for name, parameters in members.items():
         seen += parameters
         if len(set(seen)) < len(seen):
-            raise ValueError(f"a parameter of group {name!r} was given twice")
+            raise ValueError(f"duplicate parameter in group {name!r}")
     return [
         {"name": name, "params": parameters, "lr": rates.get(name, lr), **decay}
         for name, parameters in members.items()
@@ -256,18 +255,12 @@ def parameter_groups(
 def _last_layer_first(model: nn.Module, decay: float) -> dict[str, list[nn.Parameter]]:
     if decay > 1:
         raise ValueError(f"layer_decay must be at most 1, got {decay!r}")
-    find = getattr(model, "backbone_layers", None)
-    if find is None:
+    if not hasattr(model, "backbone_layers"):
         raise ValueError(
-            "layer_decay needs a model that tells its layers apart with backbone_layers(); "
-            f"{type(model).__name__} does not"
+            f"layer_decay needs a model with backbone_layers(); {type(model).__name__} has none"
         )
-    layers = list(find())
+    layers = list(model.backbone_layers())
     return {f"layer {number}": layers[number] for number in reversed(range(len(layers)))}
-
-
-def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
 
 
 def _directions(
@@ -289,13 +282,13 @@ def _directions(
         sums = add_rows_(torch.zeros_like(centers), nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
         centers = torch.where(used, l2_normalize(sums)[0], centers)
-    # Equal proxies of a class would receive equal gradients and stay equal for ever.
+    # Equal proxies of a class would receive equal gradients and stay equal.
     noise = torch.randn(centers.shape, generator=generator).to(centers)
     return l2_normalize(centers + 0.01 * l2_normalize(noise)[0])[0]
 
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
-    """Put ``new`` in the place of ``old``; moments of the old rows stay, those of new are zero."""
+    """Replace a parameter of the optimizer; moments of old rows stay, those of new are zero."""
     owners = [g["params"] for g in optimizer.param_groups if any(p is old for p in g["params"])]
     if not owners:
         raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
@@ -310,7 +303,7 @@ def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
 
 
 def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
-    """Return the names, checked, as JSON in bytes; none at all for None."""
+    """Return validated names as JSON in bytes, empty for None."""
     if names is None:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -318,8 +311,7 @@ def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
     if len(names) != num_classes:
         raise ValueError(f"{num_classes} classes need as many names, got {len(names)}")
     if len(set(names)) != len(names):
-        twice = Counter(names).most_common(1)[0][0]
-        raise ValueError(f"class names must differ, {twice!r} stands twice")
+        raise ValueError(f"duplicate class name {Counter(names).most_common(1)[0][0]!r}")
     text = json.dumps(list(names), ensure_ascii=False)
     # The name of a folder need not be UTF-8.
     return torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.uint8)

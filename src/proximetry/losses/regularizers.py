@@ -1,7 +1,6 @@
 """Terms that can be added to any loss, most of them over its proxies."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from proximetry._util.tensors import (
     rescale,
 )
 from proximetry.losses import checks
-from proximetry.losses.dense import weighted_mean
-from proximetry.losses.precision import FullPrecision
+from proximetry.losses.dense import add_rows_, weighted_mean
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.similarity import add_rows_
+from proximetry.losses.settings import FullPrecision
 
 #: Entries of a block of proxies.
 BLOCK_ENTRIES = 2**20
@@ -51,7 +49,7 @@ def intra_class_distance(weight: Tensor) -> Tensor:
     if k == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
-        rows = max(1, BLOCK_ENTRIES // weight[0].numel())
+        rows = _block_rows(weight)
         if classes <= rows or torch.compiler.is_compiling():
             total = _pair_distances(weight)
         else:  # some classes at a time, recomputed in backward
@@ -61,6 +59,10 @@ def intra_class_distance(weight: Tensor) -> Tensor:
         return total / (classes * k * (k - 1))
 
 
+def _block_rows(weight: Tensor) -> int:
+    return max(1, BLOCK_ENTRIES // weight[0].numel())
+
+
 def _pair_distances(weight: Tensor) -> Tensor:
     """Σ over classes and pairs t < s of the distance of two proxies."""
     direction, _ = l2_normalize(weight)
@@ -68,11 +70,6 @@ def _pair_distances(weight: Tensor) -> Tensor:
     k = weight.shape[1]
     first, second = torch.triu_indices(k, k, 1, device=weight.device)
     return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
-
-
-def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Cut the first dimension into blocks of at most `BLOCK_ENTRIES`, or of one row."""
-    return chunks(len(weight), max(1, BLOCK_ENTRIES // weight[0].numel()))
 
 
 class ExclusiveRegularizer(nn.Module):
@@ -107,7 +104,7 @@ class _PairCosines(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, nearest: Tensor) -> Tensor:
         inverse, _ = inverse_length(weight)
         cosines = weight.new_empty(len(weight))
-        for rows in _blocks(weight):
+        for rows in chunks(len(weight), _block_rows(weight)):
             other = nearest[rows]
             dot = (weight[rows] * weight[other]).sum(1)
             cosines[rows] = dot * inverse[rows] * inverse[other]
@@ -121,7 +118,7 @@ class _PairCosines(torch.autograd.Function):
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
         radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
-        for rows in _blocks(weight):
+        for rows in chunks(len(weight), _block_rows(weight)):
             other = nearest[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
@@ -151,12 +148,8 @@ class CenterLoss(FullPrecision):
 
     def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centers."""
-        labels = checks.batch(embeddings, labels, self.centers.shape[1])
-        if not torch.compiler.is_compiling():
-            checks.label_range(labels, self.centers.shape[0])
         with torch.autocast(embeddings.device.type, enabled=False):
-            counted = checks.counted(labels, None, self.centers.dtype)
-            labels = labels.masked_fill(counted == 0, 0)
+            labels, counted = _valid_labels(embeddings, labels, self.centers)
             away = embeddings.to(self.centers.dtype) - self.centers[labels]
             away = away.masked_fill((counted == 0).unsqueeze(1), 0.0)
             loss = self.weight * 0.5 * weighted_mean(away.square().sum(1), counted)
@@ -164,7 +157,7 @@ class CenterLoss(FullPrecision):
                 sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
                 members = add_rows_(sums.new_zeros(len(sums), 1), labels, counted.unsqueeze(1))
                 step = self.rate * sums / (1 + members)
-                # One bad batch would spoil the centers forever.
+                # A batch with NaN would spoil the centers forever.
                 self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
             return loss
 
@@ -185,12 +178,8 @@ class AngularCenterLoss(FullPrecision):
     ) -> Tensor:
         """Return the term of a batch, for proxies [C, K, D] or [C, D]."""
         centers = _weight_of(proxies)
-        labels = checks.batch(embeddings, labels, centers.shape[-1])
-        if not torch.compiler.is_compiling():
-            checks.label_range(labels, len(centers))
         with torch.autocast(embeddings.device.type, enabled=False):
-            counted = checks.counted(labels, None, centers.dtype)
-            labels = labels.masked_fill(counted == 0, 0)
+            labels, counted = _valid_labels(embeddings, labels, centers)
             targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
             x = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
             cosine = (l2_normalize(targets)[0] @ l2_normalize(x)[0].unsqueeze(2)).amax((1, 2))
@@ -217,6 +206,17 @@ class QuantizationLoss(nn.Module):
             direction, _ = l2_normalize(embeddings.to(dtype))
             away = direction.abs() * math.sqrt(embeddings.shape[1]) - 1.0
             return self.weight * away.square().mean()
+
+
+def _valid_labels(
+    embeddings: Tensor, labels: checks.Labels, centers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return validated labels [B], 0 for ignored samples, and the weight of each sample [B]."""
+    labels = checks.batch(embeddings, labels, centers.shape[-1])
+    if not torch.compiler.is_compiling():
+        checks.label_range(labels, len(centers))
+    weights = checks.effective_weights(labels, None, centers.dtype)
+    return labels.masked_fill(weights == 0, 0), weights
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Declaration of loss settings: each once, with default, validation and description.
+"""Settings of losses, each declared once with default, validation and description.
 
     class NormSoftmax(ProxyLoss, name="norm_softmax"):
         scale: float = setting(checks.positive, "scale λ", default=20.0)
@@ -7,14 +7,15 @@ The constructor, the validation of assignments and recipes, and the tables of th
 are generated from these lines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
+
+from torch import Tensor, nn
 
 from proximetry._util.errors import closest
 from proximetry.losses.checks import Check
-from proximetry.losses.precision import FullPrecision
 
 REQUIRED: Any = Parameter.empty
 
@@ -57,6 +58,23 @@ def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
     if not known:
         return f"{owner} takes no settings, got {name!r}"
     return f"{owner} has no setting {name!r}{closest(name, known)}"
+
+
+class FullPrecision(nn.Module):
+    """A module whose parameters and buffers never become narrower than float32.
+
+    ``half()``, ``bfloat16()`` and ``to(dtype)`` move them at most; ``double()`` widens them.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def without_narrowing(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if changed.is_floating_point() and changed.dtype.itemsize < 4:
+                return tensor.to(changed.device)
+            return changed
+
+        super()._apply(without_narrowing, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))

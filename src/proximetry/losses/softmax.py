@@ -1,4 +1,4 @@
-"""The softmax family: a sample chooses among the classes; margins make its own class harder."""
+"""The softmax family: cross-entropy over classes, with margins on the own class."""
 
 import math
 from dataclasses import InitVar
@@ -22,7 +22,7 @@ from proximetry.losses.settings import setting
 
 
 class ProxyNCA(ProxyLoss, name="proxy_nca"):
-    """Proxy-NCA (Movshovitz-Attias et al. 2017): the positive is left out of the denominator.
+    """Proxy-NCA (Movshovitz-Attias et al. 2017): the positive is not in the denominator.
 
     ``mean_i −log( e^{−d(x,p_y)/T} / Σ_{c≠y} e^{−d(x,p_c)/T} )`` with squared distances of unit
     vectors, d = 2 − 2 cos, so the logits are 2 cos / T; T = ``temperature``. May be negative.
@@ -39,7 +39,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
 
 
 class _Softmax(ProxyLoss):
-    """What the losses with a softmax over all classes have in common."""
+    """Base of the losses with a softmax over all classes."""
 
     label_smoothing: float = setting(
         fraction,
@@ -127,9 +127,9 @@ class SoftTriple(_Softmax, name="soft_triple"):
 
 
 class NormSoftmax(_Softmax, name="norm_softmax"):
-    """Normalised softmax (Zhai & Wu 2019): cross-entropy on ``scale`` · cos.
+    """Normalized softmax (Zhai & Wu 2019): cross-entropy on ``scale`` · cos.
 
-    With ``proxies_per_class`` > 1 the nearest proxy speaks for its class (sub-centres).
+    With ``proxies_per_class`` > 1 S is the cosine of the nearest one (sub-centers).
     """
 
     use = "As the baseline: one setting, easy to train; a new loss should beat it tuned."
@@ -137,7 +137,7 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
     proxies_per_class: InitVar[int] = setting(
-        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
+        count, "proxies per class K; the nearest counts (sub-centers)", default=1, kw_only=True
     )
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
@@ -195,9 +195,9 @@ class SphereFace(_Softmax, name="sphereface"):
     lambda_power: float = setting(
         non_negative, "exponent of the fall of λ", default=1.0, kw_only=True
     )
-    lambda_min: float = setting(non_negative, "where λ stops", default=5.0, kw_only=True)
+    lambda_min: float = setting(non_negative, "lower bound of λ", default=5.0, kw_only=True)
     proxies_per_class: InitVar[int] = setting(
-        count, "proxies per class K; the nearest counts (sub-centres)", default=1, kw_only=True
+        count, "proxies per class K; the nearest counts (sub-centers)", default=1, kw_only=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks, inverse_length
-from proximetry.losses.dense import Parts, Problem, dense, log1p_sum_exp
-from proximetry.losses.similarity import (
+from proximetry.losses.dense import (
+    Parts,
+    Problem,
     add_rows_,
     cosines,
+    dense,
+    log1p_sum_exp,
     reduce_proxies,
     spread_gradient,
 )
@@ -33,7 +36,7 @@ SAFE_EXPONENT = 60.0
 
 
 def streamed(problem: Problem, tile: int | None = None) -> Parts:
-    """Do what `dense` does, over tiles of ``tile`` classes."""
+    """Compute the same as `dense`, over tiles of ``tile`` classes."""
     classes, k, _ = problem.proxies.shape
     if tile is None:
         tile = max(1, by_device(problem.x.device, **TILE_ENTRIES) // (len(problem.x) * k))
@@ -119,9 +122,9 @@ class _Tiled:
         inverse: Tensor,
         direct: Tensor | None = None,
     ) -> None:
-        """Turn ``g`` = ∂L/∂logit of a tile into gradients of x, proxies and scale. Uses g, s up.
+        """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrites g and s.
 
-        ``direct`` is what reaches all similarities of a sample past the logits [B].
+        ``direct`` [B] is the gradient of the sum of a sample's similarities.
         """
         if into.scale is not None:
             into.scale.add_((g * S).sum(1))
@@ -145,7 +148,7 @@ class _Tiled:
         return reduce_proxies(self._own()[2], *self.reduction)
 
     def add_positive(self, into: _Gradients, grad: Tensor) -> None:
-        """Add what reaches x and the proxies through the similarities to the own class."""
+        """Add the gradients through the similarities to the own class."""
         w, inverse, s = self._own()
         S = reduce_proxies(s, *self.reduction)
         g = spread_gradient(grad, s, S, *self.reduction) * inverse  # [K, B]
@@ -186,7 +189,7 @@ class _ByClass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
-        if tiled.class_weight is None:  # the gradients wait for what becomes of each term
+        if tiled.class_weight is None:  # the gradients depend on that of each term
             value, ctx.ready = tiled.x.new_empty(len(tiled.proxies)), None
             _class_pass(tiled, [False] * 3, 0.0, value)
         else:
@@ -200,14 +203,13 @@ class _ByClass(torch.autograd.Function):
             return _dense_gradients(ctx, grad_positive, grad_value, None)
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
-            # The gradients of forward are handed over, not copied; a second backward through the
-            # same graph makes them anew.
+            # The gradients of forward are used once; a second backward recomputes them.
             ready, ctx.ready = ctx.ready, None
             weight, each = ctx.tiled.class_weight, ctx.tiled.class_weight is None
             if ready is None:
                 needs = ctx.needs_input_grad[1:]
                 _, ready = _class_pass(ctx.tiled, needs, grad_value if each else weight)
-            # A GPU is not asked whether scaling can be skipped: the answer would have to wait.
+            # On a GPU the test for 1 would wait for the device.
             if not each and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
                 for gradient in ready:
                     if gradient is not None:
@@ -254,11 +256,11 @@ class _BySample(torch.autograd.Function):
         shift = x.new_full((len(x), 1), 0.0 if tiled.bounded else floor)
         total = x.new_zeros(len(x), 1)
         sum_similarity = x.new_zeros(len(x)) if tiled.smoothed else None
-        ctx.kept = None
+        ctx.only_tile = None
         for tile in tiled.tiles:
             z, *parts = tiled.logits(tile)
             if len(tiled.tiles) == 1 and any(ctx.needs_input_grad):
-                ctx.kept = (z.clone() if tiled.bounded else z, *parts)
+                ctx.only_tile = (z.clone() if tiled.bounded else z, *parts)
             if sum_similarity is not None:
                 sum_similarity += parts[1].sum(1)
             if tiled.bounded:
@@ -281,9 +283,9 @@ class _BySample(torch.autograd.Function):
             *_, lse = ctx.saved_tensors
             lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
             gradients = ctx.tiled.empty_gradients(ctx.needs_input_grad[1:])
-            kept, ctx.kept = ctx.kept, None
+            only_tile, ctx.only_tile = ctx.only_tile, None
             for tile in ctx.tiled.tiles:
-                z, *parts = kept or ctx.tiled.logits(tile)
+                z, *parts = only_tile or ctx.tiled.logits(tile)
                 g = z.sub_(lse).exp_().mul_(grad_lse.unsqueeze(1))
                 ctx.tiled.add_tile(gradients, tile, g, *parts, direct=grad_total)
             ctx.tiled.add_positive(gradients, grad_positive)

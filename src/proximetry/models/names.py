@@ -1,8 +1,10 @@
 """Names and limits for recipes and the command line; imports no torch."""
 
-from typing import Literal, get_args
+from typing import get_args
 
-Similarity = Literal["cosine", "euclidean"]
+from proximetry._util.types import EmbedderSimilarity
+
+Similarity = EmbedderSimilarity
 SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
 # Upper bounds that protect memory.
