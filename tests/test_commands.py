@@ -15,7 +15,7 @@ from PIL import Image
 
 from proximetry.data import Catalog, list_datasets
 from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
-from proximetry.metrics import Metrics, evaluate_queries
+from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder
 from proximetry.recipe.schema import shipped_recipes
 from proximetry.training import Recipe
@@ -147,7 +147,7 @@ def test_evaluate_takes_images_in_any_form(call, embedder, sources, vectors, ima
     found = data(call, "evaluate", embedder, *words)
     labels = np.asarray(Catalog.from_folder(images).labels)
     chosen = labels >= "class04" if split == "test" else labels >= ""
-    expected = evaluate_queries(vectors[chosen], labels[chosen])
+    expected = evaluate(vectors[chosen], labels[chosen])
     assert found["split"] == split
     assert found["images"] == chosen.sum()
     assert found["metrics"] == pytest.approx(expected.mean(), abs=1e-6)

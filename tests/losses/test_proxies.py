@@ -271,7 +271,10 @@ def test_training_a_few_steps_separates_classes():
     [
         (lambda model, loss: parameter_groups(model, lr=1e-3), "proxies"),
         (lambda model, loss: parameter_groups(model, nn.Linear(2, 2), lr=1e-3), "proxies"),
-        (lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1), "duplicate"),
+        (
+            lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1),
+            "duplicate",
+        ),
         (lambda model, loss: parameter_groups(model, loss, loss, lr=1e-3), "duplicate"),
         (lambda model, loss: parameter_groups(model, loss, lr=0), "lr .* 0"),
         (lambda model, loss: parameter_groups(model, loss, lr=1, head_lr_multiplier=9), "Linear"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries, identify
+from proximetry.metrics import Metrics, evaluate, identify
 
 CUTS = (0, 23, 60)  # uneven shares
 EMPTY = (0, 60, 60)  # one process has nothing
@@ -118,18 +118,17 @@ def work(rank: int, file: str, out: str) -> None:
     for label, cuts in (("uneven", CUTS), ("empty", EMPTY)):
         share = slice(cuts[rank], cuts[rank + 1])
         for name, (vectors, labels, options) in cases(share).items():
-            found[f"{label} {name}"] = evaluate(
-                vectors, labels, **options, metrics=CHOSEN, group=group
-            )
+            options |= {"metrics": CHOSEN, "group": group}
+            found[f"{label} {name}"] = evaluate(vectors, labels, **options).mean()
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
     found["clustering"] = evaluate(
         vectors, labels, metrics=Metrics(clustering=True, verification=True), group=group
-    )
+    ).mean()
     for kept in (0, 7):
-        coded = evaluate_codes(vectors, labels, candidates=kept, group=group)
+        coded = evaluate(vectors, labels, binary=True, candidates=kept, group=group)
         found[f"codes {kept}"] = coded.scores["map@r"].tolist()
-    evaluation = evaluate_queries(vectors, labels, group=group)
+    evaluation = evaluate(vectors, labels, group=group)
     found["per query"] = evaluation.scores["map@r"].tolist()
     for name, spoiled, spoiled_labels in (
         ("nan", np.where(rank == 1, np.nan, vectors), labels),
@@ -207,14 +206,14 @@ def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str,
     assert reports[0]["clustering"] == evaluate(
         vectors, labels, metrics=Metrics(clustering=True, verification=True)
     )
-    expected = evaluate_queries(vectors, labels).scores["map@r"]
+    expected = evaluate(vectors, labels).scores["map@r"]
     np.testing.assert_array_equal(reports[0]["per query"], expected)
 
 
 @pytest.mark.parametrize("kept", [0, 7])
 def test_codes_equal_one_process(reports: list[dict[str, Any]], kept: int) -> None:
     vectors, labels, _ = cases(slice(None))["cosine"]
-    expected = evaluate_codes(vectors, labels, candidates=kept).scores["map@r"]
+    expected = evaluate(vectors, labels, binary=True, candidates=kept).scores["map@r"]
     np.testing.assert_array_equal(reports[0][f"codes {kept}"], expected)
 
 

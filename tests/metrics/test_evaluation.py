@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from proximetry.metrics import (
+    Evaluation,
     Metrics,
     evaluate,
-    evaluate_codes,
-    evaluate_queries,
     retrieve,
     score_result,
     verify_classes,
@@ -31,7 +30,8 @@ EVERYTHING = Metrics(recall_at=CUTOFFS, precision_at=CUTOFFS, ndcg_at=CUTOFFS, m
 RECALL = Metrics(recall_at=(1,), ndcg_at=(), at_r=False, mrr=False)
 
 
-def assert_equal(found: dict[str, float], expected: dict[str, float], without: int) -> None:
+def assert_equal(result: Evaluation, expected: dict[str, float], without: int) -> None:
+    found = result.mean()
     assert found.pop("queries_without_positive") == without
     found.pop("queries")
     assert found.keys() == expected.keys()
@@ -223,7 +223,7 @@ def test_fewer_metrics_give_the_same_values() -> None:
 
 def test_queries_without_positive_are_skipped_and_counted() -> None:
     vectors = np.array([[0.0], [1.0], [5.0], [6.0], [20.0]], dtype=np.float32)
-    evaluation = evaluate_queries(vectors, ["a", "a", "b", "c", "d"], similarity="euclidean")
+    evaluation = evaluate(vectors, ["a", "a", "b", "c", "d"], similarity="euclidean")
     means = evaluation.mean()
     assert (means["queries"], means["queries_without_positive"]) == (2, 3)
     assert means["recall@1"] == 1.0
@@ -243,7 +243,7 @@ def test_no_positive_at_all_is_an_error() -> None:
 def test_per_class_table() -> None:
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(90, 6)), draw.integers(0, 25, 90)
-    evaluation = evaluate_queries(vectors, labels)
+    evaluation = evaluate(vectors, labels)
     table = evaluation.per_class()
     for row, label in enumerate(table["label"]):
         chosen = labels == label
@@ -257,7 +257,7 @@ def test_per_class_table() -> None:
 def test_bootstrap_intervals() -> None:
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(400, 3)), draw.integers(0, 8, 400)
-    evaluation = evaluate_queries(vectors, labels)
+    evaluation = evaluate(vectors, labels)
     intervals = evaluation.bootstrap(by="query", samples=2000, seed=1)
     for name, interval in (*intervals.items(), *evaluation.bootstrap().items()):
         assert interval.mean == pytest.approx(evaluation.mean()[name])
@@ -334,10 +334,9 @@ def test_cutoffs_accept_numpy_integers() -> None:
     assert Metrics(recall_at=np.int64(5), ndcg_at=np.array([2, 1])).names()[0] == "recall@5"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call", [evaluate, evaluate_queries, evaluate_codes])
-def test_list_of_metric_names_is_rejected(call: Any) -> None:
+def test_list_of_metric_names_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"precision_at_1.*Metrics\("):
-        call(np.eye(4), [0, 0, 1, 1], metrics=["precision_at_1"])
+        evaluate(np.eye(4), [0, 0, 1, 1], metrics=["precision_at_1"])  # type: ignore[arg-type]
 
 
 def test_evaluate_reports_its_own_name_for_unknown_arguments() -> None:
@@ -359,7 +358,7 @@ def test_meta_tensors_are_rejected(name: str) -> None:
         ({"labels": None}, "labels .* None"),
         ({"similarity": "l1"}, "'l1'"),
         ({"queries": np.eye(4), "query_labels": [0, 0, 1, 1]}, "one set"),
-        ({"similarity": "hamming"}, "packed codes"),
+        ({"similarity": "hamming"}, "codes"),
     ],
 )
 def test_evaluate_rejects_invalid_arguments(change: dict[str, Any], message: str) -> None:

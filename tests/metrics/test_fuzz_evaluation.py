@@ -16,7 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from proximetry.metrics import Metrics, evaluate_queries, retrieve, score_result
+from proximetry.metrics import Metrics, evaluate, retrieve, score_result
 
 from . import brute
 
@@ -122,9 +122,9 @@ def test_evaluation_of_anything_equals_plain_loops(case: Case, k: int, text: boo
     given = case.arguments(text)
     if not any(map(any, hits)):
         with pytest.raises(ValueError, match=r"has a positive|is empty"):
-            evaluate_queries(**given, metrics=EVERYTHING)
+            evaluate(**given, metrics=EVERYTHING)
         return
-    found = evaluate_queries(**given, metrics=EVERYTHING)
+    found = evaluate(**given, metrics=EVERYTHING)
     assert found.positives.tolist() == list(map(sum, hits))
     for query, relevant in enumerate(hits):
         scores = {name: values[query] for name, values in found.scores.items()}

@@ -183,11 +183,11 @@ def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):
         distractors=distractors,
         far=(0.5, 0.01),
         similarity=similarity,
-        progress=seen.append,
+        progress=lambda done, total: seen.append((done, total)),
     )
     assert as_rows(result) == sorted(expected)
     assert result.distractors == 57
-    assert seen == [*range(4, 57, 4), 57]
+    assert seen == [(done, 57) for done in (*range(4, 57, 4), 57)]
     pairs = torch.cat([probes.double(), distractors.double()]).numpy()
     for far in (0.5, 0.01):
         expected, count = brute_tar(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
-from proximetry.metrics._search.inputs import Similarity
+from proximetry._util.types import Similarity
 from proximetry.metrics._search.neighbors import nearest, search_blocks
 from proximetry.metrics._search.symmetric import applies, search_symmetric
 from proximetry.metrics._search.task import Task, from_keys, to_keys
@@ -200,7 +200,7 @@ def test_symmetric_search_equals_brute_force() -> None:
     assert result.ids.tolist() == [order[:11] for order in lists]
     expected, without = brute.evaluate(lists, labels, labels, (1, 5))
     chosen = Metrics(recall_at=(1, 5), ndcg_at=(5,), map_at=(5,), precision_at=(5,))
-    found = evaluate(vectors, labels, metrics=chosen, similarity="dot")
+    found = evaluate(vectors, labels, metrics=chosen, similarity="dot").mean()
     assert found.pop("queries_without_positive") == without
     assert found.pop("queries") == 300 - without
     for name, value in found.items():

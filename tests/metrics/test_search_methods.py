@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from proximetry.metrics import (
-    Metrics,
-    binary_codes,
-    evaluate_codes,
-    evaluate_queries,
-    retrieve,
-)
+from proximetry.metrics import Metrics, binary_codes, evaluate, retrieve
 from proximetry.metrics.reranking import RERANKED
 from tests.metrics.brute import rankings, scores
 from tests.metrics.test_reranking import k_reciprocal_by_loops, unit
@@ -111,7 +105,8 @@ def test_codes_then_vectors(apart, seed, kept):
             sorted(order[:kept], key=lambda i, p=place: (-near(p, i), i)) + order[kept:]
             for place, order in enumerate(lists)
         ]
-        found = evaluate_codes(**given, candidates=kept, similarity=similarity, metrics=CHOSEN)
+        options = {"candidates": kept, "similarity": similarity, "metrics": CHOSEN}
+        found = evaluate(**given, binary=True, **options)
         check(found, wanted, given)
 
 
@@ -129,7 +124,7 @@ def test_expansion_leaves_the_query_itself_out(apart, seed, n):
         moved.append(unit(total))
     again = {**given, "queries": np.stack(moved)}
     wanted = plain_lists(again, asked, held, "cosine")
-    check(evaluate_queries(**given, expand=n, metrics=CHOSEN), wanted, given)
+    check(evaluate(**given, expand=n, metrics=CHOSEN), wanted, given)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -146,7 +141,7 @@ def test_re_ranking_orders_the_nearest_as_loops_do(apart):
         one = unit(query.astype(np.float64))[None]
         distance = k_reciprocal_by_loops(one, near, 20, 6, 0.3)[0]
         wanted.append([order[i] for i in sorted(range(len(order)), key=lambda i: distance[i])])
-    check(evaluate_queries(**given, rerank=True, metrics=CHOSEN), wanted, given)
+    check(evaluate(**given, rerank=True, metrics=CHOSEN), wanted, given)
 
 
 def test_what_is_behind_the_candidates_stays_behind_them():
@@ -154,8 +149,8 @@ def test_what_is_behind_the_candidates_stays_behind_them():
     draw = np.random.default_rng(0)
     vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))
     labels = np.arange(len(vectors)) // 2
-    plain = evaluate_queries(vectors, labels).scores
-    found = evaluate_queries(vectors, labels, rerank=True).scores
+    plain = evaluate(vectors, labels).scores
+    found = evaluate(vectors, labels, rerank=True).scores
     far = plain["mrr"] < 1 / RERANKED
     assert far.any()
     assert not far.all()
@@ -176,7 +171,7 @@ def test_what_is_behind_the_candidates_stays_behind_them():
 )
 def test_second_stage_rejects_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_queries(np.eye(4), [0, 0, 1, 1], **options)
+        evaluate(np.eye(4), [0, 0, 1, 1], **options)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +179,11 @@ def test_second_stage_rejects_invalid_options(options, message):
     [
         ({"candidates": -1}, "candidates .* -1"),
         ({"candidates": 2.0}, "candidates .* 2.0"),
+        ({"rerank": True}, "rerank"),
         ({"similarity": "hamming"}, "hamming"),
         ({"metrics": Metrics(clustering=True)}, "clustering"),
     ],
 )
 def test_evaluate_codes_rejects_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_codes(np.eye(4), [0, 0, 1, 1], **options)
+        evaluate(np.eye(4), [0, 0, 1, 1], binary=True, **options)

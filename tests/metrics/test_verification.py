@@ -18,7 +18,6 @@ from proximetry.metrics import (
     pair_similarities,
     read_pairs,
     roc,
-    set_similarities,
     tar_at_far,
     templates,
     verify,
@@ -394,35 +393,6 @@ def test_templates_are_normalized_weighted_means(monkeypatch):
         pooled.rows(["nobody"])
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    pooling=st.sampled_from(["mean", "max"]),
-    tile=st.sampled_from([1, 100, 2**21]),
-)
-def test_sets_are_compared_frame_by_frame(seed, pooling, tile):
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 25))
-    vectors, ids = rng.normal(size=(count, 4)), rng.integers(0, 5, count) * 1000 - 7
-    pairs = rng.choice(ids, (9, 2))
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    reduce = {"mean": np.mean, "max": np.max}[pooling]
-    expected = [reduce(unit[ids == a] @ unit[ids == b].T) for a, b in pairs]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_lists, "_TILE", {"cpu": tile, "cuda": tile})
-        found = set_similarities(vectors, ids, pairs, pooling=pooling)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
-
-
-def test_no_mean_cosine_of_sets_is_beyond_one():
-    generator = torch.Generator().manual_seed(9)
-    frame = torch.randn(20, 24, generator=generator, dtype=torch.float64)[:1]
-    for sign in (1, -1):
-        sets = torch.cat([frame.expand(9, -1), sign * frame.expand(3, -1)])
-        found = set_similarities(sets, [0] * 9 + [1] * 3, [[0, 1], [1, 1]])
-        assert found.abs().max() <= 1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -430,9 +400,6 @@ def test_no_mean_cosine_of_sets_is_beyond_one():
         (lambda x: templates(x, [0, 0, 1, 1], [1, 1, 0, 0]), "template 1"),
         (lambda x: templates(x, [0, 0, 1, 1], [1, 1, -1, 0]), "row 2"),
         (lambda x: templates(x, [0, 0, 1, 1], [1, 1]), "one per row"),
-        (lambda x: set_similarities(x, list("aabb"), [["a", "b"]], pooling="median"), "'median'"),
-        (lambda x: set_similarities(x, list("aabb"), [["a", "c"]]), "template 'c'"),
-        (lambda x: set_similarities(x, list("aabb"), ["a", "b"]), r"\[M, 2\]"),
     ],
 )
 def test_templates_reject_invalid_input(call, message):

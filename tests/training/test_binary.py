@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from proximetry.data import open_dataset
-from proximetry.metrics import Metrics, evaluate, evaluate_codes, evaluate_queries
+from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder
 from proximetry.recipe.schema import LossConfig
 from proximetry.search import Gallery, indexes
@@ -202,12 +202,12 @@ def test_evaluate_shows_every_way_beside_the_plain_one(call, run, images, tmp_pa
             "query_ignore_groups": asked,
         }
     wanted = [
-        evaluate_queries(**given),
-        evaluate_codes(**given),
-        evaluate_codes(**given, candidates=200),
-        evaluate_queries(**given, expand=3),
-        evaluate_queries(**given, rerank=True),
-        evaluate_queries(**given, expand=3, rerank=True),
+        evaluate(**given),
+        evaluate(**given, binary=True),
+        evaluate(**given, binary=True, candidates=200),
+        evaluate(**given, expand=3),
+        evaluate(**given, rerank=True),
+        evaluate(**given, expand=3, rerank=True),
     ]
     for row, one in zip(document["rows"], wanted, strict=True):
         assert row["metrics"] == pytest.approx(one.mean(), abs=1e-9), row["name"]
@@ -229,7 +229,7 @@ def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, method):
     hits = found.labels == labels[~held][:, None]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     metrics = Metrics(recall_at=(1, 3), precision_at=(1, 3, 7), at_r=False, mrr=False, ndcg_at=())
-    scored = evaluate_queries(
+    scored = evaluate(
         vectors[torch.from_numpy(held)],
         labels[held],
         queries=vectors[torch.from_numpy(~held)],

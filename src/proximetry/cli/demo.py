@@ -44,7 +44,7 @@ def run_demo(out: Path | None, seed: int, display: Display) -> dict[str, dict[st
     # As vectors of their own: what an embedder has to beat. Ink counts, paper does not.
     raw = 255.0 - pixels[:, 0].flatten(1).float()
     rows = {
-        "raw pixels": evaluate(raw, np.asarray(test.labels)),
+        "raw pixels": evaluate(raw, np.asarray(test.labels)).mean(),
         "untrained embedder": results["untrained"]["test"],
         "trained embedder": results["selected"]["test"],
     }

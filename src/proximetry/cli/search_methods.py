@@ -19,8 +19,7 @@ from proximetry.metrics import (
     Evaluation,
     Metrics,
     binary_codes,
-    evaluate_codes,
-    evaluate_queries,
+    evaluate,
 )
 from proximetry.metrics.codes import FEWEST, candidates
 from proximetry.metrics.reranking import ALPHA, K1, K2, RERANKED, WEIGHT
@@ -73,13 +72,13 @@ def make_rows(
         add(
             "binary codes, Hamming distance",
             f"{signs}; Hamming distance, exact, equal distances by index",
-            evaluate_codes(**given),
+            evaluate(**given, binary=True),
         )
         add(
             f"binary codes, {kept} re-ranked",
             f"{signs}; the {kept} nearest by Hamming distance ordered by the {near} of their "
             "vectors, all others behind them",
-            evaluate_codes(**given, candidates=kept),
+            evaluate(**given, binary=True, candidates=kept),
         )
         costs = _bytes_per_image(compared), _milliseconds_per_query(compared, kept)
         for row, size, taken in zip(rows, *costs, strict=True):
@@ -94,12 +93,12 @@ def make_rows(
     )
     if methods.expand:
         name = f"query expansion (α-QE, n = {methods.expand})"
-        add(name, expansion, evaluate_queries(**given, expand=methods.expand))
+        add(name, expansion, evaluate(**given, expand=methods.expand))
     if methods.rerank:
         name = f"k-reciprocal re-ranking ({K1}, {K2}, {WEIGHT})"
-        add(name, reranking, evaluate_queries(**given, rerank=True))
+        add(name, reranking, evaluate(**given, rerank=True))
     if methods.expand and methods.rerank:
-        both = evaluate_queries(**given, expand=methods.expand, rerank=True)
+        both = evaluate(**given, expand=methods.expand, rerank=True)
         add("expansion, then re-ranking", f"{expansion}; then {reranking}", both)
     return rows
 

@@ -214,7 +214,7 @@ def identify_people(
         distractors=stream,
         ranks=RANKS,
         far=FAR,
-        progress=lambda seen: tell(len(people.files), seen),
+        progress=lambda seen, _: tell(len(people.files), seen),
         group=group,
     )
     faces.share_unreadable()

@@ -85,6 +85,7 @@ class Gathered(nn.Module):
 
 
 gathered = Gathered
+"""Alias of `Gathered`, as a function over losses."""
 
 
 def gather_with_gradient(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -225,8 +225,9 @@ def parameter_groups(
         raise ValueError("none of the losses has proxies; pass the loss modules after the model")
     special = set(proxies)
     rest = [p for loss in losses for p in loss.parameters() if p not in special]
-    if hasattr(model, "parameter_parts"):
-        members = dict(model.parameter_parts())
+    parts: Any = getattr(model, "parameter_parts", None)
+    if parts is not None:
+        members = dict(parts())
     elif head_lr_multiplier != 1.0:
         raise ValueError(
             "head_lr_multiplier needs a model with parameter_parts(); "
@@ -255,11 +256,12 @@ def parameter_groups(
 def _last_layer_first(model: nn.Module, decay: float) -> dict[str, list[nn.Parameter]]:
     if decay > 1:
         raise ValueError(f"layer_decay must be at most 1, got {decay!r}")
-    if not hasattr(model, "backbone_layers"):
+    find: Any = getattr(model, "backbone_layers", None)
+    if find is None:
         raise ValueError(
             f"layer_decay needs a model with backbone_layers(); {type(model).__name__} has none"
         )
-    layers = list(model.backbone_layers())
+    layers = list(find())
     return {f"layer {number}": layers[number] for number in reversed(range(len(layers)))}
 
 

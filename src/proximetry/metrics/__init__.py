@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "clustering": "KMeans PairwiseF1 ami cluster kmeans nmi pairwise_f1",
     "codes": "binary_codes",
-    "evaluation": "Evaluation evaluate evaluate_codes evaluate_queries score_result",
+    "evaluation": "Evaluation evaluate score_result",
     "identification": "Identification identify",
     "intervals": "Interval",
-    "pair_lists": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs "
-    "set_similarities templates verify_classes",
+    "pair_lists": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs templates "
+    "verify_classes",
     "projection": "map_embeddings",
     "reranking": "expand_queries k_reciprocal_distances",
     "retrieval": "RetrievalResult retrieve",

@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
+from proximetry._util.types import FloatArray, IntArray
 from proximetry.metrics._search.inputs import (
     Embeddings,
-    FloatArray,
-    IntArray,
-    Labels,
     as_count,
     as_embeddings,
-    as_labels,
     encode,
     full_precision,
     middle,

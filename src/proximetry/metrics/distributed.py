@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
-from proximetry.metrics._search.inputs import Similarity
+from proximetry._util.types import Similarity
 from proximetry.metrics._search.task import Items, Task, build_task
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
-Check = Callable[[], tuple[Items, Items | None]]
+Check = Callable[[], list[Items]]
 
 
 def gather_task(
@@ -24,20 +24,19 @@ def gather_task(
 ) -> Task:
     """Return the search of this process's queries in the gallery of all processes."""
     if group is None:
-        return build_task(*check(), similarity)
-    gallery, queries = _agree(check, group)
+        return build_task(check(), similarity)
+    gallery, *queries = _agree(check, group)
     vectors, counts = gather_rows(gallery.vectors, group)
-    whole = replace(_gather_labels(gallery, group), vectors=vectors)
-    if queries is None:
-        mine = _share(counts, group)
-        task = build_task(whole, None, similarity)
-        return task.subset(mine, task.gallery[mine])
+    sets = [replace(_gather_labels(gallery, group), vectors=vectors)]
+    if not queries:
+        rows = _share(counts, group)
+        task = build_task(sets, similarity)
+        return task.subset(rows, task.gallery[rows])
     # The labels of all queries are needed: every process has to number the classes alike.
-    queries = _gather_labels(queries, group)
-    task = build_task(
-        whole, queries, similarity, on_any=lambda here: any(gather_objects(here, group))
-    )
-    return task.subset(_share(gather_objects(len(queries), group), group), task.queries)
+    sets.append(_gather_labels(queries[0], group))
+    task = build_task(sets, similarity, on_any=lambda here: any(gather_objects(here, group)))
+    counts = gather_objects(len(queries[0]), group)
+    return task.subset(_share(counts, group), task.queries)
 
 
 def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup | None) -> dict[str, Array]:
@@ -72,21 +71,22 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def _agree(check: Check, group: dist.ProcessGroup) -> tuple[Items, Items | None]:
-    gallery, queries = checked = together(check, group)
+def _agree(check: Check, group: dist.ProcessGroup) -> list[Items]:
+    sets = together(check, group)
+    gallery, *queries = sets
     shapes = gather_objects(
         f"{gallery.vectors.shape[1]} dimensions, {gallery.vectors.dtype}, "
-        f"{'no queries' if queries is None else 'queries'}, "
+        f"{'queries' if queries else 'no queries'}, "
         f"{'no groups' if gallery.groups is None else 'groups'}",
         group,
     )
     if len(set(shapes)) > 1:
         listed = "; ".join(f"process {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(f"the processes disagree about their embeddings ({listed})")
-    for name, items in (("embeddings", gallery), ("queries", queries)):
-        if items is not None and not any(gather_objects(len(items), group)):
+    for name, items in zip(("embeddings", "queries"), sets, strict=False):
+        if not any(gather_objects(len(items), group)):
             raise ValueError(f"{name} is empty on every process")
-    return checked
+    return sets
 
 
 def _share(counts: list[int], group: dist.ProcessGroup) -> slice:

@@ -1,9 +1,10 @@
-"""``evaluate`` and its variants: all metrics in one pass; ``Evaluation``: scores per query."""
+"""``evaluate``: all metrics in one pass; ``Evaluation``: their means and the scores per query."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,33 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.errors import Progress, shown
+from proximetry._util.errors import shown
+from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes, chunks, gather_rows
-from proximetry.metrics._search.inputs import (
-    Embeddings,
-    FloatArray,
-    IntArray,
-    Labels,
-    Similarity,
-    as_count,
-    as_vectors,
-    full_precision,
-    normalize,
-)
+from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
+from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import Items, Task, check_inputs
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_arrays, gather_task
-from proximetry.metrics.intervals import (
-    Bounds,
-    Interval,
-    difference_bounds,
-    mean_bounds,
-    resample,
-)
+from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
 from proximetry.metrics.pair_lists import verify_classes
-from proximetry.metrics.reranking import RERANKED, Reorder, by_k_reciprocity, by_vectors, expanded
+from proximetry.metrics.reranking import (
+    RERANKED,
+    Reorder,
+    by_k_reciprocity,
+    by_vectors,
+    expand_task,
+)
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
 from proximetry.metrics.verification import Verification
@@ -51,8 +44,12 @@ ResampleBy = Literal["class", "query"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Evaluation:
-    """The scores of every query.
+class Evaluation(Mapping[str, float]):
+    """Metrics by name, and the scores of every query.
+
+    As a mapping it holds the means over the queries with a positive, in the order of
+    ``Metrics.names()``, with ``queries`` and ``queries_without_positive``, the numbers of queries
+    used and skipped.
 
     Attributes:
         scores: by metric name, one number per query; NaN for queries without a positive.
@@ -77,12 +74,17 @@ class Evaluation:
                 "once, the queries share no label with the gallery, or all positives are ignored"
             )
 
+    def __getitem__(self, name: str) -> float:
+        return self._means[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._means)
+
     def __len__(self) -> int:
-        return len(self.query_codes)
+        return len(self._means)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value:.4g}" for name, value in self.mean().items())
-        return f"Evaluation({shown})"
+        return f"Evaluation({', '.join(f'{name}={value:.4g}' for name, value in self.items())})"
 
     @property
     def scored(self) -> npt.NDArray[np.bool_]:
@@ -90,7 +92,11 @@ class Evaluation:
         return self.positives > 0
 
     def mean(self) -> dict[str, float]:
-        """Return the means over the queries with a positive, and both numbers of queries."""
+        """Return the mapping as a dict."""
+        return dict(self._means)
+
+    @cached_property
+    def _means(self) -> dict[str, float]:
         scored = self.scored
         means = {name: float(values[scored].mean()) for name, values in self.scores.items()}
         counts = dict(zip(COUNTS, (float(scored.sum()), float((~scored).sum())), strict=True))
@@ -211,9 +217,11 @@ def evaluate(
     query_ignore_groups: Labels | None = None,
     expand: int = 0,
     rerank: bool = False,
+    binary: bool = False,
+    candidates: int = 0,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> dict[str, float]:
+) -> Evaluation:
     """Compute retrieval metrics. All values are fractions between 0 and 1.
 
     Args:
@@ -223,123 +231,60 @@ def evaluate(
         expand: number of neighbors for query expansion (`expand_queries`); 0 disables it.
         rerank: re-rank the 100 nearest items of each query by `k_reciprocal_distances` among
             these and the query; the other items follow in their order.
+        binary: search by the Hamming distance of `binary_codes` of the embeddings.
+        candidates: with ``binary``, the number of items nearest by code that are re-ordered by the
+            ``similarity`` of their vectors; the others follow in the order of the codes.
         group: the process group over which embeddings (and queries) are distributed, such as
             ``torch.distributed.group.WORLD``; every process gets the metrics of all.
         progress: called with (done, total).
 
-    Returns:
-        The means over all queries with a positive, under the names of ``metrics.names()``, with
-        ``queries`` and ``queries_without_positive``, the numbers of queries used and skipped.
-
     Raises:
         ValueError: if the inputs do not match, or no query has a positive.
+
+    Examples:
+        >>> result = evaluate(np.eye(4), [0, 0, 1, 1])
+        >>> result["recall@1"], result.per_class()["label"].tolist()
+        (0.5, [0, 1])
     """
-    return evaluate_queries(**locals()).mean()
-
-
-def evaluate_queries(
-    embeddings: Embeddings,
-    labels: Labels,
-    *,
-    queries: Embeddings | None = None,
-    query_labels: Labels | None = None,
-    metrics: Metrics = DEFAULT,
-    similarity: Similarity = "cosine",
-    ignore_groups: Labels | None = None,
-    query_ignore_groups: Labels | None = None,
-    expand: int = 0,
-    rerank: bool = False,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Compute what `evaluate` computes and keep the scores of every query."""
     _check_metrics(metrics)
-    one_set = metrics.one_set()
-    if one_set and queries is not None:
-        raise ValueError(f"{one_set} takes one set, not queries and a gallery")
-    if one_set and similarity == "hamming":
-        raise ValueError(f'{one_set} takes embeddings, not packed codes (similarity="hamming")')
-    _check_second_stage(expand, rerank, one_set, similarity)
-    inputs = partial(
-        check_inputs,
-        similarity,
-        (embeddings, labels, ignore_groups),
-        (queries, query_labels, query_ignore_groups),
-        allow_empty=group is not None,
-    )
-    task = gather_task(inputs, similarity, group)
-    with full_precision(task.gallery.device):
-        if expand:
-            task = expanded(task, int(expand), progress)
-        reorder = by_k_reciprocity(task, progress) if rerank else None
-        evaluation = _score_task(task, metrics, group, progress, reorder, RERANKED)
-        whole, verification = {}, None
-        if metrics.clustering:
-            vectors = normalize(task.gallery) if similarity == "cosine" else task.gallery
-            whole = cluster(vectors, task.gallery_codes)
-        if metrics.verification and similarity != "hamming":
-            # The vectors of the task may be shifted and scaled.
-            vectors = as_vectors(embeddings, similarity, "embeddings", allow_empty=True)
-            if group is not None:
-                vectors = gather_rows(vectors, group)[0]
-            verification = verify_classes(vectors, task.gallery_codes, similarity=similarity)
-            whole["verification"] = verification.accuracy
-    return replace(evaluation, whole=whole, verification=verification)
-
-
-def evaluate_codes(
-    embeddings: Embeddings,
-    labels: Labels,
-    *,
-    queries: Embeddings | None = None,
-    query_labels: Labels | None = None,
-    candidates: int = 0,
-    metrics: Metrics = DEFAULT,
-    similarity: Similarity = "cosine",
-    ignore_groups: Labels | None = None,
-    query_ignore_groups: Labels | None = None,
-    group: dist.ProcessGroup | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Evaluate a search by the Hamming distance of `binary_codes`, like `evaluate_queries`.
-
-    Args:
-        embeddings: the vectors, not codes; other arguments are those of `evaluate`.
-        candidates: number of items nearest by code that are re-ordered by the ``similarity`` of
-            their vectors; the others follow in the order of the codes. 0 uses the codes alone.
-        similarity: of the vectors, "cosine" or "euclidean".
-    """
-    candidates = as_count(candidates, "candidates", 0)
-    if similarity not in ("cosine", "euclidean"):
-        raise ValueError(
-            f'similarity of the vectors must be "cosine" or "euclidean", got {similarity!r}. '
-            'Pass packed codes to evaluate(…, similarity="hamming").'
-        )
-    _check_metrics(metrics)
-    if metrics.one_set():
-        raise ValueError(f"{metrics.one_set()} takes embeddings, not codes")
+    _check_options(metrics.one_set(), similarity, queries is None, expand, rerank, binary)
+    if as_count(candidates, "candidates", 0) and not binary:
+        raise ValueError(f"candidates needs binary=True, got candidates={candidates}")
     vectors: list[Tensor] = []  # of the gallery, and of the queries if there are any
 
-    def code_inputs() -> tuple[Items, Items | None]:
-        first, second = check_inputs(
+    def inputs() -> list[Items]:
+        sets = check_inputs(
             similarity,
             (embeddings, labels, ignore_groups),
             (queries, query_labels, query_ignore_groups),
             allow_empty=group is not None,
         )
-        vectors[:] = [items.vectors for items in (first, second) if items is not None]
-        first = replace(first, vectors=binary_codes(first.vectors))
-        if second is not None:
-            second = replace(second, vectors=binary_codes(second.vectors))
-        return first, second
+        vectors[:] = [items.vectors for items in sets]
+        if binary:
+            return [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
+        return sets
 
-    task = gather_task(code_inputs, "hamming", group)
-    reorder = None
+    task = gather_task(inputs, "hamming" if binary else similarity, group)
+    gallery = vectors[0]  # that of the task may be shifted and scaled
+    if group is not None and (candidates or metrics.verification):
+        gallery = gather_rows(gallery, group)[0]
     with full_precision(task.gallery.device):
-        if candidates:
-            gallery = vectors[0] if group is None else gather_rows(vectors[0], group)[0]
+        if expand:
+            task = expand_task(task, int(expand), progress)
+        reorder, count = None, candidates
+        if rerank:
+            reorder, count = by_k_reciprocity(task, progress), RERANKED
+        elif candidates:
             reorder = by_vectors(vectors[-1], gallery, similarity)
-        return _score_task(task, metrics, group, progress, reorder, candidates)
+        evaluation = _score_task(task, metrics, group, progress, reorder, count)
+        whole, verification = {}, None
+        if metrics.clustering:
+            rows = normalize(task.gallery) if similarity == "cosine" else task.gallery
+            whole = cluster(rows, task.gallery_codes)
+        if metrics.verification and similarity != "hamming":
+            verification = verify_classes(gallery, task.gallery_codes, similarity=similarity)
+            whole["verification"] = verification.accuracy
+    return replace(evaluation, whole=whole, verification=verification)
 
 
 def _check_metrics(metrics: Metrics) -> None:
@@ -350,14 +295,23 @@ def _check_metrics(metrics: Metrics) -> None:
         )
 
 
-def _check_second_stage(expand: int, rerank: bool, one_set: str, similarity: Similarity) -> None:
+def _check_options(
+    one_set: str, similarity: Similarity, is_one_set: bool, expand: int, rerank: bool, binary: bool
+) -> None:
     as_count(expand, "expand", 0)
+    if one_set and not is_one_set:
+        raise ValueError(f"{one_set} takes one set, not queries and a gallery")
+    if one_set and (binary or similarity == "hamming"):
+        raise ValueError(f"{one_set} takes embeddings, not codes")
+    if one_set and (expand or rerank):
+        raise ValueError(f"expand and rerank do not apply to {one_set}")
+    if binary and (expand or rerank):
+        raise ValueError("expand and rerank do not apply to binary codes")
     if expand and similarity != "cosine":
         raise ValueError(f"expand needs the similarity cosine, got {similarity}")
-    if rerank and similarity not in ("cosine", "euclidean"):
-        raise ValueError(f"rerank needs the similarity cosine or euclidean, got {similarity}")
-    if (expand or rerank) and one_set:
-        raise ValueError(f"expand and rerank do not apply to {one_set}")
+    if (rerank or binary) and similarity not in ("cosine", "euclidean"):
+        name = "rerank" if rerank else "binary"
+        raise ValueError(f"{name} needs the similarity cosine or euclidean, got {similarity}")
 
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proximetry._util.labels import Labels, as_labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
+from proximetry._util.types import FloatSimilarity, Progress
 from proximetry.metrics._search.inputs import (
     Embeddings,
-    FloatSimilarity,
-    Labels,
     as_count,
-    as_labels,
     as_vectors,
     check_similarity,
     encode,
@@ -87,28 +86,35 @@ def identify(
     similarity: FloatSimilarity = "cosine",
     ignore_groups: Labels | None = None,
     gallery_ignore_groups: Labels | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
     Each pair of a probe and a mate (a gallery row with the same label) is a trial; other mates of
-    the probe are excluded from it. Without a ``gallery`` the probes are the gallery too.
-    ``distractors`` are people who are not among the probes: a matrix, a ``numpy.memmap``, or an
-    iterable of matrices that is read once. Without them, gallery rows of other labels are the
-    distractors (closed-set identification). Gallery rows of a probe's group (``ignore_groups`` of
-    the probes, ``gallery_ignore_groups``) are excluded: if probes are also gallery items, pass row
-    indices to exclude self-matches.
+    the probe are excluded from it. A distractor exactly as near as the mate counts against the
+    probe. Similarities are compared in float64, up to 1e-13 of the vectors' lengths, so copies of
+    a vector tie.
 
-    A distractor exactly as near as the mate counts against the probe. Similarities are compared
-    in float64, up to 1e-13 of the vectors' lengths, so copies of a vector tie.
-
-    For each ``far`` the result has the largest fraction of trials accepted by a threshold that
-    accepts at most that fraction of all pairs of a probe and a distractor, as in ``verify``.
-
-    ``progress`` is called with the number of distractors compared. With a ``group`` every process
-    passes the same probes and gallery and its own share of the distractors, and returns the same
-    result; the gallery of a closed set is divided among the processes.
+    Args:
+        probes: [probes, dimensions].
+        probe_labels: one integer or string per probe.
+        gallery: the mates; by default the probes.
+        gallery_labels: one per gallery row, if there is a gallery.
+        distractors: people who are not among the probes: a matrix, a ``numpy.memmap``, or an
+            iterable of matrices that is read once. Without them, gallery rows of other labels are
+            the distractors (closed-set identification).
+        ranks: the k of the rank-k rates.
+        far: false accept rates; for each, the result has the largest fraction of trials accepted
+            by a threshold that accepts at most that fraction of all pairs of a probe and a
+            distractor, as in `verify`.
+        similarity: "cosine", "euclidean" or "dot".
+        ignore_groups: one per probe; gallery rows of a probe's group are excluded. If probes are
+            also gallery items, pass row indices to exclude self-matches.
+        gallery_ignore_groups: the groups of the gallery rows, if there is a gallery.
+        progress: called with (distractors compared, their number or 0 if unknown).
+        group: every process passes the same probes and gallery and a share of the distractors, and
+            gets the same result; the gallery of a closed set is divided among the processes.
     """
     check_similarity(similarity, FloatSimilarity)
     for rank in ranks or (0,):
@@ -129,7 +135,8 @@ def identify(
         accepts = _FalseAccepts(trials.scores, limit)
     with full_precision(trials.left.device):
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
-        outranked, seen = together(lambda: trials.compare(tiles, accepts, progress), group)
+        report = None if progress is None else lambda seen: progress(seen, total or 0)
+        outranked, seen = together(lambda: trials.compare(tiles, accepts, report), group)
     if group is not None:
         seen = sum(gather_objects(seen, group))
         for counts in (outranked, *([accepts.counts] if accepts else ())):
@@ -162,15 +169,17 @@ class _Trials:
             raise ValueError("gallery_ignore_groups needs a gallery and ignore_groups")
         first = second = as_vectors(probes[0], similarity, "probes").double()
         self.similarity, self.dim, self.device = similarity, first.shape[1], first.device
-        labels = [as_labels(probes[1], len(first), "probe_labels")]
-        rows: Labels = range(len(first)) if probes[2] is None else probes[2]  # a group for each row
-        groups = [as_labels(rows, len(first), "ignore_groups")]
+        sets = [(probes, first, "probe_labels", "ignore_groups")]
         if gallery[0] is not None:
             second = self._like(as_vectors(gallery[0], similarity, "gallery"), "gallery")
-            labels.append(as_labels(gallery[1], len(second), "gallery_labels"))
-            rows = range(len(first), len(first) + len(second))
-            rows = rows if gallery[2] is None else gallery[2]
-            groups.append(as_labels(rows, len(second), "gallery_ignore_groups"))
+            sets.append((gallery, second, "gallery_labels", "gallery_ignore_groups"))
+        labels, groups, rows = [], [], 0
+        for raw, vectors, label_name, group_name in sets:
+            labels.append(as_labels(raw[1], len(vectors), label_name))
+            # By default each row is a group.
+            own = range(rows, rows + len(vectors)) if raw[2] is None else raw[2]
+            groups.append(as_labels(own, len(vectors), group_name))
+            rows += len(vectors)
         # Codes of the probes and of the gallery, which may be the same.
         self.labels, self.groups = (
             [torch.from_numpy(part).to(self.device) for part in encode(*arrays)[0]]
@@ -179,13 +188,11 @@ class _Trials:
         self.probe, self.mate = self._pairs()
         with full_precision(self.device):
             self.left, self.right = project(first, second, similarity)
-            self.scores = torch.cat(
-                [
-                    (self.left[self.probe[at]] * self.right[self.mate[at]]).sum(1)
-                    for at in chunks(len(self.probe), _TRIALS)
-                ]
-            )
-            self.scores -= 1e-13 * self._magnitude(first, second)
+            parts = [
+                (self.left[self.probe[at]] * self.right[self.mate[at]]).sum(1)
+                for at in chunks(len(self.probe), _TRIALS)
+            ]
+            self.scores = torch.cat(parts) - 1e-13 * self._magnitude(first, second)
         # A row per probe, its mates from far to near.
         self.mates = torch.bincount(self.probe, minlength=len(first))
         offset = (self.mates.cumsum(0) - self.mates)[self.probe]

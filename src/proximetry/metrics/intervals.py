@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proximetry.metrics._search.inputs import FloatArray, IntArray
+from proximetry._util.types import FloatArray, IntArray
 
 # Below this a standard error is rounding: all groups have the same mean.
 _NO_SPREAD = 1e-12

@@ -1,39 +1,32 @@
-"""Pairs for verification: read or drawn at random, their similarities, and templates of frames."""
+"""Pairs for verification: read, drawn at random, their similarities; templates of frames."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._util.labels import Labels, as_array, as_labels
+from proximetry._util.types import FloatSimilarity, IntArray
 from proximetry.metrics._search.inputs import (
     Embeddings,
-    FloatArray,
-    FloatSimilarity,
-    IntArray,
-    Labels,
-    as_array,
     as_count,
     as_embeddings,
-    as_labels,
     as_vectors,
     bounds_of_lengths,
     check_similarity,
     encode,
     fit_float32,
-    full_precision,
     normalize,
     tiles,
 )
 from proximetry.metrics.verification import Verification, verify
-
-Pooling = Literal["mean", "max"]
 
 # Values gathered or multiplied together.
 _TILE = {"cpu": 2**21, "cuda": 2**26}
@@ -224,30 +217,21 @@ def pair_similarities(
     dtype = vectors.dtype if narrow else torch.float64
     result = torch.empty(len(index), dtype=dtype, device=vectors.device)
     for tile in tiles(len(index), vectors.shape[1], vectors.device, _TILE):
-        left, right = (vectors[side] for side in index[tile].unbind(1))
-        result[tile] = _similarity(left, right, similarity)
+        # Summed in float64, so that nothing depends on how rows were grouped.
+        left, right = (vectors[side].double() for side in index[tile].unbind(1))
+        if similarity == "cosine":
+            result[tile] = (normalize(left) * normalize(right)).sum(1).clamp(-1, 1).to(dtype)
+        elif similarity == "dot":
+            result[tile] = (left * right).sum(1).to(dtype)
+        else:
+            result[tile] = (left - right).square().sum(1).sqrt().neg().to(dtype)
     return result
 
 
-def _similarity(left: Tensor, right: Tensor, similarity: FloatSimilarity) -> Tensor:
-    """Row by row, summed in float64 so that nothing depends on how rows were grouped."""
-    left, right = left.double(), right.double()
-    if similarity == "cosine":
-        return (normalize(left) * normalize(right)).sum(1).clamp(-1, 1)
-    if similarity == "dot":
-        return (left * right).sum(1)
-    return (left - right).square().sum(1).sqrt().neg()
-
-
-def _pair_array(pairs: Tensor | npt.ArrayLike) -> npt.NDArray[Any]:
+def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
     array = as_array(pairs, "pairs")
     if array.ndim != 2 or array.shape[1] != 2 or not len(array):
         raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
-    return array
-
-
-def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
-    array = _pair_array(pairs)
     if array.dtype.kind not in "iu":
         raise ValueError(f"pairs must be integers (row numbers), got {array.dtype}")
     outside = np.flatnonzero(((array < 0) | (array >= count)).any(1))
@@ -269,16 +253,14 @@ class Templates:
 
     def rows(self, ids: npt.ArrayLike) -> IntArray:
         """Return the row of each template id, for ``pair_similarities``; any shape."""
-        return _rows_of(self.ids, np.asarray(ids))
-
-
-def _rows_of(known: npt.NDArray[Any], ids: npt.NDArray[Any]) -> IntArray:
-    (known_codes, codes), _ = encode(known, as_labels(ids.reshape(-1), ids.size, "pairs"))
-    rows = np.searchsorted(known_codes, codes)  # both are sorted the same way
-    unknown = known_codes[np.minimum(rows, len(known) - 1)] != codes
-    if unknown.any():
-        raise ValueError(f"unknown template {ids.reshape(-1)[unknown][0].item()!r}")
-    return rows.reshape(ids.shape).astype(np.int64)
+        wanted = np.asarray(ids)
+        flat = as_labels(wanted.reshape(-1), wanted.size, "ids")
+        (known, codes), _ = encode(self.ids, flat)
+        rows = np.searchsorted(known, codes)  # both are sorted the same way
+        unknown = known[np.minimum(rows, len(known) - 1)] != codes
+        if unknown.any():
+            raise ValueError(f"unknown template {flat[unknown][0].item()!r}")
+        return rows.reshape(wanted.shape).astype(np.int64)
 
 
 def templates(
@@ -293,17 +275,8 @@ def templates(
     """
     vectors = as_embeddings(embeddings)
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
-    pooled = normalize(_pool(vectors, codes, _shares(weights, codes, ids)))
-    return Templates(pooled, ids, np.bincount(codes))
-
-
-def _shares(
-    weights: Tensor | npt.ArrayLike | None, codes: IntArray, ids: npt.NDArray[Any]
-) -> FloatArray:
-    """Return each row's share in its template; the shares of a template sum to 1."""
-    if weights is None:
-        weights = np.ones(len(codes))
-    values = as_array(weights, "weights").astype(np.float64)
+    values = np.ones(len(codes)) if weights is None else as_array(weights, "weights")
+    values = values.astype(np.float64)
     if values.shape != codes.shape:
         raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
@@ -312,40 +285,10 @@ def _shares(
     totals = np.bincount(codes, values)
     if (totals == 0).any():
         raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
-    return values / totals[codes]
-
-
-def _pool(vectors: Tensor, codes: IntArray, shares: FloatArray) -> Tensor:
-    """Return the weighted mean of the rows of each template."""
-    index, share = (torch.from_numpy(of).to(vectors.device) for of in (codes, shares))
-    size = int(codes.max()) + 1, vectors.shape[1]
-    sums = torch.zeros(size, dtype=torch.float64, device=vectors.device)
+    index, share = (
+        torch.from_numpy(of).to(vectors.device) for of in (codes, values / totals[codes])
+    )
+    sums = torch.zeros(len(ids), vectors.shape[1], dtype=torch.float64, device=vectors.device)
     for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):
         sums.index_add_(0, index[tile], vectors[tile].double() * share[tile, None])
-    return sums.to(vectors.dtype)
-
-
-def set_similarities(
-    embeddings: Embeddings,
-    template_ids: Labels,
-    pairs: Tensor | npt.ArrayLike,
-    *,
-    pooling: Pooling = "mean",
-) -> Tensor:
-    """Return the mean or maximum cosine over all pairs of frames of two templates.
-
-    ``pairs`` is [M, 2] of template ids.
-    """
-    if pooling not in get_args(Pooling):
-        raise ValueError(f'pooling must be "mean" or "max", got {pooling!r}')
-    vectors = normalize(as_embeddings(embeddings))
-    (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
-    index = _rows_of(ids, _pair_array(pairs))
-    if pooling == "mean":  # the product of the mean frames
-        pooled = _pool(vectors, codes, _shares(None, codes, ids))
-        return pair_similarities(pooled, index, similarity="dot").clamp_(-1, 1)
-    by_template = torch.from_numpy(np.argsort(codes, kind="stable")).to(vectors.device)
-    frames = torch.split(vectors[by_template], np.bincount(codes).tolist())
-    with full_precision(vectors.device):
-        largest = [(frames[a] @ frames[b].T).amax() for a, b in index.tolist()]
-    return torch.stack(largest).clamp_(-1, 1)
+    return Templates(normalize(sums.to(vectors.dtype)), ids, np.bincount(codes))

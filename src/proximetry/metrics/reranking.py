@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import Progress
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
+from proximetry._util.types import FloatArray, Progress
 from proximetry.metrics._search.inputs import (
     Embeddings,
-    FloatArray,
     as_count,
     as_embeddings,
     full_precision,
@@ -148,7 +147,7 @@ def _reciprocal(ranks: Tensor, count: int, k: int) -> Tensor:
     return near & near.mT
 
 
-def expanded(task: Task, count: int, progress: Progress | None) -> Task:
+def expand_task(task: Task, count: int, progress: Progress | None) -> Task:
     """Return the task with queries expanded by their nearest ``count`` items.
 
     Excluded items (the query itself, items of its group) do not take part.

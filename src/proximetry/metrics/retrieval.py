@@ -14,17 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.errors import Progress
 from proximetry._util.files import atomic_path
-from proximetry.metrics._search.inputs import (
-    Embeddings,
-    IntArray,
-    Labels,
-    Similarity,
-    as_count,
-    check_similarity,
-    full_precision,
-)
+from proximetry._util.labels import Labels
+from proximetry._util.types import IntArray, Progress, Similarity
+from proximetry.metrics._search.inputs import Embeddings, as_count, check_similarity, full_precision
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import build_task, check_inputs
 from proximetry.metrics.reranking import distances_to
@@ -255,13 +248,13 @@ def retrieve(
         ValueError: if shapes, types or values do not match.
     """
     k = as_count(k, "k")
-    items, query_items = check_inputs(
+    sets = check_inputs(
         similarity,
         (embeddings, labels, ignore_groups),
         (queries, query_labels, query_ignore_groups),
         allow_unlabeled=True,
     )
-    task = build_task(items, query_items, similarity)
+    task = build_task(sets, similarity)
     count, device = len(task.queries), task.gallery.device
     # Without itself, an item has one neighbor fewer.
     depth = max(1, min(k, len(task.gallery) - (task.self_index is not None)))
@@ -274,8 +267,8 @@ def retrieve(
             near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
-                vectors = (items if query_items is None else query_items).vectors[block.rows]
-                near = -distances_to(vectors, items.vectors, block.ids)
+                vectors = sets[-1].vectors[block.rows]
+                near = -distances_to(vectors, sets[0].vectors, block.ids)
                 near = near.masked_fill(block.ids < 0, -torch.inf)
             rows = block.rows.cpu().numpy()
             ids[rows] = block.ids.cpu().numpy()

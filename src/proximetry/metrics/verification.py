@@ -14,14 +14,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from proximetry._util.errors import some
-from proximetry.metrics._search.inputs import (
-    FloatArray,
-    IntArray,
-    Labels,
-    as_array,
-    as_labels,
-    encode,
-)
+from proximetry._util.labels import Labels, as_array, as_labels
+from proximetry._util.types import FloatArray, IntArray
+from proximetry.metrics._search.inputs import encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]

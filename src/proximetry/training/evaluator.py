@@ -64,15 +64,13 @@ def score_queries(
     """
     options: Any = {"metrics": wanted, "group": group, "progress": progress}
     found: Scored = {
-        dim: metrics.evaluate_queries(
-            **compared(vectors[:, :dim], catalog, similarity, rows), **options
-        )
+        dim: metrics.evaluate(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
         options["metrics"] = wanted.of_lists()
         arguments = compared(vectors, catalog, similarity, rows)
-        found[CODES] = metrics.evaluate_codes(**arguments, **options)
+        found[CODES] = metrics.evaluate(**arguments, **options, binary=True)
     return found
 
 

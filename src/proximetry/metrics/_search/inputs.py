@@ -1,12 +1,11 @@
-"""Validation and conversion of embeddings and labels."""
+"""Validation, normalization and scaling of embeddings; codes of labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from reprlib import repr as short_repr
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,10 @@ from torch import Tensor
 from proximetry._util.errors import is_whole, some
 from proximetry._util.machine import by_device, override
 from proximetry._util.tensors import chunks
+from proximetry._util.types import IntArray as IntArray
+from proximetry._util.types import Similarity
 
 Embeddings = Tensor | npt.NDArray[Any]
-Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
-FloatSimilarity = Literal["cosine", "euclidean", "dot"]
 
 # Names of other tools.
 _ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
@@ -65,24 +61,14 @@ def as_vectors(
         return codes
     vectors = as_embeddings(values, name, allow_empty=allow_empty)
     if similarity != "cosine" and vectors.dtype == torch.float64 and len(vectors):
-        _check_lengths(vectors, name)
+        limits = torch.finfo(torch.float64)  # the squares of float32 fit in float64
+        _, longest = bounds_of_lengths(vectors)
+        if longest > math.sqrt(limits.max) / 2 or 0 < longest < math.sqrt(limits.tiny / limits.eps):
+            raise ValueError(
+                f"the vectors of {name} have lengths up to {longest:.3g}, whose squares overflow "
+                f"or underflow {vectors.dtype}; rescale them"
+            )
     return vectors
-
-
-def _check_lengths(vectors: Tensor, name: str) -> None:
-    """Raise for float64 vectors whose squares vanish or overflow; float32 fits in float64."""
-    limits = torch.finfo(torch.float64)
-    _, longest = bounds_of_lengths(vectors)
-    if longest > math.sqrt(limits.max) / 2:
-        problem = "overflow"
-    elif 0 < longest < math.sqrt(limits.tiny / limits.eps):
-        problem = "underflow"
-    else:
-        return
-    raise ValueError(
-        f"the vectors of {name} have lengths up to {longest:.3g}, whose squares {problem} "
-        f"{vectors.dtype}; rescale them"
-    )
 
 
 def bounds_of_lengths(vectors: Tensor) -> tuple[float, float]:
@@ -114,7 +100,15 @@ def as_embeddings(
         )
     if matrix.dtype != torch.float64:
         matrix = matrix.to(torch.float32)
-    _check_finite(matrix, name)
+    # A sum is finite only if every term is, and needs no temporary.
+    if not bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
+        parts = [~torch.isfinite(matrix[rows]).all(1) for rows in chunks(len(matrix), ROWS)]
+        bad = torch.cat(parts).nonzero()[:, 0].tolist()
+        if bad:
+            raise ValueError(
+                f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
+                f"{some(map(str, bad))}; drop or recompute these rows"
+            )
     return matrix
 
 
@@ -142,23 +136,6 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     if matrix.shape[1] == 0 or (matrix.shape[0] == 0 and not allow_empty):
         raise ValueError(f"{name} is empty: shape {tuple(matrix.shape)}")
     return matrix
-
-
-def _check_finite(matrix: Tensor, name: str) -> None:
-    """Raise for NaN and infinity, with the first rows."""
-    # A sum is finite only if every term is, and needs no temporary.
-    if bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
-        return
-    bad = [
-        rows.start + row
-        for rows in chunks(len(matrix), ROWS)
-        for row in (~torch.isfinite(matrix[rows])).any(1).nonzero()[:, 0].tolist()
-    ]
-    if bad:
-        raise ValueError(
-            f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
-            f"{some(map(str, bad))}; drop or recompute these rows"
-        )
 
 
 def normalize(matrix: Tensor) -> Tensor:
@@ -192,63 +169,6 @@ def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
     for rows in chunks(len(matrix), ROWS):
         result[rows] = matrix[rows].double() / unit - origin.double() / unit
     return result
-
-
-def as_array(values: Any, name: str) -> npt.NDArray[Any]:
-    """Return a NumPy array of a tensor, a list or a column of a table."""
-    if isinstance(values, Tensor):
-        if values.is_meta:
-            raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
-        # NumPy knows no bfloat16.
-        values = values.detach().cpu()
-        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{name} cannot be made an array: {error}") from error
-
-
-def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
-    """Return labels as a one-dimensional NumPy array of int64 or of strings."""
-    array = as_array(values, name)
-    if array.ndim == 0:
-        raise ValueError(
-            f"{name} must be a sequence of integers or strings, got {short_repr(values)}"
-        )
-    if array.ndim != 1:
-        raise ValueError(f"{name} must have one entry per item, got shape {array.shape}")
-    if len(array) != length:
-        raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")
-    if array.dtype.kind in "OT":
-        array = _unbox(array, name)
-    if len(array) == 0:
-        # NumPy makes floats of an empty list.
-        return array if array.dtype.kind == "U" else array.astype(np.int64)
-    if array.dtype.kind == "U":
-        # NumPy silently converts a list that mixes numbers and text to text.
-        if isinstance(values, Sequence) and not all(isinstance(entry, str) for entry in values):
-            raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
-        if isinstance(values, Sequence) and any(str(entry).endswith("\0") for entry in values):
-            raise ValueError(f"{name} end in null characters, which NumPy drops; remove them")
-        return array
-    if array.dtype.kind not in "iub":
-        raise ValueError(f"{name} must be integers or strings, got {array.dtype}")
-    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} has a value above 2^63 − 1: {array.max()}")
-    return array.astype(np.int64)
-
-
-def _unbox(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Return strings or integers from an array of Python objects, as tables have them."""
-    entries = array.tolist()
-    for kind, dtype in ((str, np.str_), ((int, np.integer), np.int64)):
-        if all(isinstance(entry, kind) for entry in entries):
-            try:
-                return np.array(entries, dtype)
-            except OverflowError:
-                largest = max(entries, key=abs)
-                raise ValueError(f"{name} has a value beyond 64 bits: {largest}") from None
-    return array
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:

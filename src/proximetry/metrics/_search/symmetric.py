@@ -23,9 +23,9 @@ from threading import Lock, local
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import Progress
 from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
+from proximetry._util.types import Progress
 from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 
 TILE = 2048

@@ -11,12 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from proximetry._util.labels import Labels, as_labels
+from proximetry._util.types import Similarity
 from proximetry.metrics._search.copies import connected_components, find_copies
 from proximetry.metrics._search.inputs import (
     Embeddings,
-    Labels,
-    Similarity,
-    as_labels,
     as_vectors,
     bounds_of_lengths,
     encode,
@@ -116,8 +115,8 @@ def check_inputs(
     *,
     allow_empty: bool = False,
     allow_unlabeled: bool = False,
-) -> tuple[Items, Items | None]:
-    """Validate a gallery and queries; ``allow_empty`` is for ranks without a share."""
+) -> list[Items]:
+    """Return the validated gallery, and the queries if any; ranks without a share may be empty."""
 
     def items(raw: RawInputs, names: tuple[str, str, str]) -> Items:
         vectors = as_vectors(raw[0], similarity, names[0], allow_empty=allow_empty)
@@ -134,7 +133,7 @@ def check_inputs(
         for name, value in zip(names, queries, strict=True):
             if value is not None:
                 raise ValueError(f"{name} is given but queries is not; give both or neither")
-        return checked, None
+        return [checked]
     for column, pair in (
         (1, "labels and query_labels"),
         (2, "ignore_groups and query_ignore_groups"),
@@ -143,7 +142,7 @@ def check_inputs(
             raise ValueError(f"give {pair} together, or neither")
     checked_queries = items(queries, names)
     _check_alike(checked.vectors, checked_queries.vectors)
-    return checked, checked_queries
+    return [checked, checked_queries]
 
 
 def _check_alike(gallery: Tensor, queries: Tensor) -> None:
@@ -164,19 +163,13 @@ def _check_alike(gallery: Tensor, queries: Tensor) -> None:
 
 
 def build_task(
-    gallery: Items,
-    queries: Items | None,
-    similarity: Similarity,
-    *,
-    on_any: Callable[[bool], bool] = bool,
+    sets: list[Items], similarity: Similarity, *, on_any: Callable[[bool], bool] = bool
 ) -> Task:
     """Return the search of every query in the gallery; without queries, of every gallery item.
 
     ``on_any`` returns whether a condition holds on any process, if queries are distributed.
     """
-    device = gallery.vectors.device
-    sets = [gallery] if queries is None else [gallery, queries]
-    unit = 1.0
+    device, unit = sets[0].vectors.device, 1.0
     if similarity == "euclidean":
         sets, unit = _around_origin(sets)
     if similarity in ("dot", "euclidean") and on_any(_needs_float64(sets, unit)):
@@ -184,8 +177,8 @@ def build_task(
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
     task = Task(sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity)
-    if queries is None:
-        task = replace(task, self_index=torch.arange(len(gallery), device=device))
+    if len(sets) == 1:
+        task = replace(task, self_index=torch.arange(len(sets[0]), device=device))
     named = [items.groups for items in sets if items.groups is not None]
     if named:
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
