@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proximetry._util.types import Similarity
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
-from proximetry._util.types import Similarity
 from proximetry.metrics._search.neighbors import nearest, search_blocks
 from proximetry.metrics._search.symmetric import applies, search_symmetric
 from proximetry.metrics._search.task import Task, from_keys, to_keys
