@@ -1,4 +1,4 @@
-"""Which package may import which, and how light the light ones are."""
+"""Import directions between packages, lazy imports, declared dependencies."""
 
 import ast
 import re
@@ -13,7 +13,9 @@ import pytest
 import proximetry
 
 SOURCE = Path(__file__).parents[1] / "src" / "proximetry"
+# Every package may import `_util`.
 ALLOWED = {
+    "_util": set(),
     "losses": set(),
     "metrics": set(),
     "recipe": {"losses", "metrics", "models", "data"},
@@ -33,19 +35,16 @@ ALLOWED = {
 }
 
 
-def imported_packages(path):
+def imported_modules(path):
+    """The modules that a file imports, also by `need`, with the names imported from them."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
-            names = [node.module or ""]
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "proximetry" and len(parts) > 1:
-                yield parts[1]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need":
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def test_every_package_is_listed():
@@ -53,40 +52,40 @@ def test_every_package_is_listed():
 
 
 @pytest.mark.parametrize("package", ALLOWED)
-def test_a_package_imports_only_what_it_may(package):
+def test_package_imports_only_allowed_packages(package):
     for path in (SOURCE / package).rglob("*.py"):
-        reached = {name for name in imported_packages(path) if (SOURCE / name).is_dir()}
-        assert reached <= ALLOWED[package] | {package}, path
+        ours = [
+            name.split(".") for name in imported_modules(path) if name.startswith("proximetry.")
+        ]
+        reached = {parts[1] for parts in ours if (SOURCE / parts[1]).is_dir()}
+        assert reached <= ALLOWED[package] | {package, "_util"}, path
 
 
-@pytest.mark.parametrize("package", ["losses", "metrics"])
-def test_losses_and_metrics_need_torch_and_numpy_alone(package):
-    code = f"""
-import sys
-import tomllib
+LIGHT = """
+import sys, proximetry, proximetry._util.files, proximetry._util.machine, proximetry._util.types
+from proximetry.metrics import Metrics
+import proximetry.metrics.scores
+assert not {"torch", "numpy"} & set(sys.modules)
+assert {"losses", "metrics", "data", "models", "training"} <= set(dir(proximetry))
+assert not hasattr(proximetry, "lossses")
 import torch, numpy
 before = set(sys.modules)
-import proximetry.{package} as package
-for name in package.__all__:
-    getattr(package, name)
-new = {{name.split(".")[0] for name in set(sys.modules) - before}}
-third = new - set(sys.stdlib_module_names) - {{"proximetry", "torch", "numpy"}}
-third = {{name for name in third if not name.startswith("_cython")}}  # of numpy's extensions
+for package in (proximetry.losses, proximetry.metrics):
+    for name in package.__all__:
+        getattr(package, name)
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+third = new - set(sys.stdlib_module_names) - {"proximetry", "torch", "numpy"}
+third = {name for name in third if not name.startswith("_cython")}  # of numpy's extensions
 assert not third, third
+assert proximetry.metrics.evaluate and proximetry.data.Catalog
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_helpers_for_all_packages_load_neither_torch_nor_numpy():
-    code = """
-import sys
-import proximetry._util.errors, proximetry._util.files, proximetry._util.machine
-assert not {'torch', 'numpy'} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_light_packages_import_little():
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
 
 
-def test_what_is_named_wrongly_is_found_before_slow_imports(tmp_path):
+def test_missing_paths_are_reported_before_torch_is_imported(tmp_path):
     code = """
 import sys
 from proximetry.cli import main
@@ -112,69 +111,53 @@ for words in ("report nope", "export nope nope.onnx"):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    told = ("no gallery gallery", "must end in .html", "no image or folder nope.png")
-    for said in (*told, "no image or folder nope\n"):
-        assert said in done.stderr
-    assert done.stderr.count("there is no gallery nope") == 2
+    for token in ("gallery", ".html", "nope.png", "nope\n"):
+        assert token in done.stderr
 
 
 EXTRAS = ("PIL", "cyclopts", "filelock", "pydantic", "rich", "safetensors", "timm", "yaml")
+# Packages that are not installed, code, and the extra that its error names; "" if it works.
+WITHOUT = [
+    (EXTRAS, "from proximetry.data import Catalog; Catalog(('a.png',), ('a',), ('all',))", ""),
+    (EXTRAS, "from proximetry.data import list_datasets; assert list_datasets()", ""),
+    (EXTRAS, "import proximetry.data, proximetry.models", ""),
+    (EXTRAS, "import proximetry; assert proximetry.losses.ProxyAnchor", ""),
+    (EXTRAS, "from proximetry.cli import main; assert main(['--version']) == 0", ""),
+    (EXTRAS, "from proximetry.data import PixelCache", "images"),
+    (EXTRAS, "from proximetry.data import open_image", "images"),
+    (["filelock"], "from proximetry.data import RandomResizedCrop", "images"),
+    (EXTRAS, "from proximetry.models import Embedder", "images"),
+    (EXTRAS, "import proximetry.training", "train"),
+    (["PIL"], "from proximetry.training import train", "train"),
+    (["timm"], "from proximetry.training import train", "train"),
+]
 
 
-@pytest.mark.parametrize(
-    ("missing", "code", "extra"),
-    [
-        (EXTRAS, "from proximetry.data import PixelCache", "images"),
-        (EXTRAS, "from proximetry.data import open_image", "images"),
-        (["filelock"], "from proximetry.data import RandomResizedCrop", "images"),
-        (EXTRAS, "from proximetry.models import Embedder", "images"),
-        (EXTRAS, "import proximetry.training", "train"),
-        (["PIL"], "from proximetry.training import train", "train"),
-        (["timm"], "from proximetry.training import train", "train"),
-    ],
-)
-def test_what_is_missing_is_one_sentence_that_names_the_extra(missing, code, extra):
-    done = without(missing, code)
-    assert done.returncode == 1
-    last = done.stderr.strip().rpartition("\n")[2]
-    assert re.fullmatch(
-        rf"ModuleNotFoundError: .+ needs? \w+: install the extra '{extra}', .+", last
-    )
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from proximetry.data import Catalog; Catalog(('a.png',), ('a',), ('all',))",
-        "from proximetry.data import list_datasets; assert list_datasets()",
-        "import proximetry.data, proximetry.models",
-        "import proximetry; assert proximetry.losses.ProxyAnchor",
-        "from proximetry.cli import main; sys.exit(main(['--version']))",
-        "from proximetry.cli import main; sys.exit(main(['-V']))",
-    ],
-)
-def test_what_needs_no_extra_works_without(code):
-    done = without(EXTRAS, code)
-    assert done.returncode == 0, done.stderr
-    if "main" in code:
-        assert done.stdout == f"proximetry {proximetry.__version__}\n"
-
-
-def without(missing, code):
-    """Run code where these packages are not installed."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); {code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_packages_are_attributes_that_are_loaded_when_asked_for():
-    code = """
-import sys, proximetry
-assert "torch" not in sys.modules
-assert {"losses", "metrics", "data", "models", "training"} <= set(dir(proximetry))
-assert proximetry.metrics.evaluate and proximetry.data.Catalog
-assert not hasattr(proximetry, "lossses")
+def test_missing_packages_raise_an_error_that_names_the_extra():
+    code = f"""
+import sys
+for missing, code, extra in {WITHOUT!r}:
+    modules = dict(sys.modules)
+    for name in modules:
+        if name.split(".")[0] in ("proximetry", *missing):
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(missing))
+    try:
+        exec(code)
+        print(code, "works")
+    except ModuleNotFoundError as error:
+        print(code, error)
+    for name in missing:
+        del sys.modules[name]
+    sys.modules.update({{n: m for n, m in modules.items() if n.split(".")[0] in missing}})
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"proximetry {proximetry.__version__}\n") == 1
+    for _, code, extra in WITHOUT:
+        error = rf".+ needs? \w+: install the extra '{extra}', .+"
+        pattern = f"^{re.escape(code)} {error if extra else 'works'}$"
+        assert re.search(pattern, done.stdout, re.MULTILINE), code
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -200,42 +183,30 @@ MODULES = {"PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "huggingface-hu
 MODULES |= {"openTSNE": "opentsne", "python_multipart": "python-multipart"}
 MODULES |= {"faiss": "faiss-cpu", "fontTools": "fonttools"}
 MODULES |= {"pytorch_metric_learning": "pytorch-metric-learning"}
-# Asked for by name where they are wanted, and not ours to install.
-NOT_OURS = {"triton", "wandb", "tensorboard", "milvus_lite"}
+# Imported by name if installed; no extra installs them.
+OPTIONAL = {"triton", "wandb", "tensorboard", "milvus_lite"}
 
 
-def third_party_imports():
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need":
-                names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-            for name in names:
-                top = name.split(".")[0]
-                if top not in sys.stdlib_module_names and top != "proximetry":
-                    yield MODULES.get(top, top)
-
-
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+def test_third_party_imports_are_declared():
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     of_the_package = extras.keys() - {"dev", "docs"}  # which are for this repository
     listed = [line for name in of_the_package for line in extras[name]]
     listed += project["dependencies"]
     declared = {re.split(r"[\[<>=]", line)[0] for line in listed} - {"proximetry"}
-    weights = {name for name in declared if name.endswith("-pytorch-model")}  # found by file
-    asked_for_by_name = {"onnx", "onnxruntime", "onnxscript"}  # models/export.py
-    asked_for_by_name |= {"httptools", "uvloop"}  # uvicorn takes them where they are
-    imported = set(third_party_imports()) - NOT_OURS
+    indirect = {name for name in declared if name.endswith("-pytorch-model")}  # read as files
+    indirect |= {"onnx", "onnxruntime", "onnxscript"}  # imported by name in models/onnx.py
+    indirect |= {"httptools", "uvloop"}  # used by uvicorn
+    modules = {
+        name.split(".")[0] for path in SOURCE.rglob("*.py") for name in imported_modules(path)
+    }
+    modules -= {*sys.stdlib_module_names, *OPTIONAL, "proximetry"}
+    imported = {MODULES.get(name, name) for name in modules}
     assert imported <= declared, imported - declared
-    assert declared - weights - asked_for_by_name <= imported
+    assert declared - indirect <= imported
 
 
-def test_the_architecture_page_describes_the_packages_that_there_are():
+def test_architecture_page_lists_all_packages():
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     section = page[page.index("## 6. The packages") : page.index("### One of each")]
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(ALLOWED)
