@@ -10,7 +10,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def similarity_matrix(queries: Array, gallery: Array, similarity: str) -> Array:
+def similarity_matrix(queries, gallery, similarity):
     if similarity == "hamming":
         bits = np.unpackbits(queries, axis=1)[:, None] != np.unpackbits(gallery, axis=1)[None]
         return -bits.sum(2).astype(np.float64)
@@ -22,25 +22,17 @@ def similarity_matrix(queries: Array, gallery: Array, similarity: str) -> Array:
     return queries @ gallery.T
 
 
-def _unit(rows: Array) -> Array:
+def _unit(rows):
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(length == 0, 1, length)
 
 
-def ranking(similarities: Array, allowed: Array) -> list[int]:
+def ranking(similarities, allowed):
     """Allowed indices, most similar first, equal ones by index."""
     return sorted(np.flatnonzero(allowed).tolist(), key=lambda j: (-similarities[j], j))
 
 
-def rankings(
-    queries: Array,
-    gallery: Array,
-    similarity: str,
-    *,
-    same_set: bool,
-    query_groups: Array | None = None,
-    groups: Array | None = None,
-) -> list[list[int]]:
+def rankings(queries, gallery, similarity, *, same_set, query_groups=None, groups=None):
     matrix = similarity_matrix(queries, gallery, similarity)
     lists = []
     for i, row in enumerate(matrix):
@@ -53,7 +45,7 @@ def rankings(
     return lists
 
 
-def scores(relevant: list[bool], cutoffs: tuple[int, ...]) -> dict[str, float]:
+def scores(relevant, cutoffs):
     """All scores of one full ranking that has at least one relevant item."""
     R = sum(relevant)
     precision = [sum(relevant[: i + 1]) / (i + 1) for i in range(len(relevant))]
@@ -72,9 +64,7 @@ def scores(relevant: list[bool], cutoffs: tuple[int, ...]) -> dict[str, float]:
     return found
 
 
-def evaluate(
-    lists: list[list[int]], query_labels: Any, labels: Any, cutoffs: tuple[int, ...]
-) -> tuple[dict[str, float], int]:
+def evaluate(lists, query_labels, labels, cutoffs):
     """Means over the queries with a positive, and how many have none."""
     rows = []
     without = 0

@@ -21,7 +21,7 @@ EMPTY = (0, 60, 60)  # one process has nothing
 CHOSEN = Metrics(recall_at=(1, 10), ndcg_at=(5,), map_at=(5,), precision_at=(3,))
 
 
-def data() -> dict[str, Any]:
+def data():
     draw = np.random.default_rng(0)
     numbers = draw.integers(0, 12, 60)
     return {
@@ -37,7 +37,7 @@ def data() -> dict[str, Any]:
     }
 
 
-def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
+def cases(share):
     given = {name: values[share] for name, values in data().items()}
     vectors, numbers = given["vectors"], given["numbers"]
     half = torch.from_numpy(vectors).to(torch.bfloat16)
@@ -91,12 +91,12 @@ def cases(share: slice) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     }
 
 
-def faces() -> tuple[Any, Any]:
+def faces():
     draw = np.random.default_rng(1)
     return draw.normal(size=(20, 8)), np.arange(20) // 3
 
 
-def crowds(share: slice) -> dict[str, tuple[Any, dict[str, Any]]]:
+def crowds(share):
     """Distractors as a matrix, as a stream, and none: the people themselves."""
     crowd, far = data()["smooth"][share], {"far": (0.1, 0.01)}
     return {
@@ -105,12 +105,12 @@ def crowds(share: slice) -> dict[str, tuple[Any, dict[str, Any]]]:
     } | {"closed": (None, far)}
 
 
-def query_label_order(cuts: tuple[int, ...]) -> Any:
+def query_label_order(cuts):
     names = data()["names"]
     return np.concatenate([names[a:b][::-1] for a, b in pairwise(cuts)])
 
 
-def work(rank: int, file: str, out: str) -> None:
+def work(rank, file, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
@@ -154,13 +154,13 @@ def work(rank: int, file: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[dict[str, Any]]:
+def reports():
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, args=(os.path.join(folder, "meet"), folder), nprocs=2)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
+def test_processes_agree_to_the_last_bit(reports):
     assert repr(reports[0]) == repr(reports[1])
 
 
@@ -180,7 +180,7 @@ def test_processes_agree_to_the_last_bit(reports: list[dict[str, Any]]) -> None:
         "queries",
     ],
 )
-def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name: str) -> None:
+def test_two_processes_equal_one(reports, label, name):
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":
         options["query_labels"] = query_label_order(CUTS if label == "uneven" else EMPTY)
@@ -188,20 +188,18 @@ def test_two_processes_equal_one(reports: list[dict[str, Any]], label: str, name
 
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
-def test_queries_in_the_gallery_equal_a_search_of_all(
-    reports: list[dict[str, Any]], label: str
-) -> None:
+def test_queries_in_the_gallery_equal_a_search_of_all(reports, label):
     assert reports[0][f"{label} roles"] == reports[0][f"{label} plain"]
 
 
-def test_processes_agree_on_the_precision(reports: list[dict[str, Any]]) -> None:
+def test_processes_agree_on_the_precision(reports):
     vectors, labels, options = cases(slice(None))["scales"]
     shares = [slice(*pair) for pair in pairwise(CUTS)]
     options["queries"] = np.concatenate([cases(at)["scales"][2]["queries"] for at in shares])
     assert reports[0]["uneven scales"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
 
 
-def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str, Any]]) -> None:
+def test_clustering_and_single_queries_equal_one_process(reports):
     vectors, labels, _ = cases(slice(None))["cosine"]
     assert reports[0]["clustering"] == evaluate(
         vectors, labels, metrics=Metrics(clustering=True, verification=True)
@@ -211,13 +209,13 @@ def test_clustering_and_single_queries_equal_one_process(reports: list[dict[str,
 
 
 @pytest.mark.parametrize("kept", [0, 7])
-def test_codes_equal_one_process(reports: list[dict[str, Any]], kept: int) -> None:
+def test_codes_equal_one_process(reports, kept):
     vectors, labels, _ = cases(slice(None))["cosine"]
     expected = evaluate(vectors, labels, binary=True, candidates=kept).scores["map@r"]
     np.testing.assert_array_equal(reports[0][f"codes {kept}"], expected)
 
 
-def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -> None:
+def test_every_process_hears_of_an_error_in_one(reports):
     for report in reports:
         assert "process 1: embeddings has NaN" in report["error nan"]
         assert "process 0: 8 dimensions" in report["error width"]
@@ -228,9 +226,7 @@ def test_every_process_hears_of_an_error_in_one(reports: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("name", ["matrix", "stream", "closed"])
-def test_identification_by_two_processes_equals_one(
-    reports: list[dict[str, Any]], name: str
-) -> None:
+def test_identification_by_two_processes_equals_one(reports, name):
     distractors, options = crowds(slice(None))[name]
     result = identify(*faces(), distractors=distractors, **options)
     expected = [result.ranks.tolist(), str(result), result.impostor_pairs]

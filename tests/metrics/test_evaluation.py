@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from proximetry.metrics import (
-    Evaluation,
     Metrics,
     evaluate,
     retrieve,
@@ -30,7 +27,7 @@ EVERYTHING = Metrics(recall_at=CUTOFFS, precision_at=CUTOFFS, ndcg_at=CUTOFFS, m
 RECALL = Metrics(recall_at=(1,), ndcg_at=(), at_r=False, mrr=False)
 
 
-def assert_equal(result: Evaluation, expected: dict[str, float], without: int) -> None:
+def assert_equal(result, expected, without):
     found = result.mean()
     assert found.pop("queries_without_positive") == without
     found.pop("queries")
@@ -49,15 +46,7 @@ def assert_equal(result: Evaluation, expected: dict[str, float], without: int) -
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     grouped=st.booleans(),
 )
-def test_equals_brute_force(
-    rows: int,
-    classes: int,
-    seed: int,
-    similarity: Any,
-    kind: str,
-    dtype: torch.dtype,
-    grouped: bool,
-) -> None:
+def test_equals_brute_force(rows, classes, seed, similarity, kind, dtype, grouped):
     draw = np.random.default_rng(seed)
     if similarity == "hamming":
         vectors = torch.from_numpy(draw.integers(0, 256, (rows, 2), dtype=np.uint8))
@@ -89,29 +78,8 @@ def test_equals_brute_force(
     assert_equal(found, expected, without)
 
 
-@settings(max_examples=40)
-@given(rows=st.integers(1, 30), count=st.integers(1, 12), seed=st.integers(0, 10**6))
-def test_query_and_gallery_equal_brute_force(rows: int, count: int, seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    gallery = draw.integers(-2, 3, (rows, 3)).astype(np.float32)
-    queries = draw.integers(-2, 3, (count, 3)).astype(np.float32)
-    labels, query_labels = draw.integers(0, 6, rows), draw.integers(0, 7, count)
-    query_labels[0] = labels[0]
-    lists = brute.rankings(queries, gallery, "euclidean", same_set=False)
-    expected, without = brute.evaluate(lists, query_labels, labels, CUTOFFS)
-    found = evaluate(
-        gallery,
-        labels,
-        queries=queries,
-        query_labels=query_labels,
-        similarity="euclidean",
-        metrics=EVERYTHING,
-    )
-    assert_equal(found, expected, without)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_cosine_equals_brute_force(dtype: torch.dtype) -> None:
+def test_cosine_equals_brute_force(dtype):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(250, 24, generator=generator).to(dtype)
     labels = torch.randint(0, 40, (250,), generator=generator).numpy()
@@ -131,7 +99,7 @@ TABLE_3 = [
 
 
 @pytest.mark.parametrize(("places", "expected"), TABLE_3)
-def test_published_example(places: list[int], expected: tuple[float, ...]) -> None:
+def test_published_example(places, expected):
     """One query with four positives, of which the list shows some: to a tenth of a percent."""
     order = np.array(places, dtype=bool)
     missing = 4 - int(order.sum())
@@ -152,7 +120,7 @@ def test_published_example(places: list[int], expected: tuple[float, ...]) -> No
 
 @settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=2, max_size=30), st.integers(1, 40))
-def test_ndcg_equals_scikit_learn(relevant: list[bool], k: int) -> None:
+def test_ndcg_equals_scikit_learn(relevant, k):
     relevant[0] = relevant[0] or not any(relevant)
     hits = torch.tensor([relevant])
     positives = hits.sum(1)
@@ -174,12 +142,12 @@ def test_ndcg_equals_scikit_learn(relevant: list[bool], k: int) -> None:
         Metrics(clustering=True),
     ],
 )
-def test_names_are_the_keys_of_the_result(metrics: Metrics) -> None:
+def test_names_are_the_keys_of_the_result(metrics):
     found = evaluate(np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2], metrics=metrics)
     assert list(found) == metrics.names()
 
 
-def test_default_metrics() -> None:
+def test_default_metrics():
     assert " ".join(Metrics().names()) == (
         "recall@1 recall@2 recall@4 recall@8 r_precision map@r mrr ndcg@2 ndcg@4 ndcg@8 "
         "queries queries_without_positive"
@@ -187,29 +155,12 @@ def test_default_metrics() -> None:
     assert all(field.metadata["help"] for field in fields(Metrics))
 
 
-def test_cutoffs_are_ordered_and_may_come_as_a_list() -> None:
-    chosen = Metrics(recall_at=[10, 1, 10])  # type: ignore[arg-type]
-    assert chosen.recall_at == (1, 10)
-    assert chosen == Metrics(recall_at=(1, 10))
+def test_cutoffs_are_sorted_integers_of_any_type():
+    assert Metrics(recall_at=[10, 1, 10]).recall_at == (1, 10)
+    assert Metrics(recall_at=np.int64(5), ndcg_at=np.array([2, 1])).names()[0] == "recall@5"
 
 
-def test_metrics_class_does_not_import_torch() -> None:
-    """Recipes and the command-line help import `Metrics`."""
-    program = """
-import sys
-from proximetry.metrics import Metrics
-from proximetry.metrics.scores import Metrics as same
-assert Metrics is same and Metrics().names()
-assert not {"torch", "numpy"} & set(sys.modules)
-import proximetry.metrics as metrics
-assert all(callable(getattr(metrics, name)) for name in metrics.__all__)
-assert metrics.separability.__name__ == "separability"
-assert "torch" in sys.modules and not hasattr(metrics, "nonsense")
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
-
-
-def test_fewer_metrics_give_the_same_values() -> None:
+def test_fewer_metrics_give_the_same_values():
     """Short lists and counted ranks give what long lists give."""
     draw = np.random.default_rng(0)
     vectors, labels = draw.integers(-2, 3, (120, 3)).astype(np.float32), draw.integers(0, 50, 120)
@@ -221,7 +172,7 @@ def test_fewer_metrics_give_the_same_values() -> None:
             assert long[name] == value, name
 
 
-def test_queries_without_positive_are_skipped_and_counted() -> None:
+def test_queries_without_positive_are_skipped_and_counted():
     vectors = np.array([[0.0], [1.0], [5.0], [6.0], [20.0]], dtype=np.float32)
     evaluation = evaluate(vectors, ["a", "a", "b", "c", "d"], similarity="euclidean")
     means = evaluation.mean()
@@ -231,7 +182,7 @@ def test_queries_without_positive_are_skipped_and_counted() -> None:
     assert evaluation.scored.tolist() == [True, True, False, False, False]
 
 
-def test_no_positive_at_all_is_an_error() -> None:
+def test_no_positive_at_all_is_an_error():
     with pytest.raises(ValueError, match="none of the 3 queries has a positive"):
         evaluate(np.eye(3, dtype=np.float32), [1, 2, 3])
     with pytest.raises(ValueError, match="none of the 2 queries has a positive"):
@@ -240,7 +191,7 @@ def test_no_positive_at_all_is_an_error() -> None:
         evaluate(np.eye(2), [1, 1], ignore_groups=["burst", "burst"])
 
 
-def test_per_class_table() -> None:
+def test_per_class_table():
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(90, 6)), draw.integers(0, 25, 90)
     evaluation = evaluate(vectors, labels)
@@ -254,7 +205,7 @@ def test_per_class_table() -> None:
     assert set(table["label"]) == shown
 
 
-def test_bootstrap_intervals() -> None:
+def test_bootstrap_intervals():
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(400, 3)), draw.integers(0, 8, 400)
     evaluation = evaluate(vectors, labels)
@@ -276,7 +227,7 @@ def test_bootstrap_intervals() -> None:
         evaluation.bootstrap(samples=0)
 
 
-def test_scores_of_a_result_equal_those_of_evaluate() -> None:
+def test_scores_of_a_result_equal_those_of_evaluate():
     draw = np.random.default_rng(2)
     vectors, labels = draw.integers(-3, 4, (80, 3)).astype(np.float32), draw.integers(0, 9, 80)
     chosen = Metrics(recall_at=(1, 5), precision_at=(5,), ndcg_at=(20,))
@@ -287,7 +238,7 @@ def test_scores_of_a_result_equal_those_of_evaluate() -> None:
     assert np.array_equal(some, found.scores["recall@5"][:10])
 
 
-def test_score_result_needs_long_lists() -> None:
+def test_score_result_needs_long_lists():
     vectors = np.arange(20, dtype=np.float32)[:, None]
     labels = np.arange(20) % 2
     result = retrieve(vectors, labels, k=1, similarity="euclidean")
@@ -302,7 +253,7 @@ def test_score_result_needs_long_lists() -> None:
     assert score_result(result, RECALL).mean()["recall@1"] == 0.0
 
 
-def test_complete_lists_answer_any_k() -> None:
+def test_complete_lists_answer_any_k():
     result = retrieve(np.eye(4, dtype=np.float32), [0, 0, 1, 1], k=50)
     assert result.complete
     chosen = replace(RECALL, recall_at=(1000,), precision_at=(100,))
@@ -325,27 +276,18 @@ def test_complete_lists_answer_any_k() -> None:
         ({"recall_at": (), "ndcg_at": (), "at_r": False, "mrr": False}, "recall_at"),
     ],
 )
-def test_metrics_rejects_invalid_cutoffs(change: dict[str, Any], message: str) -> None:
+def test_metrics_rejects_invalid_cutoffs(change, message):
     with pytest.raises(ValueError, match=message):
         Metrics(**change)
 
 
-def test_cutoffs_accept_numpy_integers() -> None:
-    assert Metrics(recall_at=np.int64(5), ndcg_at=np.array([2, 1])).names()[0] == "recall@5"  # type: ignore[arg-type]
-
-
-def test_list_of_metric_names_is_rejected() -> None:
+def test_list_of_metric_names_is_rejected():
     with pytest.raises(ValueError, match=r"precision_at_1.*Metrics\("):
-        evaluate(np.eye(4), [0, 0, 1, 1], metrics=["precision_at_1"])  # type: ignore[arg-type]
-
-
-def test_evaluate_reports_its_own_name_for_unknown_arguments() -> None:
-    with pytest.raises(TypeError, match=r"^evaluate\(\).*recall_at"):
-        evaluate(np.eye(4), [0, 0, 1, 1], recall_at=(1,))  # type: ignore[call-arg]
+        evaluate(np.eye(4), [0, 0, 1, 1], metrics=["precision_at_1"])
 
 
 @pytest.mark.parametrize("name", ["embeddings", "labels"])
-def test_meta_tensors_are_rejected(name: str) -> None:
+def test_meta_tensors_are_rejected(name):
     given: dict[str, Any] = {"embeddings": torch.eye(4), "labels": torch.tensor([0, 0, 1, 1])}
     given[name] = given[name].to("meta")
     with pytest.raises(ValueError, match=f"{name}.*meta"):
@@ -361,21 +303,21 @@ def test_meta_tensors_are_rejected(name: str) -> None:
         ({"similarity": "hamming"}, "codes"),
     ],
 )
-def test_evaluate_rejects_invalid_arguments(change: dict[str, Any], message: str) -> None:
+def test_evaluate_rejects_invalid_arguments(change, message):
     request: dict[str, Any] = {"embeddings": np.eye(4), "labels": [0, 0, 1, 1]} | change
     for metrics in (Metrics(clustering=True), Metrics(verification=True)):
         with pytest.raises(ValueError, match=message):
             evaluate(**request, metrics=metrics)
 
 
-def test_progress_is_reported_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_reported_and_nothing_is_printed(capfd):
     calls: list[tuple[int, int]] = []
     evaluate(np.eye(8), np.arange(8) % 2, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (8, 8)
     assert capfd.readouterr() == ("", "")
 
 
-def test_verification_metric() -> None:
+def test_verification_metric():
     draw = np.random.default_rng(0)
     vectors, labels = draw.normal(size=(80, 4)), np.repeat(list("abcdefgh"), 10)
     vectors += np.eye(8)[:, :4].repeat(10, axis=0) * 2
@@ -386,7 +328,7 @@ def test_verification_metric() -> None:
         assert 0.5 < expected.accuracy < 1
 
 
-def test_clustering_metrics() -> None:
+def test_clustering_metrics():
     draw = np.random.default_rng(0)
     labels = np.repeat(["x", "y", "z"], 20)
     centres = {"x": 0.0, "y": 2.0, "z": 4.0}

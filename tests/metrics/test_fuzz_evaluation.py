@@ -38,7 +38,7 @@ class Case(NamedTuple):
     gallery: Array  # rows that are found
     similarity: Any
 
-    def arguments(self, text: bool) -> dict[str, Any]:
+    def arguments(self, text):
         labels = np.array([f"class {n}" for n in self.labels]) if text else self.labels
         given: dict[str, Any] = {"embeddings": self.vectors, "labels": labels}
         if len(self.queries) < len(labels) or len(self.gallery) < len(labels):
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     similarity = draw(st.sampled_from(["cosine", "euclidean", "dot", "hamming"]))
     dtype = draw(st.sampled_from(list(EXPONENTS)))
     exponent = draw(st.sampled_from(EXPONENTS[dtype]))
@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(values, labels, asked, held, similarity)
 
 
-def plain_similarity(query: list[float], item: list[float], similarity: str) -> float:
+def plain_similarity(query, item, similarity):
     pairs = list(zip(query, item, strict=True))
     if similarity == "hamming":
         return -sum((int(a) ^ int(b)).bit_count() for a, b in pairs)
@@ -92,7 +92,7 @@ def plain_similarity(query: list[float], item: list[float], similarity: str) -> 
     return dot
 
 
-def plain_ranking(row: int, case: Case, vectors: list[list[float]]) -> list[int]:
+def plain_ranking(row, case, vectors):
     """The gallery in the order of similarity to a row, which is left out itself."""
     near = {
         item: plain_similarity(vectors[row], vectors[item], case.similarity)
@@ -112,7 +112,7 @@ def plain_ranking(row: int, case: Case, vectors: list[list[float]]) -> list[int]
 
 @settings(max_examples=150)
 @given(case=cases(), k=st.integers(1, 60), text=st.booleans())
-def test_evaluation_of_anything_equals_plain_loops(case: Case, k: int, text: bool) -> None:
+def test_evaluation_of_anything_equals_plain_loops(case, k, text):
     vectors = case.vectors.double().tolist()
     lists = [plain_ranking(row, case, vectors) for row in case.queries]
     hits = [

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from proximetry.metrics import Metrics, RetrievalResult, retrieve, score_result
 from . import brute
 
 
-def whole_numbers(seed: int, rows: int, columns: int = 3, high: int = 3) -> Any:
+def whole_numbers(seed, rows, columns=3, high=3):
     return np.random.default_rng(seed).integers(-high, high + 1, (rows, columns)).astype(np.float32)
 
 
@@ -31,9 +30,7 @@ def whole_numbers(seed: int, rows: int, columns: int = 3, high: int = 3) -> Any:
     similarity=st.sampled_from(["dot", "euclidean", "hamming"]),
     grouped=st.booleans(),
 )
-def test_every_item_against_the_others(
-    rows: int, k: int, seed: int, similarity: Any, grouped: bool
-) -> None:
+def test_every_item_against_the_others(rows, k, seed, similarity, grouped):
     vectors = whole_numbers(seed, rows)
     if similarity == "hamming":
         vectors = np.random.default_rng(seed).integers(0, 256, (rows, 2), dtype=np.uint8)
@@ -55,45 +52,8 @@ def test_every_item_against_the_others(
         assert result.hits[i].tolist() == [labels[j] == labels[i] for j in kept] + [False] * empty
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(1, 20),
-    asked=st.integers(1, 8),
-    k=st.integers(1, 30),
-    seed=st.integers(0, 10**6),
-    similarity=st.sampled_from(["dot", "euclidean"]),
-    grouped=st.booleans(),
-)
-def test_queries_against_a_gallery(
-    rows: int, asked: int, k: int, seed: int, similarity: Any, grouped: bool
-) -> None:
-    gallery, queries = whole_numbers(seed, rows), whole_numbers(seed + 1, asked)
-    draw = np.random.default_rng(seed)
-    labels, query_labels = draw.integers(0, 4, rows), draw.integers(0, 5, asked)
-    groups = draw.integers(0, 3, rows) if grouped else None
-    query_groups = draw.integers(0, 4, asked) if grouped else None
-    lists = brute.rankings(
-        queries, gallery, similarity, same_set=False, query_groups=query_groups, groups=groups
-    )
-    result = retrieve(
-        gallery,
-        labels,
-        queries=queries,
-        query_labels=query_labels,
-        k=k,
-        similarity=similarity,
-        ignore_groups=groups,
-        query_ignore_groups=query_groups,
-    )
-    assert result.k == min(k, rows)
-    for i, order in enumerate(lists):
-        kept = order[: result.k]
-        assert result.ids[i].tolist() == kept + [-1] * (result.k - len(kept))
-        assert result.positives[i] == sum(labels[j] == query_labels[i] for j in order)
-
-
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-def test_agrees_with_scikit_learn(similarity: Any) -> None:
+def test_agrees_with_scikit_learn(similarity):
     vectors = np.random.default_rng(0).normal(size=(300, 20))
     result = retrieve(vectors, np.arange(300) % 10, k=5, similarity=similarity)
     outside = NearestNeighbors(n_neighbors=5, metric=similarity, algorithm="brute").fit(vectors)
@@ -105,7 +65,7 @@ def test_agrees_with_scikit_learn(similarity: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_half_precision_is_storage_only(dtype: torch.dtype) -> None:
+def test_half_precision_is_storage_only(dtype):
     vectors = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     stored = retrieve(vectors, torch.arange(200) % 20, k=10)
     exact = retrieve(vectors.double(), torch.arange(200) % 20, k=10)
@@ -117,17 +77,17 @@ def test_half_precision_is_storage_only(dtype: torch.dtype) -> None:
 class Column:
     """A column of a table, as of pandas: no sequence, with a long text, but an array if asked."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values):
         self.values = values
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return np.asarray(self.values, dtype)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "\n".join(map(str, self.values))
 
 
-def test_inputs_of_all_kinds_agree() -> None:
+def test_inputs_of_all_kinds_agree():
     vectors = whole_numbers(3, 30)
     numbers = np.arange(30) % 7
     plain = retrieve(vectors, numbers, similarity="dot")
@@ -161,7 +121,7 @@ def test_inputs_of_all_kinds_agree() -> None:
     assert np.array_equal(retrieve(swapped, numbers, similarity="dot").ids, plain.ids)
 
 
-def test_labels_above_float32_stay_apart() -> None:
+def test_labels_above_float32_stay_apart():
     # 2^24 and 2^24 + 1 are one number in float32.
     labels = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 1, 2**62, 2**62 + 1])
     result = retrieve(np.eye(6, dtype=np.float32), labels, k=5)
@@ -169,7 +129,7 @@ def test_labels_above_float32_stay_apart() -> None:
     assert result.gallery_labels.tolist() == labels.tolist()
 
 
-def test_vanishing_and_zero_vectors() -> None:
+def test_vanishing_and_zero_vectors():
     vectors = torch.tensor([[1e-30, 0.0], [1e30, 0.0], [0.0, 2e-42], [0.0, 0.0]])
     result = retrieve(vectors, [0, 0, 1, 1], k=3)
     assert result.similarities[0].tolist() == [1.0, 0.0, 0.0]
@@ -177,7 +137,7 @@ def test_vanishing_and_zero_vectors() -> None:
     assert result.ids[3].tolist() == [0, 1, 2]
 
 
-def blobs(spread: float) -> tuple[Any, Any]:
+def blobs(spread):
     draw = np.random.default_rng(0)
     labels = np.arange(400) % 80
     centers = draw.normal(size=(80, 16))
@@ -185,7 +145,7 @@ def blobs(spread: float) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("offset", [0, 1_000, 10_000, -100_000])
-def test_a_common_offset_costs_no_digits(offset: float) -> None:
+def test_a_common_offset_costs_no_digits(offset):
     vectors, labels = blobs(0.8)
     stored = (vectors + offset * np.linspace(0.5, 1, 16)).astype(np.float32)
     stored[7] = stored[:7].mean(0) * 3  # one item far from all others
@@ -199,7 +159,7 @@ def test_a_common_offset_costs_no_digits(offset: float) -> None:
     np.testing.assert_allclose(found.similarities, -np.sort(-matrix, axis=1)[:, :20], rtol=2e-5)
 
 
-def test_distances_of_near_items_have_all_their_digits() -> None:
+def test_distances_of_near_items_have_all_their_digits():
     """They differ by less than the rounding of the product that found them."""
     draw = np.random.default_rng(0)
     query = (10 * draw.normal(size=(1, 64)) + 30).astype(np.float32)
@@ -213,20 +173,21 @@ def test_distances_of_near_items_have_all_their_digits() -> None:
     assert first.ids[0, 0] == found.ids[0, 0], "the order is that of any k, and of evaluate"
 
 
+@pytest.mark.parametrize(("similarity", "power"), [("euclidean", 1), ("dot", 2)])
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**70, 2.0**110])
-def test_distances_of_any_size(scale: float) -> None:
-    """Squares of these would vanish or overflow in float32; the distances do not."""
+def test_scaled_vectors_keep_order_and_digits(similarity, power, scale):
+    """Squares of these vanish or overflow in float32."""
     vectors, labels = (of[:60] for of in blobs(0.8))
     stored = vectors.astype(np.float32)
     for shift in (0, 30):
-        plain = retrieve(stored + shift, labels, similarity="euclidean")
-        scaled = retrieve((stored + shift) * np.float32(scale), labels, similarity="euclidean")
+        plain = retrieve((stored + shift).astype(np.float64), labels, similarity=similarity)
+        scaled = retrieve((stored + shift) * np.float32(scale), labels, similarity=similarity)
         assert np.array_equal(scaled.ids, plain.ids)
-        np.testing.assert_array_equal(scaled.similarities, plain.similarities * np.float32(scale))
+        np.testing.assert_allclose(scaled.similarities, plain.similarities * scale**power)
 
 
 @pytest.mark.parametrize("similarity", ["dot", "euclidean"])
-def test_small_vectors_beside_large_ones_keep_their_order(similarity: Any) -> None:
+def test_small_vectors_beside_large_ones_keep_their_order(similarity):
     vectors, labels = (of[:60] for of in blobs(0.8))
     stored = vectors.astype(np.float32)
     stored[1:] *= np.float32(2.0**-75)
@@ -236,30 +197,12 @@ def test_small_vectors_beside_large_ones_keep_their_order(similarity: Any) -> No
     np.testing.assert_allclose(found.similarities, exact.similarities, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-70, 2.0**70, 2.0**120])
-def test_products_of_any_size(scale: float) -> None:
-    """No float32 holds them, so float64 does."""
-    stored, labels = blobs(0.8)[0][:60].astype(np.float32), np.arange(60) % 7
-    plain = retrieve(stored.astype(np.float64), labels, similarity="dot")
-    scaled = retrieve(stored * np.float32(scale), labels, similarity="dot")
-    assert np.array_equal(scaled.ids, plain.ids)
-    np.testing.assert_array_equal(scaled.similarities, plain.similarities * scale**2)
-
-
-def test_gradients_and_inputs_are_left_alone() -> None:
-    vectors = torch.randn(20, 4, requires_grad=True)
-    before = vectors.detach().clone()
-    retrieve(vectors, torch.arange(20) % 3, k=3, similarity="euclidean")
-    assert torch.equal(vectors.detach(), before)
-    assert vectors.grad is None
-
-
 @pytest.fixture
-def result() -> RetrievalResult:
+def result():
     return retrieve(whole_numbers(0, 12), [f"c{i % 4}" for i in range(12)], k=4, similarity="dot")
 
 
-def test_saves_and_loads(result: RetrievalResult, tmp_path: Path) -> None:
+def test_saves_and_loads(result, tmp_path):
     path = result.save(tmp_path / "found.npz")
     again = RetrievalResult.load(path)
     for name in ("ids", "similarities", "query_codes", "gallery_codes", "classes", "positives"):
@@ -268,41 +211,23 @@ def test_saves_and_loads(result: RetrievalResult, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["found.npz"]
 
 
-def test_a_failed_save_leaves_the_old_file(
-    result: RetrievalResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = result.save(tmp_path / "found.npz")
-    before = path.read_bytes()
-
-    def broken(file: Any, **arrays: Any) -> None:
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez_compressed", broken)
-    with pytest.raises(OSError, match="disk full"):
-        result.save(path)
-    assert path.read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_refuses_files_of_another_kind(tmp_path: Path) -> None:
-    other = tmp_path / "other.npz"
-    np.savez(other, about=np.array(json.dumps({"format": "something else"})))
-    with pytest.raises(ValueError, match="is not a retrieval result"):
-        RetrievalResult.load(other)
-    text = tmp_path / "text.npz"
-    text.write_text("hello")
-    with pytest.raises(ValueError, match=r"text\.npz is not a retrieval result"):
-        RetrievalResult.load(text)
-    pickled = tmp_path / "pickled.npz"
-    np.savez(pickled, about=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(ValueError, match="is not a retrieval result"):
-        RetrievalResult.load(pickled)
+@pytest.mark.parametrize(
+    "content",
+    [b"hello", {"about": np.array(json.dumps({"format": "other"}))}, {"about": np.array([{}])}],
+)
+def test_load_rejects_other_files(tmp_path, content):
+    path = tmp_path / "other.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.savez(path, **content)  # the last one is a pickle
+    with pytest.raises(ValueError, match=r"other\.npz"):
+        RetrievalResult.load(path)
     with pytest.raises(FileNotFoundError):
         RetrievalResult.load(tmp_path / "missing.npz")
 
 
-def test_slices(result: RetrievalResult) -> None:
+def test_slices(result):
     assert len(result) == 12
     assert len(result[2:5]) == 3
     assert np.array_equal(result[2:5].ids, result.ids[2:5])
@@ -318,7 +243,7 @@ def test_slices(result: RetrievalResult) -> None:
         result.top(5)
 
 
-def test_shows_itself(result: RetrievalResult) -> None:
+def test_shows_itself(result):
     assert repr(result) == (
         "RetrievalResult(12 queries against each other, k=4, similarity='dot', 4 classes)"
     )
@@ -328,7 +253,7 @@ def test_shows_itself(result: RetrievalResult) -> None:
     assert "and 7 more queries" in text
 
 
-def test_values_must_fit_together(result: RetrievalResult) -> None:
+def test_values_must_fit_together(result):
     from dataclasses import replace
 
     with pytest.raises(ValueError, match="matrices of one shape"):
@@ -341,7 +266,7 @@ def test_values_must_fit_together(result: RetrievalResult) -> None:
         replace(result, positives=None)
 
 
-def test_searching_needs_no_labels(tmp_path: Path) -> None:
+def test_searching_needs_no_labels(tmp_path):
     vectors, queries = whole_numbers(0, 12), whole_numbers(1, 7)
     for asked, labels in (({}, None), ({"queries": queries}, np.arange(7) % 4)):
         plain = retrieve(vectors, similarity="dot", **asked)
@@ -406,14 +331,14 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT)
-def test_retrieve_rejects_invalid_input(change: dict[str, Any], message: str) -> None:
+def test_retrieve_rejects_invalid_input(change, message):
     arguments: dict[str, Any] = {"embeddings": GOOD, "labels": [0, 1, 0, 1]} | change
     with pytest.raises(ValueError, match=message):
         retrieve(**arguments)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_first_bad_rows_are_named(bad: float) -> None:
+def test_first_bad_rows_are_named(bad):
     vectors = np.ones((5000, 3), dtype=np.float32)
     vectors[[7, 4500, 4501, 4600, 4700, 4800, 4900], 1] = bad
     with pytest.raises(ValueError, match=r"7 of 5000 rows: 7, 4500, 4501, 4600, 4700 and 2 more"):
@@ -424,7 +349,7 @@ def test_first_bad_rows_are_named(bad: float) -> None:
         )
 
 
-def test_large_finite_values_are_not_mistaken_for_infinite() -> None:
+def test_large_finite_values_are_not_mistaken_for_infinite():
     vectors = np.full((4, 2), 3e38, dtype=np.float32)
     assert retrieve(vectors, [0, 0, 1, 1], k=1).similarities[0, 0] == pytest.approx(1.0)
     wide = np.full((4, 2), 1.7e308)
