@@ -79,11 +79,11 @@ def pytorch_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
         device=vectors.device,
         knn_func=CustomKNN(CosineSimilarity(), batch_size=PEER_BATCH),
     )
-    found = calculator.get_accuracy(vectors, labels)
+    actual = calculator.get_accuracy(vectors, labels)
     return {
-        "recall@1": float(found["precision_at_1"]),
-        "r_precision": float(found["r_precision"]),
-        "map@r": float(found["mean_average_precision_at_r"]),
+        "recall@1": float(actual["precision_at_1"]),
+        "r_precision": float(actual["r_precision"]),
+        "map@r": float(actual["mean_average_precision_at_r"]),
     }
 
 
@@ -94,9 +94,9 @@ def open_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
     unit = torch.nn.functional.normalize(vectors)
     everyone = torch.arange(len(unit))
     largest = int(torch.bincount(labels).max()) - 1
-    _, found, relevant = batched_knn(unit, everyone, everyone, top_n=largest, labels_gt=labels)
+    _, actual, relevant = batched_knn(unit, everyone, everyone, top_n=largest, labels_gt=labels)
     scores = calc_retrieval_metrics(
-        list(found),
+        list(actual),
         relevant,
         cmc_top_k=(1,),
         precision_top_k=(largest,),

@@ -58,8 +58,8 @@ def value(default: Any) -> str:
 
 def arguments(cls: type[ProxyLoss]) -> list[inspect.Parameter]:
     """Return the arguments of a loss in the order of its constructor, ``engine`` last."""
-    found = list(inspect.signature(cls).parameters.values())
-    return sorted(found, key=lambda parameter: parameter.name == "engine")
+    actual = list(inspect.signature(cls).parameters.values())
+    return sorted(actual, key=lambda parameter: parameter.name == "engine")
 
 
 def signature(name: str) -> str:

@@ -68,26 +68,26 @@ def needed(extra):
     """The distributions that `pip install proximetry[extra]` installs, as far as they are here."""
     lines = list(PROJECT["dependencies"])
     lines += PROJECT["optional-dependencies"][extra] if extra else []
-    found, wanted = {}, [Requirement(line) for line in lines]
-    while wanted:
-        asked = wanted.pop()
-        name = canonicalize_name(asked.name)
+    installed, waiting = {}, [Requirement(line) for line in lines]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
         if name == "proximetry":
-            for inner in asked.extras:
-                wanted += map(Requirement, PROJECT["optional-dependencies"][inner])
+            for inner in requirement.extras:
+                waiting += map(Requirement, PROJECT["optional-dependencies"][inner])
             continue
-        if found.get(name, set()) >= asked.extras and name in found:
+        if installed.get(name, set()) >= requirement.extras and name in installed:
             continue
-        found[name] = found.get(name, set()) | asked.extras
+        installed[name] = installed.get(name, set()) | requirement.extras
         try:
             lines = distribution(name).requires or ()
         except PackageNotFoundError:  # such as what only Windows needs
             continue
         for line in map(Requirement, lines):
-            where = [{"extra": extra} for extra in ("", *found[name])]
+            where = [{"extra": extra} for extra in ("", *installed[name])]
             if line.marker is None or any(map(line.marker.evaluate, where)):
-                wanted.append(line)
-    return found
+                waiting.append(line)
+    return installed
 
 
 def install(built, folder, extra):

@@ -88,9 +88,9 @@ def test_the_commands_of_the_first_steps_and_the_questions_work(home, monkeypatc
         if words[0] == "train" and words[-1] != "--print-config":  # which would take hours
             words.append("--print-config")
         code = cli.main(words)
-        told = capsys.readouterr().err
+        message = capsys.readouterr().err
         if words[0] == "push":
-            assert "no token of the hub" in told
+            assert "no token of the hub" in message
         else:
-            assert code == 0, f"{line}: {told}"
+            assert code == 0, f"{line}: {message}"
     assert {"vectors.npz", "neighbours.html", "mine.onnx", "gallery"} <= set(os.listdir(home))

@@ -42,8 +42,8 @@ def test_the_site_builds_and_loads_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
-        for found in LOADED.findall(page.read_text(encoding="utf-8")):
-            assert not re.match(r"(https?:)?//", "".join(found)), f"{page.name} loads {found}"
+        for link in LOADED.findall(page.read_text(encoding="utf-8")):
+            assert not re.match(r"(https?:)?//", "".join(link)), f"{page.name} loads {link}"
     notebook = (site / "examples" / "own_folder.html").read_text(encoding="utf-8")
     assert '<h2 id="4-search">' in notebook
 

@@ -50,10 +50,10 @@ def compare(fast, plain, layer, x):
     parameters = list(layer.parameters())
     expected = [y, *torch.autograd.grad(y, [x, *parameters], slope.float())]
     y = fast(layer, x)
-    found = [y, *torch.autograd.grad(y, [x, *parameters], slope)]
+    actual = [y, *torch.autograd.grad(y, [x, *parameters], slope)]
     assert y.dtype == x.dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
-    for one, two in zip(found, expected, strict=True):
+    for one, two in zip(actual, expected, strict=True):
         assert one.shape == two.shape
         agree(one, two, x.dtype)
 
@@ -81,10 +81,10 @@ def compare_moving(layer, x, tolerance):
         slope = torch.randn_like(y).to(x.dtype)
         expected = [y, *torch.autograd.grad(y, [wide, *twin.parameters()], slope.double())]
         y = fused_norm(layer, batch)
-        found = [y, *torch.autograd.grad(y, [batch, *layer.parameters()], slope)]
-        assert y.dtype == found[1].dtype == x.dtype
+        actual = [y, *torch.autograd.grad(y, [batch, *layer.parameters()], slope)]
+        assert y.dtype == actual[1].dtype == x.dtype
         assert y.is_contiguous(memory_format=torch.channels_last)
-        for one, two in zip(found, expected, strict=True):
+        for one, two in zip(actual, expected, strict=True):
             assert one.shape == two.shape
             assert distance(one, two) < tolerance
     for name, buffer in twin.named_buffers():

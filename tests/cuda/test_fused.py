@@ -82,10 +82,10 @@ def test_on_the_cpu_nothing_changes(frozen):
     plain = freeze_batchnorm(network()) if frozen else network()
     fast = fuse(copy.deepcopy(plain))
     x = torch.randn(2, 3, 64, 64)
-    expected, found = plain.train()(x), fast.train()(x)
-    assert torch.equal(expected, found)
+    expected, actual = plain.train()(x), fast.train()(x)
+    assert torch.equal(expected, actual)
     expected.sum().backward()
-    found.sum().backward()
+    actual.sum().backward()
     for one, two in zip(plain.parameters(), fast.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
     before, after = plain.state_dict(), fast.state_dict()

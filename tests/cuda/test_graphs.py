@@ -44,10 +44,10 @@ def test_inference_on_the_gpu_follows_the_weights():
         with torch.no_grad():
             network[0].weight.normal_()
             expected = network(batch)
-        found = graphed(batch)
+        actual = graphed(batch)
         graphed(make_batch())  # does not overwrite what was given before
-        torch.testing.assert_close(found, expected)
-        assert not found.requires_grad
+        torch.testing.assert_close(actual, expected)
+        assert not actual.requires_grad
 
 
 @on_gpu
@@ -61,10 +61,10 @@ def test_training_on_the_gpu_is_the_networks():
             torch.manual_seed(1)
             loss = one(batch).square().sum()
             slopes.append(torch.autograd.grad(loss, list(one.parameters())))
-        for found, expected in zip(*slopes, strict=True):
-            torch.testing.assert_close(found, expected)
-    for found, expected in zip(network.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(found, expected)
+        for actual, expected in zip(*slopes, strict=True):
+            torch.testing.assert_close(actual, expected)
+    for actual, expected in zip(network.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_recording_restores_random_state_and_buffers(record_with):
@@ -83,8 +83,8 @@ def test_recording_restores_random_state_and_buffers(record_with):
         torch.manual_seed(5)
         results.append([one(batch), one(batch)])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    for found, value in zip(network.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, value)
+    for actual, value in zip(network.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(actual, value)
 
 
 def test_no_garbage_collection_during_recording(record_with):
@@ -95,15 +95,15 @@ def test_no_garbage_collection_during_recording(record_with):
             self.me = self
 
     waiting = weakref.ref(OldGraph())
-    found = []
+    actual = []
 
     def record(module, arguments, allow_unused_input):
-        found.append((waiting() is None, gc.isenabled()))
+        actual.append((waiting() is None, gc.isenabled()))
         return module
 
     record_with(record)
     GraphedNetwork(make_network("cpu"))(make_batch(device="cpu"))
-    assert found == [(True, False)]
+    assert actual == [(True, False)]
     assert gc.isenabled()
 
 
@@ -149,8 +149,8 @@ def test_failed_recording_is_reported_or_raised(record_with, reported):
     for one in (graphed, plain):
         torch.manual_seed(5)
         one(batch), one(batch)
-    for found, value in zip(network.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, value)
+    for actual, value in zip(network.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(actual, value)
     reason = "operation not permitted when stream is capturing"
     assert lines == [f"no CUDA graph: recording it failed ({reason})"]
 

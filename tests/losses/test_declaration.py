@@ -68,11 +68,11 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "settings", "message"), BAD)
 def test_the_constructor_and_the_check_without_it_say_the_same(name, settings, message):
-    with pytest.raises(ValueError, match=message) as made:
+    with pytest.raises(ValueError, match=message) as created:
         losses.create(name, 3, 4, **settings)
     with pytest.raises(ValueError, match=message) as checked:
         losses.check_settings(name, settings)
-    assert str(made.value) == str(checked.value)
+    assert str(created.value) == str(checked.value)
 
 
 @pytest.mark.parametrize(

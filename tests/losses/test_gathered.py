@@ -95,8 +95,8 @@ def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
     assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
     for rank in range(2):
         worst = json.loads((tmp_path / f"{rank}.json").read_text())
-        refused = worst.pop("refused")
-        assert "(position 12 of the batch) is outside 0..4" in refused, "on both ranks"
+        error = worst.pop("refused")
+        assert "(position 12 of the batch) is outside 0..4" in error, "on both ranks"
         assert len(worst) == 14
         for name, difference in worst.items():
             assert difference < 2e-5, name

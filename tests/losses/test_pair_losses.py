@@ -105,16 +105,19 @@ def test_a_batch_larger_than_the_memory_is_compared_with_itself(name):
 def test_ignored_labels_leave_the_value_and_gradient_of_the_others(name):
     x, y = batch(size=24, dtype=torch.float32)
     y[::5] = -1
-    kept = y >= 0
+    remaining = y >= 0
     x[::10] = torch.nan  # whatever it holds
-    found = []
-    for given, labels in ((x.clone().requires_grad_(), y), (x[kept].requires_grad_(), y[kept])):
+    actual = []
+    for given, labels in (
+        (x.clone().requires_grad_(), y),
+        (x[remaining].requires_grad_(), y[remaining]),
+    ):
         torch.manual_seed(0)
         value = PairLoss(name)(given, labels)
-        found.append((value.detach(), *torch.autograd.grad(value, given)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1][kept], found[1][1])
-    assert (found[0][1][~kept] == 0).all()
+        actual.append((value.detach(), *torch.autograd.grad(value, given)))
+    assert torch.equal(actual[0][0], actual[1][0])
+    assert torch.equal(actual[0][1][remaining], actual[1][1])
+    assert (actual[0][1][~remaining] == 0).all()
     nothing = x.clone().requires_grad_()
     value = PairLoss(name)(nothing, torch.full_like(y, -1))
     assert value.item() == 0.0

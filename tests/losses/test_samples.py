@@ -76,9 +76,9 @@ def test_a_weight_counts_samples(name, engine, classes, entries, seed, counts):
         ignored = y.masked_fill(repeats == 0, -1)
         x[repeats == 0] = torch.nan  # whatever it holds
         assert_same(gradients(loss, x, ignored, repeats.clamp(min=1)), expected)
-        kept = repeats > 0
-        expected = list(gradients(loss, x[kept], y[kept]))
-        expected[1] = torch.zeros_like(x).index_add_(0, kept.nonzero()[:, 0], expected[1])
+        remaining = repeats > 0
+        expected = list(gradients(loss, x[remaining], y[remaining]))
+        expected[1] = torch.zeros_like(x).index_add_(0, remaining.nonzero()[:, 0], expected[1])
         assert_same(gradients(loss, x, ignored), expected)
         if name in BY_CLASS:
             return
@@ -108,13 +108,13 @@ def test_terms_and_sums_are_the_loss_with_its_gradient(
         # Each term has its own gradient, also where the others do not count.
         factors = torch.randn(size, generator=torch.Generator().manual_seed(seed)).double()
         twin = every(name, "dense", classes, seed)
-        found = []
+        actual = []
         for one in (loss, twin):
             inside = x.clone().requires_grad_()
             terms = one(inside, y, reduction="none")
-            wanted = (inside, *one.parameters())
-            found.append((terms.detach(), *torch.autograd.grad((terms * factors).sum(), wanted)))
-        assert_same(*found)
+            target = (inside, *one.parameters())
+            actual.append((terms.detach(), *torch.autograd.grad((terms * factors).sum(), target)))
+        assert_same(*actual)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -152,8 +152,8 @@ def test_a_weight_stands_inside_the_logarithm_of_its_class(name, engine):
     if loss.tau:
         loss.tau = 0.0
     weights = torch.rand(9).double()
-    s, kept = loss.similarities(x).detach().numpy(), (y >= 0).numpy()
-    w, present = weights.numpy() * kept, sorted(set(y[kept].tolist()))
+    s, remaining = loss.similarities(x).detach().numpy(), (y >= 0).numpy()
+    w, present = weights.numpy() * remaining, sorted(set(y[remaining].tolist()))
     for c, term in enumerate(loss(x, y, weights, reduction="none")):
         own = (y == c).numpy()
         pull = np.log1p((w * np.exp(-32 * (s[:, c] - 0.1)))[own].sum())
@@ -204,14 +204,14 @@ def test_labels_are_ignored_without_the_check_too(name, unchecked):
 def test_the_terms_of_proxies_ignore_labels_too():
     x, y = batch(dtype=torch.float32)
     y[3] = y[5] = -1
-    kept = y >= 0
+    remaining = y >= 0
     proxies = make("proxy_anchor").proxies
     first, second = losses.CenterLoss(7, 5), losses.CenterLoss(7, 5)
     for _ in range(2):
-        torch.testing.assert_close(first(x, y), second(x[kept], y[kept]))
+        torch.testing.assert_close(first(x, y), second(x[remaining], y[remaining]))
     torch.testing.assert_close(first.centers, second.centers)
     angular = losses.AngularCenterLoss()
-    torch.testing.assert_close(angular(x, y, proxies), angular(x[kept], y[kept], proxies))
+    torch.testing.assert_close(angular(x, y, proxies), angular(x[remaining], y[remaining], proxies))
     before = first.centers.clone()
     assert first(x, torch.full_like(y, -1)) == angular(x, torch.full_like(y, -1), proxies) == 0
     assert torch.equal(first.centers, before)
@@ -226,7 +226,7 @@ def test_smoothed_labels_are_those_of_cross_entropy(
 ):
     """With the margin too: then the own class has another logit."""
     x, y = batch(len(counts), classes, seed=seed)
-    found = []
+    actual = []
     for way in (engine, "by hand"):
         more = {"proxies_per_class": 2} if name in MULTI else {}
         if way != "by hand":
@@ -248,8 +248,8 @@ def test_smoothed_labels_are_those_of_cross_entropy(
                 patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
                 value = loss(inside, y)
         gradient = torch.autograd.grad(value, (inside, loss.proxies.weight))
-        found.append((value.detach(), *gradient))
-    assert_same(*found)
+        actual.append((value.detach(), *gradient))
+    assert_same(*actual)
 
 
 @pytest.mark.parametrize(

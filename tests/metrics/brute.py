@@ -49,19 +49,19 @@ def scores(relevant, cutoffs):
     """All scores of one full ranking that has at least one relevant item."""
     R = sum(relevant)
     precision = [sum(relevant[: i + 1]) / (i + 1) for i in range(len(relevant))]
-    found = {
+    actual = {
         "r_precision": sum(relevant[:R]) / R,
         "map@r": sum(p for p, hit in zip(precision[:R], relevant, strict=False) if hit) / R,
         "mrr": 1 / (relevant.index(True) + 1),
     }
     for k in cutoffs:
-        found[f"recall@{k}"] = float(any(relevant[:k]))
-        found[f"precision@{k}"] = sum(relevant[:k]) / k
-        found[f"map@{k}"] = sum(p for p, h in zip(precision[:k], relevant, strict=False) if h) / k
+        actual[f"recall@{k}"] = float(any(relevant[:k]))
+        actual[f"precision@{k}"] = sum(relevant[:k]) / k
+        actual[f"map@{k}"] = sum(p for p, h in zip(precision[:k], relevant, strict=False) if h) / k
         gain = sum((2**r - 1) / math.log2(i + 2) for i, r in enumerate(map(int, relevant[:k])))
         best = sum(1 / math.log2(i + 2) for i in range(min(k, R)))
-        found[f"ndcg@{k}"] = gain / best
-    return found
+        actual[f"ndcg@{k}"] = gain / best
+    return actual
 
 
 def evaluate(lists, query_labels, labels, cutoffs):

@@ -85,8 +85,8 @@ def exact_expected_mutual_information(a_sizes, b_sizes):
 )
 def test_expected_mutual_information_is_exact(a_sizes, b_sizes):
     true, pred = (np.repeat(np.arange(len(s)), s) for s in (a_sizes, b_sizes))
-    found = clustering._expected_mutual_information(clustering._table(true, pred))
-    assert found == pytest.approx(exact_expected_mutual_information(a_sizes, b_sizes), rel=1e-12)
+    actual = clustering._expected_mutual_information(clustering._table(true, pred))
+    assert actual == pytest.approx(exact_expected_mutual_information(a_sizes, b_sizes), rel=1e-12)
 
 
 def test_expected_mutual_information_in_pieces(monkeypatch):
@@ -183,12 +183,12 @@ def test_initial_centers_follow_the_squared_distance():
         extend([first], 1 / 5)
     generator = torch.Generator().manual_seed(0)
     draws = 1000
-    found = dict.fromkeys(expected, 0)
+    actual = dict.fromkeys(expected, 0)
     for _ in range(draws):
-        found[frozenset(clustering._initial_centers(points, 4, 1, generator)[:, 0].tolist())] += 1
+        actual[frozenset(clustering._initial_centers(points, 4, 1, generator)[:, 0].tolist())] += 1
     for key, probability in expected.items():
         error = math.sqrt(probability * (1 - probability) / draws)
-        assert abs(found[key] / draws - probability) < 5 * error + 1e-9
+        assert abs(actual[key] / draws - probability) < 5 * error + 1e-9
 
 
 def test_initial_centers_stay_on_the_device(monkeypatch):
@@ -230,10 +230,10 @@ def test_kmeans_is_invariant_to_offset_and_scale():
     narrow = tensor.float()
     plain = kmeans(narrow, 6)
     for scale in (2.0**-110, 2.0**122):
-        found = kmeans(narrow * scale, 6)
-        assert torch.equal(found.assignments, plain.assignments)
-        torch.testing.assert_close(found.centers, plain.centers * scale)
-        assert found.inertia == pytest.approx(plain.inertia * scale**2)
+        actual = kmeans(narrow * scale, 6)
+        assert torch.equal(actual.assignments, plain.assignments)
+        torch.testing.assert_close(actual.centers, plain.centers * scale)
+        assert actual.inertia == pytest.approx(plain.inertia * scale**2)
 
 
 def test_empty_clusters_are_filled_from_the_farthest_rows():
@@ -242,8 +242,8 @@ def test_empty_clusters_are_filled_from_the_farthest_rows():
     filled = clustering._fill_empty(rows, centers, torch.zeros(5, dtype=torch.int64))
     assert filled.tolist() == [0, 0, 2, 1, 0]
     copies = torch.ones(4, 1)
-    kept = clustering._fill_empty(copies, torch.ones(2, 1), torch.zeros(4, dtype=torch.int64))
-    assert kept.tolist() == [0, 0, 0, 0]
+    remaining = clustering._fill_empty(copies, torch.ones(2, 1), torch.zeros(4, dtype=torch.int64))
+    assert remaining.tolist() == [0, 0, 0, 0]
 
 
 def test_kmeans_bad_input():
@@ -262,12 +262,12 @@ def test_cluster_reports_the_four_scores():
     values, labels = blobs(8, 6, spread=1.5)
     names = np.array([f"bird {label}" for label in labels])
     scores = cluster(values.astype("f4"), names, seed=1)
-    found = kmeans(values.astype("f4"), 8, seed=1).assignments
+    actual = kmeans(values.astype("f4"), 8, seed=1).assignments
     assert scores == {
-        "nmi": nmi(labels, found),
-        "nmi_geometric": nmi(labels, found, "geometric"),
-        "ami": ami(labels, found),
-        "f1": pairwise_f1(labels, found).f1,
+        "nmi": nmi(labels, actual),
+        "nmi_geometric": nmi(labels, actual, "geometric"),
+        "ami": ami(labels, actual),
+        "f1": pairwise_f1(labels, actual).f1,
     }
     assert 0 < scores["ami"] < scores["nmi"] < 1
     assert set(cluster(np.eye(4), [1, 2, 3, 4]).values()) == {1.0}  # every item its own class

@@ -39,36 +39,38 @@ def rankings(queries, distinct, which, similarity, own):
     width=st.integers(2, 40),
     dtype=st.sampled_from([np.float32, np.float64]),
     similarity=st.sampled_from(["cosine", "euclidean", "dot", "hamming"]),
-    asked=st.integers(0, 9),
+    query_rows=st.integers(0, 9),
     k=st.integers(1, 80),
     block=st.sampled_from([1, 5_000, 2**26]),
     seed=st.integers(0, 10**6),
 )
 def test_copies_are_ordered_by_index(
-    rows, distinct, width, dtype, similarity, asked, k, block, seed
+    rows, distinct, width, dtype, similarity, query_rows, k, block, seed
 ):
     draw = np.random.default_rng(seed)
     points = draw.normal(size=(distinct, width)).astype(dtype)
-    queries = draw.normal(size=(asked, width)).astype(dtype)
+    queries = draw.normal(size=(query_rows, width)).astype(dtype)
     if similarity == "hamming":
         points, queries = (np.packbits(of > 0, axis=1) for of in (points, queries))
     which, labels = draw.integers(0, distinct, rows), draw.integers(0, 4, rows)
-    query_labels = draw.integers(0, 4, asked)
+    query_labels = draw.integers(0, 4, query_rows)
     gallery = points[which]
-    given = {"queries": queries, "query_labels": query_labels} if asked else {}
-    lists = rankings(queries if asked else gallery, points, which, similarity, own=not asked)
+    given = {"queries": queries, "query_labels": query_labels} if query_rows else {}
+    lists = rankings(
+        queries if query_rows else gallery, points, which, similarity, own=not query_rows
+    )
     with patch.dict(neighbors.BLOCK_BYTES, cpu=block):
         result = retrieve(gallery, labels, k=k, similarity=similarity, **given)
         assert result.ids.tolist() == [order[: result.k] for order in lists]
         expected, without = brute.evaluate(
-            lists, query_labels if asked else labels, labels, CUTOFFS
+            lists, query_labels if query_rows else labels, labels, CUTOFFS
         )
         if not expected:
             return
-        found = evaluate(gallery, labels, similarity=similarity, metrics=CHOSEN, **given)
-    assert found["queries_without_positive"] == without
+        actual = evaluate(gallery, labels, similarity=similarity, metrics=CHOSEN, **given)
+    assert actual["queries_without_positive"] == without
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-12), name
+        assert actual[name] == pytest.approx(value, abs=1e-12), name
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean", "dot"])
@@ -88,9 +90,9 @@ def test_copies_in_the_symmetric_search(similarity, across, monkeypatch):
     result = retrieve(points[which], labels, k=15, similarity=similarity)
     assert result.ids.tolist() == [order[:15] for order in lists]
     expected, _ = brute.evaluate(lists, labels, labels, CUTOFFS)
-    found = evaluate(points[which], labels, similarity=similarity, metrics=CHOSEN)
+    actual = evaluate(points[which], labels, similarity=similarity, metrics=CHOSEN)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-12), name
+        assert actual[name] == pytest.approx(value, abs=1e-12), name
     assert taken.call_count == 2
 
 

@@ -114,22 +114,22 @@ def work(rank, file, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for label, cuts in (("uneven", CUTS), ("empty", EMPTY)):
         share = slice(cuts[rank], cuts[rank + 1])
         for name, (vectors, labels, options) in cases(share).items():
             options |= {"metrics": CHOSEN, "group": group}
-            found[f"{label} {name}"] = evaluate(vectors, labels, **options).mean()
+            actual[f"{label} {name}"] = evaluate(vectors, labels, **options).mean()
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
-    found["clustering"] = evaluate(
+    actual["clustering"] = evaluate(
         vectors, labels, metrics=Metrics(clustering=True, verification=True), group=group
     ).mean()
-    for kept in (0, 7):
-        coded = evaluate(vectors, labels, binary=True, candidates=kept, group=group)
-        found[f"codes {kept}"] = coded.scores["map@r"].tolist()
+    for candidates in (0, 7):
+        coded = evaluate(vectors, labels, binary=True, candidates=candidates, group=group)
+        actual[f"codes {candidates}"] = coded.scores["map@r"].tolist()
     evaluation = evaluate(vectors, labels, group=group)
-    found["per query"] = evaluation.scores["map@r"].tolist()
+    actual["per query"] = evaluation.scores["map@r"].tolist()
     for name, spoiled, spoiled_labels in (
         ("nan", np.where(rank == 1, np.nan, vectors), labels),
         ("width", vectors[:, : 8 - rank], labels),
@@ -140,16 +140,16 @@ def work(rank, file, out):
         try:
             evaluate(spoiled, spoiled_labels, group=group)
         except ValueError as error:
-            found[f"error {name}"] = str(error)
+            actual[f"error {name}"] = str(error)
     for name, (distractors, options) in crowds(share).items():
         result = identify(*faces(), distractors=distractors, **options, group=group)
-        found[f"identify {name}"] = [result.ranks.tolist(), str(result), result.impostor_pairs]
+        actual[f"identify {name}"] = [result.ranks.tolist(), str(result), result.impostor_pairs]
     try:
         crowd = data()["smooth"][share]
         identify(*faces(), distractors=np.where(rank == 1, np.nan, crowd), group=group)
     except ValueError as error:
-        found["error identify"] = str(error)
-    torch.save(found, os.path.join(out, f"{rank}.pt"))
+        actual["error identify"] = str(error)
+    torch.save(actual, os.path.join(out, f"{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -208,11 +208,11 @@ def test_clustering_and_single_queries_equal_one_process(reports):
     np.testing.assert_array_equal(reports[0]["per query"], expected)
 
 
-@pytest.mark.parametrize("kept", [0, 7])
-def test_codes_equal_one_process(reports, kept):
+@pytest.mark.parametrize("candidates", [0, 7])
+def test_codes_equal_one_process(reports, candidates):
     vectors, labels, _ = cases(slice(None))["cosine"]
-    expected = evaluate(vectors, labels, binary=True, candidates=kept).scores["map@r"]
-    np.testing.assert_array_equal(reports[0][f"codes {kept}"], expected)
+    expected = evaluate(vectors, labels, binary=True, candidates=candidates).scores["map@r"]
+    np.testing.assert_array_equal(reports[0][f"codes {candidates}"], expected)
 
 
 def test_every_process_hears_of_an_error_in_one(reports):

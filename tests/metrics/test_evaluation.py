@@ -28,12 +28,12 @@ RECALL = Metrics(recall_at=(1,), ndcg_at=(), at_r=False, mrr=False)
 
 
 def assert_equal(result, expected, without):
-    found = result.mean()
-    assert found.pop("queries_without_positive") == without
-    found.pop("queries")
-    assert found.keys() == expected.keys()
+    actual = result.mean()
+    assert actual.pop("queries_without_positive") == without
+    actual.pop("queries")
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-12), name
+        assert actual[name] == pytest.approx(value, abs=1e-12), name
 
 
 @settings(max_examples=80)
@@ -71,11 +71,11 @@ def test_equals_brute_force(rows, classes, seed, similarity, kind, dtype, groupe
                 vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
             )
         return
-    found = evaluate(
+    actual = evaluate(
         vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
     )
-    assert found["queries"] == rows - without
-    assert_equal(found, expected, without)
+    assert actual["queries"] == rows - without
+    assert_equal(actual, expected, without)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -106,7 +106,7 @@ def test_published_example(places, expected):
     gallery = np.zeros((10 + missing, 1), dtype=np.float32)
     gallery[:, 0] = -np.arange(10 + missing)
     labels = [int(hit) for hit in order] + [1] * missing
-    found = evaluate(
+    actual = evaluate(
         gallery,
         labels,
         queries=np.ones((1, 1), dtype=np.float32),
@@ -115,7 +115,7 @@ def test_published_example(places, expected):
         metrics=Metrics(recall_at=(10,), precision_at=(10,), map_at=(10,), ndcg_at=(10,)),
     )
     names = ("recall@10", "precision@10", "map@r", "map@10", "ndcg@10")
-    assert [round(100 * found[name], 1) for name in names] == list(expected)
+    assert [round(100 * actual[name], 1) for name in names] == list(expected)
 
 
 @settings(max_examples=40)
@@ -126,10 +126,10 @@ def test_ndcg_equals_scikit_learn(relevant, k):
     positives = hits.sum(1)
     ranks = torch.tensor([relevant.index(True) + 1])
     chosen = Metrics(recall_at=(), ndcg_at=(k,))
-    found = float(score_lists(hits, positives, ranks, chosen)[f"ndcg@{k}"])
+    actual = float(score_lists(hits, positives, ranks, chosen)[f"ndcg@{k}"])
     falling = np.arange(len(relevant), 0, -1)[None]
     outside = ndcg_score(np.array([relevant], dtype=float), falling, k=k)
-    assert found == pytest.approx(outside, abs=1e-12)
+    assert actual == pytest.approx(outside, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_ndcg_equals_scikit_learn(relevant, k):
     ],
 )
 def test_names_are_the_keys_of_the_result(metrics):
-    found = evaluate(np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2], metrics=metrics)
-    assert list(found) == metrics.names()
+    actual = evaluate(np.eye(6, dtype=np.float32), [0, 0, 1, 1, 2, 2], metrics=metrics)
+    assert list(actual) == metrics.names()
 
 
 def test_default_metrics():
@@ -232,10 +232,10 @@ def test_scores_of_a_result_equal_those_of_evaluate():
     vectors, labels = draw.integers(-3, 4, (80, 3)).astype(np.float32), draw.integers(0, 9, 80)
     chosen = Metrics(recall_at=(1, 5), precision_at=(5,), ndcg_at=(20,))
     result = retrieve(vectors, labels, k=79, similarity="dot")
-    found = score_result(result, chosen)
-    assert found.mean() == evaluate(vectors, labels, similarity="dot", metrics=chosen)
+    actual = score_result(result, chosen)
+    assert actual.mean() == evaluate(vectors, labels, similarity="dot", metrics=chosen)
     some = score_result(result[:10], chosen).scores["recall@5"]
-    assert np.array_equal(some, found.scores["recall@5"][:10])
+    assert np.array_equal(some, actual.scores["recall@5"][:10])
 
 
 def test_score_result_needs_long_lists():
@@ -322,9 +322,11 @@ def test_verification_metric():
     vectors, labels = draw.normal(size=(80, 4)), np.repeat(list("abcdefgh"), 10)
     vectors += np.eye(8)[:, :4].repeat(10, axis=0) * 2
     for similarity in ("cosine", "euclidean"):
-        found = evaluate(vectors, labels, metrics=Metrics(verification=True), similarity=similarity)
+        actual = evaluate(
+            vectors, labels, metrics=Metrics(verification=True), similarity=similarity
+        )
         expected = verify_classes(vectors, labels, similarity=similarity)
-        assert found["verification"] == expected.accuracy
+        assert actual["verification"] == expected.accuracy
         assert 0.5 < expected.accuracy < 1
 
 
@@ -334,9 +336,9 @@ def test_clustering_metrics():
     centres = {"x": 0.0, "y": 2.0, "z": 4.0}
     angles = np.array([centres[label] for label in labels]) + draw.normal(size=60) * 0.05
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    found = evaluate(
+    actual = evaluate(
         vectors * draw.uniform(1, 50, (60, 1)), labels, metrics=Metrics(clustering=True)
     )
-    assert found["nmi"] == pytest.approx(1.0)
-    assert found["ami"] == pytest.approx(1.0)
-    assert found["recall@1"] == 1.0
+    assert actual["nmi"] == pytest.approx(1.0)
+    assert actual["ami"] == pytest.approx(1.0)
+    assert actual["recall@1"] == 1.0

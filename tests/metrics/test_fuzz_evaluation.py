@@ -76,8 +76,8 @@ def cases(draw):
         values = (torch.from_numpy(drawn).double() * 2.0**exponent).to(dtype)
     to, of = rng.integers(1, count, (2, count // 4))
     values[to] = values[of]
-    asked, held = (np.flatnonzero((role == "b") | (role == one)) for one in "qg")
-    return Case(values, labels, asked, held, similarity)
+    query_rows, gallery_rows = (np.flatnonzero((role == "b") | (role == one)) for one in "qg")
+    return Case(values, labels, query_rows, gallery_rows, similarity)
 
 
 def plain_similarity(query, item, similarity):
@@ -124,10 +124,10 @@ def test_evaluation_of_anything_equals_plain_loops(case, k, text):
         with pytest.raises(ValueError, match=r"has a positive|is empty"):
             evaluate(**given, metrics=EVERYTHING)
         return
-    found = evaluate(**given, metrics=EVERYTHING)
-    assert found.positives.tolist() == list(map(sum, hits))
+    actual = evaluate(**given, metrics=EVERYTHING)
+    assert actual.positives.tolist() == list(map(sum, hits))
     for query, relevant in enumerate(hits):
-        scores = {name: values[query] for name, values in found.scores.items()}
+        scores = {name: values[query] for name, values in actual.scores.items()}
         if any(relevant):
             assert scores == pytest.approx(brute.scores(relevant, CUTOFFS), abs=1e-12)
         else:
@@ -141,5 +141,5 @@ def test_evaluation_of_anything_equals_plain_loops(case, k, text):
         assert np.isfinite(result.similarities[result.ids >= 0]).all()
     # The last list is complete.
     again = score_result(result, EVERYTHING)
-    for name, values in found.scores.items():
+    for name, values in actual.scores.items():
         np.testing.assert_array_equal(values, again.scores[name])

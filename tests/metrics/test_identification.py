@@ -83,10 +83,10 @@ def test_equals_brute_force_with_ties(data, similarity, own, closed):
     def draw(count):
         return rng.integers(-2, 3, (count, width)).astype(np.float32)
 
-    count, held = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 12))
+    count, gallery_rows = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 12))
     probes, labels = draw(count), rng.integers(0, 4, count)
     labels[1] = labels[0]  # at least one mate
-    gallery, gallery_labels = draw(held), rng.integers(0, 4, held)
+    gallery, gallery_labels = draw(gallery_rows), rng.integers(0, 4, gallery_rows)
     gallery_labels[0] = labels[0]
     if own:
         gallery, gallery_labels = probes, labels
@@ -121,27 +121,27 @@ def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarit
     rng = np.random.default_rng(seed)
     rows = rng.integers(-2, 3, (14, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 14)
-    asked = rng.choice(14, 9, replace=False)
-    held = rng.choice(14, 11, replace=False)
+    query_rows = rng.choice(14, 9, replace=False)
+    gallery_rows = rng.choice(14, 11, replace=False)
     distractors = None if closed else rng.integers(-2, 3, (6, 3)).astype(np.float32)
     expected, pairs = [], 0
-    for i, row in enumerate(asked):
-        pool = rows[held[labels[held] != labels[row]]] if closed else distractors
+    for i, row in enumerate(query_rows):
+        pool = rows[gallery_rows[labels[gallery_rows] != labels[row]]] if closed else distractors
         pairs += len(pool)
         against = near(rows[row], pool, similarity)
-        for j, other in enumerate(held):
+        for j, other in enumerate(gallery_rows):
             if labels[other] == labels[row] and other != row:
                 (mate,) = near(rows[row], rows[[other]], similarity)
                 expected.append((i, j, 1 + int((against >= mate - 1e-12).sum())))
     result = identify(
-        rows[asked],
-        labels[asked],
-        rows[held],
-        labels[held],
+        rows[query_rows],
+        labels[query_rows],
+        rows[gallery_rows],
+        labels[gallery_rows],
         distractors=distractors,
         similarity=similarity,
-        ignore_groups=asked,
-        gallery_ignore_groups=held,
+        ignore_groups=query_rows,
+        gallery_ignore_groups=gallery_rows,
     )
     assert as_rows(result) == expected
     assert result.impostor_pairs == pairs

@@ -59,9 +59,9 @@ def test_class_bootstrap_coverage(classes, each, effect, base, most):
 def test_class_bootstrap_coverage_with_uneven_classes():
     whole, truth = simulate(50, 60, 1.0)
     sizes = np.random.default_rng(1).integers(5, 61, 50)
-    kept = np.tile(np.arange(60), 50) < np.repeat(sizes, 60)
-    scores = np.stack([*whole.scores.values()], axis=1)[kept]
-    assert 0.92 <= coverage(evaluation_of(scores, whole.query_codes[kept]), truth) <= 0.98
+    remaining = np.tile(np.arange(60), 50) < np.repeat(sizes, 60)
+    scores = np.stack([*whole.scores.values()], axis=1)[remaining]
+    assert 0.92 <= coverage(evaluation_of(scores, whole.query_codes[remaining]), truth) <= 0.98
 
 
 def test_query_bootstrap_covers_the_same_classes_only():

@@ -48,9 +48,9 @@ def test_nearest_breaks_ties_by_index(rows, width, depth, levels, seed, dtype):
     generator = np.random.default_rng(seed)
     similarities = generator.integers(-levels, levels, (rows, width)).astype(np.float64)
     values, ids = nearest(torch.tensor(similarities, dtype=dtype), min(depth, width))
-    for row, kept, near in zip(similarities, ids.tolist(), values.tolist(), strict=True):
+    for row, remaining, near in zip(similarities, ids.tolist(), values.tolist(), strict=True):
         order = brute.ranking(row, np.ones(width, dtype=bool))[:depth]
-        assert kept == order
+        assert remaining == order
         assert near == [row[j] for j in order]
 
 
@@ -181,10 +181,10 @@ def test_symmetric_search_equals_brute_force():
     assert result.ids.tolist() == [order[:11] for order in lists]
     expected, without = brute.evaluate(lists, labels, labels, (1, 5))
     chosen = Metrics(recall_at=(1, 5), ndcg_at=(5,), map_at=(5,), precision_at=(5,))
-    found = evaluate(vectors, labels, metrics=chosen, similarity="dot").mean()
-    assert found.pop("queries_without_positive") == without
-    assert found.pop("queries") == 300 - without
-    for name, value in found.items():
+    actual = evaluate(vectors, labels, metrics=chosen, similarity="dot").mean()
+    assert actual.pop("queries_without_positive") == without
+    assert actual.pop("queries") == 300 - without
+    for name, value in actual.items():
         assert value == pytest.approx(expected[name], abs=1e-12), name
 
 

@@ -41,7 +41,7 @@ def k_reciprocal_by_loops(queries, gallery, k1, k2, weight):
         averaged.append(
             {key: sum(encoded[j].get(key, 0) for j in near) / len(near) for key in keys}
         )
-    found = np.empty((len(queries), len(gallery)))
+    actual = np.empty((len(queries), len(gallery)))
     for q in range(len(queries)):
         for g in range(len(gallery)):
             a, b = averaged[q], averaged[len(queries) + g]
@@ -49,25 +49,25 @@ def k_reciprocal_by_loops(queries, gallery, k1, k2, weight):
             least = sum(min(a.get(key, 0), b.get(key, 0)) for key in keys)
             most = sum(max(a.get(key, 0), b.get(key, 0)) for key in keys)
             jaccard = 1 - least / most
-            found[q, g] = (1 - weight) * jaccard + weight * distance[q][len(queries) + g]
-    return found
+            actual[q, g] = (1 - weight) * jaccard + weight * distance[q][len(queries) + g]
+    return actual
 
 
 @given(
     seed=st.integers(0, 10**6),
-    asked=st.integers(1, 4),
-    held=st.integers(1, 25),
+    query_rows=st.integers(1, 4),
+    gallery_rows=st.integers(1, 25),
     k1=st.integers(1, 12),
     k2=st.integers(1, 8),
     weight=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_k_reciprocal_distances_equal_loops(seed, asked, held, k1, k2, weight):
+def test_k_reciprocal_distances_equal_loops(seed, query_rows, gallery_rows, k1, k2, weight):
     draw = np.random.default_rng(seed)
-    everything = np.stack([unit(v) for v in draw.standard_normal((asked + held, 3))])
-    queries, gallery = everything[:asked], everything[asked:]
-    found = k_reciprocal_distances(queries, gallery, k1=k1, k2=k2, weight=weight)
-    wanted = k_reciprocal_by_loops(queries, gallery, k1, k2, weight)
-    np.testing.assert_allclose(found, wanted, atol=1e-9)
+    everything = np.stack([unit(v) for v in draw.standard_normal((query_rows + gallery_rows, 3))])
+    queries, gallery = everything[:query_rows], everything[query_rows:]
+    actual = k_reciprocal_distances(queries, gallery, k1=k1, k2=k2, weight=weight)
+    expected = k_reciprocal_by_loops(queries, gallery, k1, k2, weight)
+    np.testing.assert_allclose(actual, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
@@ -75,17 +75,17 @@ def test_k_reciprocal_distances_of_copies_are_equal(offset):
     draw = np.random.default_rng(0)
     gallery = draw.standard_normal((60, 37)) + offset
     gallery[40:] = gallery[:20]
-    found = k_reciprocal_distances(gallery[:3], gallery)
-    assert np.array_equal(found[:, 40:], found[:, :20])
-    assert found.argmin(1).tolist() == [0, 1, 2]
+    actual = k_reciprocal_distances(gallery[:3], gallery)
+    assert np.array_equal(actual[:, 40:], actual[:, :20])
+    assert actual.argmin(1).tolist() == [0, 1, 2]
 
 
 @given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.0, 1.0, 3.0]), n=st.integers(1, 5))
 def test_expanded_queries_equal_loops(seed, alpha, n):
     draw = np.random.default_rng(seed)
     queries, neighbors = draw.standard_normal((3, 4)), draw.standard_normal((3, n, 4))
-    found = expand_queries(torch.from_numpy(queries), torch.from_numpy(neighbors), alpha=alpha)
-    for query, near, moved in zip(queries, neighbors, found, strict=True):
+    actual = expand_queries(torch.from_numpy(queries), torch.from_numpy(neighbors), alpha=alpha)
+    for query, near, moved in zip(queries, neighbors, actual, strict=True):
         total = unit(query)
         for one in near:
             cosine = float(unit(query) @ unit(one))
@@ -94,7 +94,7 @@ def test_expanded_queries_equal_loops(seed, alpha, n):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda x: k_reciprocal_distances(x, x, k1=0), "k1 must be a whole number"),
         (lambda x: k_reciprocal_distances(x, x, k1=20.0), "k1 must be a whole number"),
@@ -104,6 +104,6 @@ def test_expanded_queries_equal_loops(seed, alpha, n):
         (lambda x: expand_queries(x, x[:, None], alpha=-1), "alpha must not be negative"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call(np.ones((4, 3)))

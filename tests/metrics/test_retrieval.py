@@ -43,13 +43,15 @@ def test_every_item_against_the_others(rows, k, seed, similarity, grouped):
     matrix = brute.similarity_matrix(vectors, vectors, similarity)
     assert result.k == max(1, min(k, rows - 1))
     for i, order in enumerate(lists):
-        kept = order[: result.k]
-        empty = result.k - len(kept)
-        assert result.ids[i].tolist() == kept + [-1] * empty
-        expected = [matrix[i, j] for j in kept] + [-np.inf] * empty
+        remaining = order[: result.k]
+        empty = result.k - len(remaining)
+        assert result.ids[i].tolist() == remaining + [-1] * empty
+        expected = [matrix[i, j] for j in remaining] + [-np.inf] * empty
         np.testing.assert_allclose(result.similarities[i], expected, rtol=1e-6)
         assert result.positives[i] == sum(labels[j] == labels[i] for j in order)
-        assert result.hits[i].tolist() == [labels[j] == labels[i] for j in kept] + [False] * empty
+        assert (
+            result.hits[i].tolist() == [labels[j] == labels[i] for j in remaining] + [False] * empty
+        )
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
@@ -150,13 +152,13 @@ def test_a_common_offset_costs_no_digits(offset):
     stored = (vectors + offset * np.linspace(0.5, 1, 16)).astype(np.float32)
     stored[7] = stored[:7].mean(0) * 3  # one item far from all others
     queries = stored[::3] + np.float32(0.25)
-    found = retrieve(stored, labels, k=20, similarity="euclidean")
+    actual = retrieve(stored, labels, k=20, similarity="euclidean")
     exact = retrieve(stored.astype(np.float64), labels, k=20, similarity="euclidean")
-    np.testing.assert_allclose(found.similarities, exact.similarities, rtol=2e-5)
-    assert (found.ids == exact.ids).mean() > 0.999
-    found = retrieve(stored, queries=queries, k=20, similarity="euclidean")
+    np.testing.assert_allclose(actual.similarities, exact.similarities, rtol=2e-5)
+    assert (actual.ids == exact.ids).mean() > 0.999
+    actual = retrieve(stored, queries=queries, k=20, similarity="euclidean")
     matrix = brute.similarity_matrix(queries, stored, "euclidean")
-    np.testing.assert_allclose(found.similarities, -np.sort(-matrix, axis=1)[:, :20], rtol=2e-5)
+    np.testing.assert_allclose(actual.similarities, -np.sort(-matrix, axis=1)[:, :20], rtol=2e-5)
 
 
 def test_distances_of_near_items_have_all_their_digits():
@@ -165,12 +167,12 @@ def test_distances_of_near_items_have_all_their_digits():
     query = (10 * draw.normal(size=(1, 64)) + 30).astype(np.float32)
     stored = np.concatenate([query + 1e-4 * draw.permutation(20)[:, None], -query])
     stored = stored.astype(np.float32)
-    found = retrieve(stored, queries=query, k=20, similarity="euclidean")
+    actual = retrieve(stored, queries=query, k=20, similarity="euclidean")
     distances = np.linalg.norm(stored.astype(np.float64) - query, axis=1)
-    np.testing.assert_allclose(-found.similarities[0], distances[found.ids[0]], rtol=1e-7)
-    assert found.similarities[0].max() == 0  # a copy
+    np.testing.assert_allclose(-actual.similarities[0], distances[actual.ids[0]], rtol=1e-7)
+    assert actual.similarities[0].max() == 0  # a copy
     first = retrieve(stored, queries=query, k=1, similarity="euclidean")
-    assert first.ids[0, 0] == found.ids[0, 0], "the order is that of any k, and of evaluate"
+    assert first.ids[0, 0] == actual.ids[0, 0], "the order is that of any k, and of evaluate"
 
 
 @pytest.mark.parametrize(("similarity", "power"), [("euclidean", 1), ("dot", 2)])
@@ -191,10 +193,10 @@ def test_small_vectors_beside_large_ones_keep_their_order(similarity):
     vectors, labels = (of[:60] for of in blobs(0.8))
     stored = vectors.astype(np.float32)
     stored[1:] *= np.float32(2.0**-75)
-    found = retrieve(stored, labels, similarity=similarity)
+    actual = retrieve(stored, labels, similarity=similarity)
     exact = retrieve(stored.astype(np.float64), labels, similarity=similarity)
-    assert np.array_equal(found.ids, exact.ids)
-    np.testing.assert_allclose(found.similarities, exact.similarities, rtol=1e-6)
+    assert np.array_equal(actual.ids, exact.ids)
+    np.testing.assert_allclose(actual.similarities, exact.similarities, rtol=1e-6)
 
 
 @pytest.fixture
@@ -268,11 +270,11 @@ def test_values_must_fit_together(result):
 
 def test_searching_needs_no_labels(tmp_path):
     vectors, queries = whole_numbers(0, 12), whole_numbers(1, 7)
-    for asked, labels in (({}, None), ({"queries": queries}, np.arange(7) % 4)):
-        plain = retrieve(vectors, similarity="dot", **asked)
+    for query_rows, labels in (({}, None), ({"queries": queries}, np.arange(7) % 4)):
+        plain = retrieve(vectors, similarity="dot", **query_rows)
         if labels is not None:
-            asked["query_labels"] = labels
-        known = retrieve(vectors, np.arange(12) % 4, similarity="dot", **asked)
+            query_rows["query_labels"] = labels
+        known = retrieve(vectors, np.arange(12) % 4, similarity="dot", **query_rows)
         assert np.array_equal(plain.ids, known.ids)
         assert np.array_equal(plain.similarities, known.similarities)
         assert plain.positives is None

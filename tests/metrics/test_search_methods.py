@@ -31,8 +31,8 @@ def test_codes_are_packed_signs_and_hamming_counts_those_that_differ(vectors):
     np.testing.assert_array_equal(codes, binary_codes(torch.from_numpy(vectors)))
     unpacked = np.unpackbits(codes, axis=1, count=vectors.shape[1])
     np.testing.assert_array_equal(unpacked == 1, vectors > 0)
-    found = retrieve(codes, queries=codes, similarity="hamming", k=len(codes))
-    for query, ids, near in zip(vectors, found.ids, found.similarities, strict=True):
+    actual = retrieve(codes, queries=codes, similarity="hamming", k=len(codes))
+    for query, ids, near in zip(vectors, actual.ids, actual.similarities, strict=True):
         differing = [int(((query > 0) != (vectors[i] > 0)).sum()) for i in ids]
         assert near.tolist() == [-count for count in differing]
         assert [*zip(differing, ids, strict=True)] == sorted(zip(differing, ids, strict=True))
@@ -47,53 +47,53 @@ def problem(seed, apart):
     labels = draw.integers(0, 6, 40)
     if not apart:
         return {"embeddings": vectors, "labels": labels}, np.arange(40), np.arange(40)
-    held, asked = np.arange(0, 33), np.arange(20, 40)
+    gallery_rows, query_rows = np.arange(0, 33), np.arange(20, 40)
     given = {
-        "embeddings": vectors[held],
-        "labels": labels[held],
-        "ignore_groups": held,
-        "queries": vectors[asked],
-        "query_labels": labels[asked],
-        "query_ignore_groups": asked,
+        "embeddings": vectors[gallery_rows],
+        "labels": labels[gallery_rows],
+        "ignore_groups": gallery_rows,
+        "queries": vectors[query_rows],
+        "query_labels": labels[query_rows],
+        "query_ignore_groups": query_rows,
     }
-    return given, asked, held
+    return given, query_rows, gallery_rows
 
 
-def check(found, lists, given):
+def check(actual, lists, given):
     """Compare the score of each query with that of a list written out in full."""
     labels = given["labels"]
-    asked = given.get("query_labels", labels)
+    query_rows = given.get("query_labels", labels)
     for place, near in enumerate(lists):
-        relevant = [bool(labels[i] == asked[place]) for i in near]
-        wanted = scores(relevant, CUTOFFS) if any(relevant) else {}
-        for name in found.scores:
-            value = found.scores[name][place]
-            assert np.isnan(value) if not wanted else value == pytest.approx(wanted[name]), name
+        relevant = [bool(labels[i] == query_rows[place]) for i in near]
+        expected = scores(relevant, CUTOFFS) if any(relevant) else {}
+        for name in actual.scores:
+            value = actual.scores[name][place]
+            assert np.isnan(value) if not expected else value == pytest.approx(expected[name]), name
 
 
-def plain_lists(given, asked, held, similarity):
+def plain_lists(given, query_rows, gallery_rows, similarity):
     queries = given.get("queries", given["embeddings"])
     return rankings(
         queries,
         given["embeddings"],
         similarity,
         same_set=False,
-        query_groups=asked,
-        groups=held,
+        query_groups=query_rows,
+        groups=gallery_rows,
     )
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @settings(max_examples=12)
-@given(seed=st.integers(0, 10**6), kept=st.sampled_from([0, 1, 5, 12, 100]))
-def test_codes_then_vectors(apart, seed, kept):
-    given, asked, held = problem(seed, apart)
+@given(seed=st.integers(0, 10**6), candidates=st.sampled_from([0, 1, 5, 12, 100]))
+def test_codes_then_vectors(apart, seed, candidates):
+    given, query_rows, gallery_rows = problem(seed, apart)
     for similarity in ("cosine", "euclidean"):
         coded = {
             key: np.packbits(value > 0, axis=1) if key in ("embeddings", "queries") else value
             for key, value in given.items()
         }
-        lists = plain_lists(coded, asked, held, "hamming")
+        lists = plain_lists(coded, query_rows, gallery_rows, "hamming")
         queries = given.get("queries", given["embeddings"])
 
         def near(place, i, similarity=similarity, queries=queries):
@@ -101,47 +101,51 @@ def test_codes_then_vectors(apart, seed, kept):
             value = unit(a) @ unit(b) if similarity == "cosine" else -((a - b) ** 2).sum()
             return np.float32(value)
 
-        wanted = [
-            sorted(order[:kept], key=lambda i, p=place: (-near(p, i), i)) + order[kept:]
+        expected = [
+            sorted(order[:candidates], key=lambda i, p=place: (-near(p, i), i)) + order[candidates:]
             for place, order in enumerate(lists)
         ]
-        options = {"candidates": kept, "similarity": similarity, "metrics": CHOSEN}
-        found = evaluate(**given, binary=True, **options)
-        check(found, wanted, given)
+        options = {"candidates": candidates, "similarity": similarity, "metrics": CHOSEN}
+        actual = evaluate(**given, binary=True, **options)
+        check(actual, expected, given)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), n=st.sampled_from([1, 3, 100]))
 def test_expansion_leaves_the_query_itself_out(apart, seed, n):
-    given, asked, held = problem(seed, apart)
+    given, query_rows, gallery_rows = problem(seed, apart)
     queries = given.get("queries", given["embeddings"]).astype(np.float64)
     gallery, moved = given["embeddings"].astype(np.float64), []
-    for query, order in zip(queries, plain_lists(given, asked, held, "cosine"), strict=True):
+    for query, order in zip(
+        queries, plain_lists(given, query_rows, gallery_rows, "cosine"), strict=True
+    ):
         total = unit(query)
         for other in map(unit, gallery[order[:n]]):
             total = total + max(0.0, float(unit(query) @ other)) ** 3 * other
         moved.append(unit(total))
     again = {**given, "queries": np.stack(moved)}
-    wanted = plain_lists(again, asked, held, "cosine")
-    check(evaluate(**given, expand=n, metrics=CHOSEN), wanted, given)
+    expected = plain_lists(again, query_rows, gallery_rows, "cosine")
+    check(evaluate(**given, expand=n, metrics=CHOSEN), expected, given)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_re_ranking_orders_the_nearest_as_loops_do(apart):
     draw = np.random.default_rng(3)
     vectors, labels = draw.standard_normal((40, 5)).astype(np.float32), draw.integers(0, 6, 40)
-    given, asked, held = problem(0, apart)
-    given["embeddings"], given["labels"] = vectors[held], labels[held]
+    given, query_rows, gallery_rows = problem(0, apart)
+    given["embeddings"], given["labels"] = vectors[gallery_rows], labels[gallery_rows]
     if apart:
-        given["queries"], given["query_labels"] = vectors[asked], labels[asked]
-    queries, wanted = given.get("queries", given["embeddings"]), []
-    for query, order in zip(queries, plain_lists(given, asked, held, "cosine"), strict=True):
-        near = np.stack([unit(vectors[held[i]].astype(np.float64)) for i in order])
+        given["queries"], given["query_labels"] = vectors[query_rows], labels[query_rows]
+    queries, expected = given.get("queries", given["embeddings"]), []
+    for query, order in zip(
+        queries, plain_lists(given, query_rows, gallery_rows, "cosine"), strict=True
+    ):
+        near = np.stack([unit(vectors[gallery_rows[i]].astype(np.float64)) for i in order])
         one = unit(query.astype(np.float64))[None]
         distance = k_reciprocal_by_loops(one, near, 20, 6, 0.3)[0]
-        wanted.append([order[i] for i in sorted(range(len(order)), key=lambda i: distance[i])])
-    check(evaluate(**given, rerank=True, metrics=CHOSEN), wanted, given)
+        expected.append([order[i] for i in sorted(range(len(order)), key=lambda i: distance[i])])
+    check(evaluate(**given, rerank=True, metrics=CHOSEN), expected, given)
 
 
 def test_what_is_behind_the_candidates_stays_behind_them():
@@ -150,13 +154,13 @@ def test_what_is_behind_the_candidates_stays_behind_them():
     vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))
     labels = np.arange(len(vectors)) // 2
     plain = evaluate(vectors, labels).scores
-    found = evaluate(vectors, labels, rerank=True).scores
+    actual = evaluate(vectors, labels, rerank=True).scores
     far = plain["mrr"] < 1 / RERANKED
     assert far.any()
     assert not far.all()
-    np.testing.assert_array_equal(found["mrr"][far], plain["mrr"][far])
-    assert (found["mrr"][~far] >= 1 / RERANKED).all()
-    assert (found["mrr"][~far] != plain["mrr"][~far]).any()
+    np.testing.assert_array_equal(actual["mrr"][far], plain["mrr"][far])
+    assert (actual["mrr"][~far] >= 1 / RERANKED).all()
+    assert (actual["mrr"][~far] != plain["mrr"][~far]).any()
 
 
 @pytest.mark.parametrize(

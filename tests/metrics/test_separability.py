@@ -46,12 +46,12 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
 def test_equally_near_rivals_go_by_index(block, per_class):
     """Few directions: every row has copies in many classes."""
     rows = torch.eye(4, dtype=torch.float64)[np.random.default_rng(0).integers(0, 4, 60)]
-    cosines, rivals = nearest_other_class(rows, per_class, block)
+    cosines, nearest_rows = nearest_other_class(rows, per_class, block)
     for i, row in enumerate(rows):
         near = rows @ row
         near[i // per_class * per_class : (i // per_class + 1) * per_class] = -torch.inf
         assert cosines[i] == near.max()
-        assert rivals[i] == int((near == near.max()).nonzero()[0])
+        assert nearest_rows[i] == int((near == near.max()).nonzero()[0])
 
 
 def test_zero_proxies_have_cosine_zero_and_copies_one():
@@ -99,8 +99,8 @@ def test_distinct_proxies_are_groups_of_joined_ones(seed, classes, per_class, wi
     proxies = draw.normal(size=(classes, per_class, width)) * draw.integers(
         0, 3, (classes, per_class, 1)
     )
-    found = distinct_proxies(proxies, cosine)
-    assert found.tolist() == [count_groups(own, cosine) for own in proxies]
+    actual = distinct_proxies(proxies, cosine)
+    assert actual.tolist() == [count_groups(own, cosine) for own in proxies]
 
 
 def test_distinct_proxies_of_known_directions():

@@ -161,8 +161,8 @@ def test_pair_similarities(similarity, monkeypatch):
         "cosine": (left * right).sum(1)
         / np.maximum(np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1), 1e-300),
     }[similarity]
-    found = pair_similarities(vectors, pairs, similarity=similarity)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-13)
+    actual = pair_similarities(vectors, pairs, similarity=similarity)
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-13)
     half = pair_similarities(
         torch.tensor(vectors, dtype=torch.float16),
         torch.tensor(pairs),
@@ -179,9 +179,9 @@ def test_pair_similarities_of_any_size(scale):
     pairs = torch.combinations(torch.arange(12))
     for similarity, power in (("cosine", 0), ("euclidean", 1), ("dot", 2)):
         plain = pair_similarities(vectors, pairs, similarity=similarity)
-        found = pair_similarities(vectors * scale, pairs, similarity=similarity)
-        torch.testing.assert_close(found.double(), plain.double() * scale**power)
-        assert found.dtype == (torch.float32 if similarity == "cosine" else torch.float64)
+        actual = pair_similarities(vectors * scale, pairs, similarity=similarity)
+        torch.testing.assert_close(actual.double(), plain.double() * scale**power)
+        assert actual.dtype == (torch.float32 if similarity == "cosine" else torch.float64)
 
 
 GOOD = "2\t2\nAnn_A\t1\t2\nBo\t3\t1\nAnn_A\t1\tBo\t3\nCy\t1\tAnn_A\t2\n"
@@ -370,8 +370,8 @@ def test_templates_are_normalized_weighted_means(monkeypatch):
                 pooled.vectors[i].numpy(), mean / np.linalg.norm(mean), atol=1e-14
             )
             assert pooled.counts[i] == (ids == name).sum()
-    wanted = [[ids[3], ids[5]], [ids[0], ids[3]]]
-    assert pooled.ids[pooled.rows(wanted)].tolist() == wanted
+    target = [[ids[3], ids[5]], [ids[0], ids[3]]]
+    assert pooled.ids[pooled.rows(target)].tolist() == target
     with pytest.raises(ValueError, match="'nobody'"):
         pooled.rows(["nobody"])
 

@@ -316,8 +316,8 @@ class _FalseAccepts:
     def prune(self) -> None:
         """Stop counting below thresholds that already accept more pairs than the limit."""
         if self._limit is not None:
-            kept = self.thresholds[self._accepted() <= self._limit]
-            self._lowest = float(kept[0]) if len(kept) else torch.inf
+            remaining = self.thresholds[self._accepted() <= self._limit]
+            self._lowest = float(remaining[0]) if len(remaining) else torch.inf
 
     def tar(self, limit: int) -> float | None:
         """Return the largest fraction of trials accepted within the limit; None for 0."""

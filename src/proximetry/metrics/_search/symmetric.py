@@ -256,9 +256,9 @@ def _merge(state: _State, at: slice) -> None:
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, place] = keys
     merged = torch.cat([state.keys[at], new], dim=1)
-    kept = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
-    worst = kept.amin(1)
-    state.keys[at] = kept
+    remaining = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
+    worst = remaining.amin(1)
+    state.keys[at] = remaining
     state.floor[at] = from_keys(worst)[0]
     # Where a best positive has just been pushed out, all that came before it is in `merged`.
     pushed = ((state.best[at] < worst) & ~state.lost[at]).nonzero()[:, 0]
