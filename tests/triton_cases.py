@@ -16,18 +16,19 @@ def version(module):
     return tuple(int(part) for part in module.__version__.split(".")[:2])
 
 
-def run_cases(beside: str, name: str, device: str) -> None:
-    """Let pytest run the file `name` that lies beside the file `beside`."""
+def run_cases(beside, names, device):
+    """Run pytest on files beside the file `beside`, in another process."""
     triton = pytest.importorskip("triton")
     if device == "cpu" and version(triton) < (3, 7) and version(np) >= (2, 4):
         pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
-    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    chosen = {"KERNEL_DEVICE": device} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    cases = Path(beside).with_name(name)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    environment = {**os.environ, "KERNEL_DEVICE": device, "TRITON_INTERPRET": "1"}
+    if device != "cpu":
+        del environment["TRITON_INTERPRET"]
+    cases = [str(Path(beside).with_name(name)) for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
     run = subprocess.run(
         command,
-        env={**known, **chosen},
+        env=environment,
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,

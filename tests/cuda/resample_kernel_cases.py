@@ -36,7 +36,7 @@ def image(seed, height, width):
 def references(array, interpolation):
     """The image as torchvision takes it.
 
-    What overshoots is cut off between the two passes. Pillow may begin with the other one than
+    What overshoots is clipped between the two passes. Pillow may begin with the other one than
     torch, so with black-and-white images and a cubic filter it has a result of its own.
     """
     overshoots = interpolation == "bicubic" and (array == 255).any()
@@ -73,9 +73,9 @@ def filtered(distance, interpolation):
 def exact_axis(length, scaled, interpolation):
     """Weights [scaled, length] in float64, from the definition of the filter."""
     scale = length / scaled
-    centres = (np.arange(scaled) + 0.5) * scale
+    centers = (np.arange(scaled) + 0.5) * scale
     places = np.arange(length) + 0.5
-    weights = filtered((places[None] - centres[:, None]) / max(scale, 1), interpolation)
+    weights = filtered((places[None] - centers[:, None]) / max(scale, 1), interpolation)
     return weights / weights.sum(1, keepdims=True)
 
 
@@ -137,7 +137,7 @@ def test_particular_windows(shape, box, size, interpolation):
 
 
 def check_window(array, box, flip, size, interpolation):
-    # A neighbour on either side would show if the kernel read beyond its image.
+    # A neighbor on either side would show if the kernel read beyond its image.
     pixels = PixelCache.in_memory([image(3, 2, 3), array, image(5, 3, 2)])
     windows = one_window(*box, flip)
     got = by_kernel(pixels, [1], windows, size, interpolation)[0]

@@ -13,7 +13,7 @@ from proximetry import losses
 from proximetry.losses.dense import dense, join_by_sample, pull_by_class
 from proximetry.losses.streamed import streamed
 from tests.losses import reference
-from tests.losses.cases import NAMES, SOFT, SUBCENTRES, batch, make, problem
+from tests.losses.cases import NAMES, SOFT, SUBCENTERS, batch, make, problem
 
 ENGINES = {"dense": dense, "streamed": streamed}
 
@@ -25,7 +25,7 @@ def formula(name):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_value_is_the_papers(name, k, engine):
+def test_value_equals_the_formula(name, k, engine):
     loss = make(name, k=k, engine=engine).double()
     for seed in range(5):
         x, y = batch(seed=seed)
@@ -305,8 +305,8 @@ def test_the_length_of_embeddings_and_proxies_does_not_matter(name):
     assert loss(x * 3.0, y).item() == pytest.approx(value, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", SUBCENTRES)
-def test_the_nearest_sub_centre_speaks_for_its_class(name):
+@pytest.mark.parametrize("name", SUBCENTERS)
+def test_nearest_sub_center_is_the_class_similarity(name):
     x, _ = batch()
     loss = make(name, k=3).double()
     expected = reference.cosine(x.numpy(), loss.proxies.weight.detach().numpy()).max(-1)

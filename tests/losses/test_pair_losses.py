@@ -57,14 +57,6 @@ def test_settings_reach_the_loss():
     assert PairLoss("contrastive", margin=0.1)(x, y) > PairLoss("contrastive", margin=0.9)(x, y)
 
 
-def test_memory_remembers_past_batches():
-    x, y = batch(size=12, dtype=torch.float32)
-    loss = PairLoss("contrastive", memory=24, dim=5)
-    first = loss(x, y).item()
-    assert loss(x * 2 + 1, y).item() != pytest.approx(first)
-    assert loss.state_dict()["loss.embedding_memory"].shape == (24, 5)
-
-
 def test_evaluation_mode_leaves_the_memory_alone():
     (x, y), (other, labels) = batches(2)
     loss = PairLoss("contrastive", memory=32, dim=5)

@@ -1,4 +1,4 @@
-"""Regularisers against their formulas, in value, gradient and the memory they promise."""
+"""Regularizers against their formulas: values and gradients."""
 
 from functools import partial
 
@@ -50,20 +50,9 @@ def test_intra_class_gradcheck_in_blocks_and_backward_twice(monkeypatch):
     (first,) = torch.autograd.grad(value, w, retain_graph=True)
     (second,) = torch.autograd.grad(value, w)
     torch.testing.assert_close(first, second)
-    with torch.no_grad():
-        assert intra_class_distance(w).item() == pytest.approx(value.item() / 3.0)
-
-
-def test_identical_proxies_have_a_finite_gradient():
-    w = torch.ones(3, 4, 5, requires_grad=True)
-    intra_class_distance(w).backward()
-    assert torch.isfinite(w.grad).all()
-
-
-def test_intra_class_module_uses_its_weight():
-    proxies = losses.Proxies(5, 4, 3)
-    expected = 0.7 * reference.intra_class(proxies.weight.detach().double().numpy())
-    assert IntraClassRegularizer(0.7)(proxies).item() == pytest.approx(expected, rel=1e-5)
+    same = torch.ones(3, 4, 5, requires_grad=True)
+    IntraClassRegularizer(0.7)(same).backward()
+    assert torch.isfinite(same.grad).all()
 
 
 def exclusive(w):
@@ -88,19 +77,13 @@ def test_exclusive_term_is_regularfaces(block, classes, k, dim, seed):
     assert value.item() == pytest.approx(2.0 * exclusive(w.numpy()), rel=1e-9)
 
 
-def test_exclusive_gradient_reaches_both_members_of_a_pair():
+def test_exclusive_gradient_reaches_both_members_of_a_pair(monkeypatch):
     w = draw(9, 2, 4).requires_grad_()
     assert torch.autograd.gradcheck(ExclusiveRegularizer(), (w,))
     flat = draw(9, 4).requires_grad_()
-    assert torch.autograd.gradcheck(ExclusiveRegularizer(), (flat,))
-
-
-def test_exclusive_gradient_in_blocks(monkeypatch):
-    w = draw(30, 1, 4).requires_grad_()
-    (whole,) = torch.autograd.grad(ExclusiveRegularizer()(w), w)
-    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", 16)
-    (blocks,) = torch.autograd.grad(ExclusiveRegularizer()(w), w)
-    torch.testing.assert_close(blocks, whole)
+    for entries in (2**20, 16):
+        monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", entries)
+        assert torch.autograd.gradcheck(ExclusiveRegularizer(), (flat,))
 
 
 def test_exclusive_with_ties_zero_vectors_and_one_class():
@@ -135,7 +118,7 @@ def test_proxies_of_any_length_and_none_that_are_not_finite(term):
             assert term(broken).isnan()
 
 
-def test_exclusive_regularisation_separates():
+def test_exclusive_regularization_separates():
     """Projected gradient descent on the term alone spreads proxies over the sphere."""
     torch.manual_seed(0)
     proxies = losses.Proxies(4, 3, init="sphere")
@@ -165,16 +148,6 @@ def test_center_loss_by_hand():
     before = term.centers.clone()
     term(x, y)
     assert torch.equal(term.centers, before)
-
-
-def test_center_loss_finds_the_class_means():
-    term = CenterLoss(2, 3)
-    x = draw(20, 3).float()
-    y = torch.arange(20) % 2
-    for _ in range(200):
-        term(x, y)
-    expected = torch.stack([x[y == 0].mean(0), x[y == 1].mean(0)])
-    torch.testing.assert_close(term.centers, expected)
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 5), st.integers(0, 1000))
@@ -214,7 +187,7 @@ def test_angular_center_loss_draws_both_the_embedding_and_its_own_proxy():
         (lambda: CenterLoss(2, 2)(torch.zeros(1, 3), torch.tensor([1])), "3 dimensions"),
     ],
 )
-def test_bad_use(call, message):
+def test_regularizers_reject_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

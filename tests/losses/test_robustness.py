@@ -81,7 +81,7 @@ def test_large_alpha_is_right_not_only_finite(name, alpha, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_zero_proxies_are_harmless(name, engine):
+def test_zero_proxies_are_harmless_and_other_bad_proxies_make_the_loss_nan(name, engine):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=3, engine=engine)
     with torch.no_grad():
@@ -90,6 +90,12 @@ def test_zero_proxies_are_harmless(name, engine):
     assert torch.isfinite(value)
     assert torch.isfinite(gx).all()
     assert (gw[2] == 0).all()
+    for row in range(7):
+        for factor in (1e25, torch.nan):
+            loss = make(name, k=3, engine=engine)
+            with torch.no_grad():
+                loss.proxies.weight[row] *= factor
+            assert loss(x, y).isnan()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-13, 1e25, 1e30])
@@ -103,16 +109,6 @@ def test_long_and_short_embeddings_keep_their_direction(name, engine, scale):
     got = value_and_gradients(make(name, k=3, engine=engine), x * scale, y)
     for a, b in zip(got, expected, strict=True):
         assert (a.double() - b.double()).abs().max() <= 1e-4 * b.abs().max()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", NAMES)
-def test_proxies_of_infinite_length_make_the_loss_nan_not_harmless(name, engine):
-    x, y = batch(dtype=torch.float32)
-    loss = make(name, k=3, engine=engine)
-    with torch.no_grad():
-        loss.proxies.weight[2] *= 1e25
-    assert loss(x, y).isnan()
 
 
 REMEMBERING = {
@@ -136,8 +132,7 @@ EVERY_LOSS = {
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_what_is_not_finite_makes_the_loss_nan(name, bad):
-    """Wherever it stands: a loss that looked well would hide that the network is broken."""
+def test_nan_in_embeddings_makes_the_loss_nan(name, bad):
     make_it = EVERY_LOSS[name]
     x, y = batch(dtype=torch.float32)
     for row, column in ((0, 0), (4, 2), (8, 4)):
@@ -149,20 +144,9 @@ def test_what_is_not_finite_makes_the_loss_nan(name, bad):
         assert not torch.isfinite(make_it()(only, y[row : row + 1])), "without any pair too"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_proxies_that_are_not_finite_make_the_loss_nan(name):
-    x, y = batch(dtype=torch.float32)
-    for engine in ENGINES:
-        for row in range(7):
-            loss = make(name, k=2, engine=engine)
-            with torch.no_grad():
-                loss.proxies.weight[row, -1, 3] = torch.nan
-            assert loss(x, y).isnan()
-
-
 @pytest.mark.parametrize("factor", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("name", REMEMBERING)
-def test_one_bad_batch_leaves_what_a_loss_remembers_as_it_was(name, factor):
+def test_nan_batch_does_not_change_centers_or_memory(name, factor):
     x, y = batch(dtype=torch.float32)
     loss = REMEMBERING[name]()
     loss(x, y)
@@ -177,7 +161,7 @@ def test_one_bad_batch_leaves_what_a_loss_remembers_as_it_was(name, factor):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_never_waits_for_the_device(name, monkeypatch):
+def test_step_does_not_synchronize_with_the_device(name, monkeypatch):
     """The processor reads no tensor, not even to see whether the loss is finite."""
 
     def refuse(*_):
@@ -235,7 +219,7 @@ def test_proxies_stay_in_full_precision_through_a_half_precision_step(name):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_everything_a_loss_learns_or_counts_stays_in_full_precision(make_it, dtype):
+def test_parameters_and_buffers_stay_in_full_precision(make_it, dtype):
     loss = make_it()
     for tensor in loss.state_dict().values():
         if tensor.is_floating_point():
@@ -274,18 +258,9 @@ def test_compiles_to_machine_code(name):
     torch.testing.assert_close(compiled(x, y).detach(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_all_the_losses_compile_in_one_process_with_a_higher_limit():
-    torch.compiler.reset()
-    x, y = batch(dtype=torch.float32)
-    with torch._dynamo.config.patch(recompile_limit=2 * len(NAMES)):
-        for name in NAMES:
-            loss = torch.compile(make(name), fullgraph=True, backend="eager")
-            assert torch.isfinite(loss(x, y))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loss_moves_its_proxies(name, engine):
+def test_loss_moves_between_devices(name, engine):
     loss = make(name, engine=engine).to("meta")
     assert all(tensor.device.type == "meta" for tensor in loss.state_dict().values())
     empty = loss.to_empty(device="cpu")
@@ -306,26 +281,6 @@ def test_gpu_gives_the_values_of_the_cpu(name, engine):
         assert (a.cpu() - b.cpu()).abs().max() <= 1e-4 * b.abs().max().cpu()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", NAMES)
-def test_labels_of_any_integer_type(name, engine):
-    x, y = batch(dtype=torch.float32)
-    loss = make(name, k=2, engine=engine).eval()
-    expected = loss(x, y).item()
-    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
-        assert loss(x, y.to(dtype)).item() == expected
-
-
-class Column:
-    """A column of a table, as of pandas: no sequence, but an array of objects if asked."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.values, dtype or object)
-
-
 @pytest.mark.parametrize(
     "make_it",
     [
@@ -335,14 +290,16 @@ class Column:
         lambda: losses.CenterLoss(7, 5),
     ],
 )
-def test_labels_may_be_an_array_or_a_list(make_it):
+def test_labels_may_be_integers_of_any_type(make_it):
     x, y = batch(dtype=torch.float32)
     expected = make_it()(x, y).item()
     assert expected != 0
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert make_it()(x, y.to(dtype)).item() == expected
     y = y.numpy()
     for labels in (y, y.astype("uint16"), y.astype(">i4"), y.tolist(), tuple(y), list(y)):
         assert make_it()(x, labels).item() == expected
-    for labels in (y.astype(object), Column(y), array("q", y), list(torch.from_numpy(y))):
+    for labels in (y.astype(object), array("q", y), list(torch.from_numpy(y))):
         assert make_it()(x, labels).item() == expected
 
 
@@ -374,10 +331,3 @@ def test_loss_rejects_invalid_batches(break_it, message):
     y[0], y[1] = 6, 0
     with pytest.raises(ValueError, match=message):
         make("proxy_anchor")(*break_it(x, y))
-
-
-def test_the_label_check_can_be_turned_off():
-    x, y = batch(dtype=torch.float32)
-    loss = make("proxy_anchor")
-    loss.check_labels = False
-    assert torch.isfinite(loss(x, y))

@@ -333,8 +333,8 @@ def test_verification_metric():
 def test_clustering_metrics():
     draw = np.random.default_rng(0)
     labels = np.repeat(["x", "y", "z"], 20)
-    centres = {"x": 0.0, "y": 2.0, "z": 4.0}
-    angles = np.array([centres[label] for label in labels]) + draw.normal(size=60) * 0.05
+    centers = {"x": 0.0, "y": 2.0, "z": 4.0}
+    angles = np.array([centers[label] for label in labels]) + draw.normal(size=60) * 0.05
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     actual = evaluate(
         vectors * draw.uniform(1, 50, (60, 1)), labels, metrics=Metrics(clustering=True)

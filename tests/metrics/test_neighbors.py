@@ -205,8 +205,8 @@ def test_symmetric_search_at_its_real_size():
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 900, (4500,), generator=generator)
     codes = torch.unique(codes, return_inverse=True)[1]
-    centres = torch.randn(900, 16, generator=generator)
-    vectors = centres[codes] + torch.randn(4500, 16, generator=generator)
+    centers = torch.randn(900, 16, generator=generator)
+    vectors = centers[codes] + torch.randn(4500, 16, generator=generator)
     vectors[2000:2100] = vectors[:100]  # duplicates, some of them across classes
     both_ways(self_task(vectors, codes, "cosine"), 50)
 
