@@ -65,7 +65,7 @@ def data(size: str, device: str) -> tuple[Tensor, Tensor]:
 
 def ours(vectors: Tensor, labels: Tensor) -> Scores:
     metrics = Metrics(recall_at=(1, 10, 100, 1000), ndcg_at=(100,))
-    return evaluate(vectors, labels, metrics=metrics)
+    return evaluate(vectors, labels, metrics=metrics).mean()
 
 
 def pytorch_metric_learning(vectors: Tensor, labels: Tensor) -> Scores:
