@@ -20,7 +20,7 @@ from proximetry.cli.output import (
     tell,
 )
 from proximetry.cli.processes import processes
-from proximetry.faces.options import BadImages, Keep, Size
+from proximetry.faces import BadImages, Keep, Size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -103,10 +103,8 @@ def verify(
         roc: draw the ROC curve to this file, .png or .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.embedder import open_embedder
-    from proximetry.faces.figures import draw_roc
-    from proximetry.faces.pairs import read_protocol
-    from proximetry.faces.verify import verify_pairs
+    from proximetry.faces import open_embedder, read_protocol
+    from proximetry.faces.verify import draw_roc, verify_pairs
 
     _check_outputs(out, "--roc", roc, pairs, embedder)
     protocol = read_protocol(pairs, images, bad_images)
@@ -162,9 +160,8 @@ def identify(
         cmc: draw the cumulative match curve to this file, .png or .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.embedder import open_embedder
-    from proximetry.faces.figures import draw_cmc
-    from proximetry.faces.identify import DEPTH, identify_people, read_people
+    from proximetry.faces import open_embedder
+    from proximetry.faces.identify import DEPTH, draw_cmc, identify_people, read_people
 
     _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
     people = read_people(probes, distractors)
