@@ -8,7 +8,7 @@ import os
 import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import Progress, UsageError, some
-from proximetry._util.files import atomic_path, atomic_write, read_json, take_lock, written_for
+from proximetry._util.files import atomic_path, atomic_write, written_for
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
 from proximetry.data.folders import files_below, is_image
@@ -30,8 +30,7 @@ from proximetry.faces.alignment import height_and_width, similarity, template, w
 from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
 
 MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
-SETTINGS, REPORT = "align.json", "faces.csv"
-JOURNAL, LOCK = ".align.sqlite", ".align.lock"
+REPORT, JOURNAL = "faces.csv", ".align.sqlite"
 FORMAT = "proximetry aligned faces 3"
 POINTS = ("left_eye", "right_eye", "nose", "left_mouth", "right_mouth")
 COLUMNS = (
@@ -58,7 +57,10 @@ class Alignment:
 
 
 class _Entry(NamedTuple):
-    """An image in the journal: its stamp, status, output files with sizes, rows of the report."""
+    """An image in the journal: status, output files with their sizes, and rows of the report.
+
+    `stamp` is its size in bytes and modification time; another stamp is another image.
+    """
 
     stamp: list[int]
     status: str
@@ -203,33 +205,26 @@ class _Work:
             try:
                 images[path] = np.asarray(open_image(self.folder / path))
             except ImageError as error:
-                entries[path] = self._skip(path, stamps[path], "unreadable", error.reason)
+                entries[path] = _without_face(path, stamps[path], "unreadable", error.reason)
         if self.detector is None:
-            copies = {path: self._copy(path, stamps[path], images[path]) for path in images}
-            return entries | copies
-        faces = self.detector(list(images.values()))
-        for path, found in zip(images, faces, strict=True):
-            entries[path] = self._align(path, stamps[path], images[path], found)
+            return entries | {path: self._copy(path, stamps[path], images[path]) for path in images}
+        for path, faces in zip(images, self.detector(list(images.values())), strict=True):
+            entries[path] = self._align(path, stamps[path], images[path], faces)
         return entries
 
-    def _skip(self, path: str, stamp: list[int], status: str, reason: str) -> _Entry:
-        row = [path, status, 0, "no", *[""] * (len(COLUMNS) - 5), reason]
-        return _Entry(stamp, status, {}, [row])
-
     def _copy(self, path: str, stamp: list[int], image: npt.NDArray[np.uint8]) -> _Entry:
-        if image.shape[:2] != height_and_width(self.size):
-            size = f"{image.shape[0]}x{image.shape[1]}"
-            reason = f"{size} after EXIF rotation, not {self.size}"
-            return self._skip(path, stamp, "unreadable", reason)
-        written = self._write(path, (self.folder / path).read_bytes())
-        row = [path, "copied", 0, "yes", *[""] * (len(COLUMNS) - 6), path, ""]
-        return _Entry(stamp, "copied", {path: written}, [row])
+        height, width, _ = image.shape
+        if (height, width) != height_and_width(self.size):
+            reason = f"{height}x{width} after EXIF rotation, not {self.size}"
+            return _without_face(path, stamp, "unreadable", reason)
+        outputs = {path: self._write(path, (self.folder / path).read_bytes())}
+        return _without_face(path, stamp, "copied", "", outputs)
 
     def _align(
         self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
     ) -> _Entry:
         if not len(faces):
-            return self._skip(path, stamp, "no face", "")
+            return _without_face(path, stamp, "no face", "")
         # Rounded first: the report has the numbers that the face was warped with.
         scores, boxes, points = (
             values.astype(np.float64).round(digits)
@@ -261,6 +256,14 @@ class _Work:
         return len(content)
 
 
+def _without_face(
+    path: str, stamp: list[int], status: str, reason: str, outputs: dict[str, int] | None = None
+) -> _Entry:
+    name = next(iter(outputs or ()), "")
+    row = [path, status, 0, "yes" if name else "no", *[""] * (len(COLUMNS) - 6), name, reason]
+    return _Entry(stamp, status, outputs or {}, [row])
+
+
 def _run(
     work: _Work,
     paths: Sequence[str],
@@ -271,15 +274,13 @@ def _run(
     """Process images with all cores, and record each when its faces are written."""
     done = total - len(paths)
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
-    pending: deque[Future[dict[str, _Entry]]] = deque()
     parts = chunks(len(paths), BATCH)
     pool = ThreadPoolExecutor(workers)
     try:
-        pending.extend(pool.submit(work, paths[part]) for part in islice(parts, 2 * workers))
+        pending = deque(pool.submit(work, paths[part]) for part in islice(parts, 2 * workers))
         while pending:
             entries = pending.popleft().result()
-            if (part := next(parts, None)) is not None:
-                pending.append(pool.submit(work, paths[part]))
+            pending.extend(pool.submit(work, paths[part]) for part in islice(parts, 1))
             rows = [(os.fsencode(path), json.dumps(entry)) for path, entry in entries.items()]
             journal.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
             journal.commit()
@@ -302,65 +303,51 @@ def _stamp(file: Path) -> list[int]:
 @contextmanager
 def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Connection]:
     """Open the journal of a folder that is new, empty, or was written with the same settings."""
-    _check_out(home, settings)
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(home / LOCK, 0, report=lambda line: None)
-    except TimeoutError as owner:
-        raise UsageError(
-            f"{owner} is writing to {home}. Wait for it, or choose another folder."
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"{home} is not writable: {error.strerror}. Choose another folder."
-        ) from error
-    with lock, closing(sqlite3.connect(home / JOURNAL)) as journal:
-        for leftover in filter(written_for, home.rglob(".*")):
-            leftover.unlink(missing_ok=True)
-        atomic_write(home / SETTINGS, json.dumps(settings, indent=2).encode() + b"\n")
-        try:
-            journal.execute("CREATE TABLE IF NOT EXISTS images (path BLOB PRIMARY KEY, entry)")
-            yield journal
-        except sqlite3.DatabaseError as error:
-            raise ValueError(
-                f"{home / JOURNAL} is damaged: {error}. Delete {home}, or choose another folder."
-            ) from error
-
-
-def _check_out(home: Path, settings: dict[str, Any]) -> None:
     existing = next(path for path in (home, *home.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UsageError(f"{existing} is a file. Choose another output folder.")
-    if existing != home:
-        return
-    if not (home / SETTINGS).exists():
-        names = {path.name for path in home.iterdir() if not written_for(path)}
-        if names - {LOCK, JOURNAL}:
-            raise UsageError(
-                f"{home} is not empty and was not written by `faces align`: "
-                f"{some(sorted(names), 3)}. Choose another folder."
-            )
-        return
-    try:
-        stored = read_json(home / SETTINGS, limit=2**20)
-        changed = [key for key in settings if stored.get(key) != settings[key]]
-    except (ValueError, AttributeError):
-        raise ValueError(
-            f"{home / SETTINGS} is damaged. Delete {home}, or choose another folder."
-        ) from None
-    if changed:
-        pairs = (f"{key} was {stored.get(key)}, now {settings[key]}" for key in changed)
+    names = sorted(path.name for path in home.iterdir()) if existing == home else []
+    if names and JOURNAL not in names:
         raise UsageError(
-            f"{home} was written with other settings: {', '.join(pairs)}. "
-            "Choose another folder, or the same settings."
+            f"{home} is not empty and was not written by `faces align`: {some(names, 3)}. "
+            "Choose another folder."
         )
+    home.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(home / JOURNAL, timeout=0)) as journal:
+        try:
+            journal.execute("PRAGMA locking_mode = EXCLUSIVE")  # until it is closed
+            journal.execute("CREATE TABLE IF NOT EXISTS images (path BLOB PRIMARY KEY, entry)")
+            row = [b"", json.dumps(settings)]
+            journal.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", row)
+            journal.commit()
+            (text,) = journal.execute("SELECT entry FROM images WHERE path = ?", [b""]).fetchone()
+            stored = json.loads(text)
+            changed = [
+                f"{key} was {stored.get(key)}, now {value}"
+                for key, value in settings.items()
+                if stored.get(key) != value
+            ]
+            if changed:
+                raise UsageError(
+                    f"{home} was written with other settings: {', '.join(changed)}. Choose another "
+                    "folder, or the same settings."
+                )
+            for leftover in filter(written_for, home.rglob(".*")):
+                leftover.unlink(missing_ok=True)
+            yield journal
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{home / JOURNAL}: {error}. Wait for other processes that write to {home}, or "
+                "choose another folder."
+            ) from error
 
 
 def _check_journal(
     journal: sqlite3.Connection, folder: Path, home: Path, paths: Sequence[str]
 ) -> set[str]:
     """Return the images that are done; drop those that changed, failed or lost their faces."""
-    stored = {os.fsdecode(path) for (path,) in journal.execute("SELECT path FROM images")}
+    query = "SELECT path FROM images WHERE path != ?"
+    stored = {os.fsdecode(path) for (path,) in journal.execute(query, [b""])}
     missing = sorted(stored.difference(paths))
     if missing:
         raise UsageError(
