@@ -31,6 +31,7 @@ from proximetry.data import PixelCache, open_dataset
 from proximetry.data.augment.resample import Rows, Windows, resample
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder, evaluating
+from proximetry.models.embedder import extract_features
 from proximetry.models.pca import principal_axes, second_moments
 from proximetry.recipe.schema import Recipe
 from proximetry.training.sources.base import divide
@@ -78,7 +79,7 @@ class Images:
         with evaluating(embedder), autocast(PRECISION, DEVICE):
             return torch.cat(
                 [
-                    embedder.pixel_features(self._view(rows[part], view, flip)).float()
+                    extract_features(embedder, self._view(rows[part], view, flip)).float()
                     for part in chunks(len(rows), BATCH)
                 ]
             )

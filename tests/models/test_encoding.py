@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
 from proximetry.models import Embedder, evaluating, freeze_batchnorm
-from proximetry.models.embedder import _zoomed
+from proximetry.models.embedder import _zoomed, extract_features
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +131,10 @@ def test_encode_and_embed_are_bit_equal(backbone, tta):
     embedder.train()
     for batches in [pixels.contiguous(memory_format=layout).split(2) for layout in layouts]:
         assert torch.equal(torch.cat([embedder.embed(batch) for batch in batches]), expected)
-        features = [embedder.pixel_features(batch) for batch in batches]
+        features = [extract_features(embedder, batch) for batch in batches]
         assert torch.equal(torch.cat([embedder.project(part) for part in features]), expected)
     assert all(part.training for part in embedder.modules())
-    assert not embedder.pixel_features(pixels).requires_grad
+    assert not extract_features(embedder, pixels).requires_grad
 
 
 def test_encode_and_embed_ignore_autocast(embedder):
@@ -150,8 +150,8 @@ def test_flip_tta_averages_features_in_evaluation(embedder):
     both = copy.deepcopy(embedder)
     both.architecture = replace(embedder.architecture, flip_tta=True)
     pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
-    views = [embedder.pixel_features(view) for view in (pixels, pixels.flip(3))]
-    torch.testing.assert_close(both.pixel_features(pixels), (views[0] + views[1]) / 2)
+    views = [extract_features(embedder, view) for view in (pixels, pixels.flip(3))]
+    torch.testing.assert_close(extract_features(both, pixels), (views[0] + views[1]) / 2)
     torch.testing.assert_close(both.embed(pixels), both.embed(pixels.flip(3)))
     ready = freeze_batchnorm(both).preprocessing.normalize(pixels)
     assert torch.equal(both.train().features(ready), both.features(ready.clone()))
@@ -171,7 +171,7 @@ def test_tta_crops_average_features_in_evaluation(embedder, flip):
             views.append(F.interpolate(center, (64, 64), mode="bilinear"))
         views += [view.flip(3) for view in views] if flip else []
         expected = torch.stack([embedder.features(view) for view in views]).mean(0)
-    torch.testing.assert_close(several.pixel_features(pixels), expected)
+    torch.testing.assert_close(extract_features(several, pixels), expected)
     trained = freeze_batchnorm(several).train()
     assert torch.equal(trained.features(ready), embedder.features(ready))
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from proximetry.models import Embedder
+from proximetry.models.embedder import extract_features
 from proximetry.models.pca import moments_of_few, principal_axes, second_moments, with_pca
 
 
@@ -88,7 +89,7 @@ def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
         assert reduced.dim == reduced.architecture.dim == 5
         assert torch.equal(embedder(pixels), vectors)  # which stays as it was
         raw = torch.randint(0, 256, (9, 3, 24, 24), dtype=torch.uint8)
-        assert torch.equal(reduced.project(embedder.pixel_features(raw)), reduced.embed(raw))
+        assert torch.equal(reduced.project(extract_features(embedder, raw)), reduced.embed(raw))
         reduced.save(tmp_path / "reduced")
         again = Embedder.load(tmp_path / "reduced")
         assert torch.equal(again(pixels), reduced(pixels))

@@ -9,6 +9,7 @@ import torch
 from proximetry.data import open_dataset
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder
+from proximetry.models.embedder import extract_features
 from proximetry.recipe.schema import LossConfig
 from proximetry.search import Gallery, indexes
 from proximetry.training import Recipe, RecipeError, train
@@ -77,7 +78,7 @@ def test_codes_are_about_the_mean_of_the_training_images(run, images):
     rows = [r for r in range(len(catalog)) if catalog.labels[r] in embedder.class_names]
     pixels = torch.stack([embedder.preprocessing.pixels(catalog.file(row)) for row in rows])
     with torch.no_grad():
-        free = embedder.project(embedder.pixel_features(pixels), normalize=False)
+        free = embedder.project(extract_features(embedder, pixels), normalize=False)
     torch.testing.assert_close(free.mean(0), torch.zeros(16), atol=1e-5, rtol=0)
     share = (free > 0).float().mean(0)
     assert (share > 0).all()

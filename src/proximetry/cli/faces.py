@@ -1,14 +1,13 @@
-"""The commands of `proximetry faces`: plain functions, as in commands.py."""
+"""The commands of `proximetry faces`."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import Progress, UsageError
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry.cli.output import (
     AsJson,
@@ -20,13 +19,10 @@ from proximetry.cli.output import (
     tell,
 )
 from proximetry.cli.processes import processes
-from proximetry.faces.options import BadImages, Keep, Size
+from proximetry.faces import BadImages, Keep, Size
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from proximetry.faces import Alignment
-    from proximetry.training.distributed import World
 
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
@@ -57,7 +53,7 @@ def align(
     from proximetry.faces import align_folder
 
     with progress_bar("aligning") as report:
-        found = align_folder(
+        result = align_folder(
             folder,
             out,
             size=size,
@@ -66,8 +62,8 @@ def align(
             progress=report,
             log=partial(say, to_stderr=as_json),
         )
-    document = dataclasses.asdict(found) | {"out": str(found.out), "report": str(found.report)}
-    tell(as_json, document, _summary(found, size, keep))
+    document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
+    tell(as_json, document, _summary(result, size, keep))
 
 
 def verify(
@@ -84,48 +80,38 @@ def verify(
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether two faces are of the same person: LFW, YTF, or pairs of your own.
+    """Verify pairs of faces (same person or not): LFW, YTF, or a custom list.
 
-    Prints the accuracy with its standard error over the folds, each fold's threshold being chosen
-    on the others, AUC, EER, and TAR at FAR.
+    Prints the accuracy with its standard error over the folds (each fold's threshold is chosen on
+    the others), AUC, EER, and TAR at FAR.
 
     Args:
         embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
         images: folder with <person>/<person>_0001.jpg (any image extension), as LFW comes and
             `proximetry faces align` writes; of videos with <person>/<video>/<frames>.
-        pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same and, if wanted, fold.
-        input_: what pixels an ONNX file takes, as JSON or a JSON file: size, channels, range, mean,
-            std, output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
-        bad_images: refuse a list that names images which are missing or unreadable, or leave such
-            pairs out and list them.
+        pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
+        input_: input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std,
+            output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
+        bad_images: stop at missing or unreadable images, or skip and list their pairs.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
         roc: draw the ROC curve to this file, .png or .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.embedder import open_embedder
-    from proximetry.faces.figures import draw_roc
-    from proximetry.faces.pairs import read_protocol
-    from proximetry.faces.verify import verify_pairs
+    from proximetry.faces import read_protocol
+    from proximetry.faces.verify import draw_roc, verify_pairs
 
     _check_outputs(out, "--roc", roc, pairs, embedder)
     protocol = read_protocol(pairs, images, bad_images)
-    with _processes(device, "verifying") as (world, group, report):
-        model = open_embedder(embedder, input_, world.device)
-        found = verify_pairs(
-            model,
-            protocol,
-            batch_size=batch_size,
-            bad_images=bad_images,
-            progress=report,
-            group=group,
-        )
-    if not world.leads:
+    result, leads = _run(
+        "verifying", verify_pairs, embedder, input_, protocol, device, batch_size, bad_images
+    )
+    if not leads:
         return
-    document = {"images_from": str(images), "pairs_from": str(pairs), **found.document()}
+    document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
     if roc is not None:
-        draw_roc(found.result, f"{Path(model.source).name}, {protocol.format}", roc)
-    _tell(document, str(found), out, as_json)
+        draw_roc(result.result, f"{embedder.name}, {protocol.format}", roc)
+    _report(document, str(result), out, as_json)
 
 
 def identify(
@@ -142,11 +128,11 @@ def identify(
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find a face among many distractors: MegaFace's protocol.
+    """Identify faces among many distractors: MegaFace's protocol.
 
-    Every image of a person is a probe for every other image of that person, which hides among all
-    distractors. Prints how often it is the nearest (rank 1) or among the k nearest, and TAR at FAR
-    over all pairs of a probe and a distractor.
+    Every image of a person is a probe for every other image of that person among all distractors.
+    Prints how often it is the nearest (rank 1) or among the k nearest, and TAR at FAR over all
+    pairs of a probe and a distractor.
 
     Args:
         embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
@@ -154,35 +140,26 @@ def identify(
         distractors: folder of images of other people, or their vectors by the same embedder (.npy,
             which is not read into memory, or .npz, as `proximetry embed --flip` writes); default:
             the people in PROBES who have one image only.
-        input_: what pixels an ONNX file takes, as JSON or a JSON file: size, channels, range, mean,
-            std, output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
-        bad_images: stop at images that cannot be read, or leave them out and list them.
+        input_: input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std,
+            output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
+        bad_images: stop at unreadable images, or skip and list them.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
         cmc: draw the cumulative match curve to this file, .png or .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.embedder import open_embedder
-    from proximetry.faces.figures import draw_cmc
-    from proximetry.faces.identify import DEPTH, identify_people, read_people
+    from proximetry.faces.identify import DEPTH, draw_cmc, identify_people, read_people
 
     _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
     people = read_people(probes, distractors)
-    with _processes(device, "identifying") as (world, group, report):
-        model = open_embedder(embedder, input_, world.device)
-        found = identify_people(
-            model,
-            people,
-            batch_size=batch_size,
-            bad_images=bad_images,
-            progress=report,
-            group=group,
-        )
-    if not world.leads:
+    result, leads = _run(
+        "identifying", identify_people, embedder, input_, people, device, batch_size, bad_images
+    )
+    if not leads:
         return
     if cmc is not None:
-        draw_cmc(found.result, Path(model.source).name, DEPTH, cmc)
-    _tell({"probes_from": str(probes), **found.document()}, str(found), out, as_json)
+        draw_cmc(result.result, embedder.name, DEPTH, cmc)
+    _report({"probes_from": str(probes), **result.document()}, str(result), out, as_json)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -190,38 +167,51 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _summary(found: "Alignment", size: str, keep: str) -> str:
-    done = "copied" if found.copied else "aligned"
-    lines = [f"{done} {found.faces} faces of {found.images} images to {found.out} ({size})"]
-    if found.several:
-        kept = {"all": "all were", "largest": "the largest was"}
-        nearest = "the one nearest to the center was"
-        lines.append(
-            f"{found.several} images show several faces, of which {kept.get(keep, nearest)} kept"
-        )
-    if found.no_face:
-        lines.append(f"{found.no_face} images show no face")
-    if found.unreadable:
-        lines.append(f"{found.unreadable} images cannot be read")
-    return "\n".join([*lines, f"every image and face is listed in {found.report}"])
+def _summary(result: "Alignment", size: str, keep: str) -> str:
+    done = "copied" if result.copied else "aligned"
+    kept = {"all": "all were", "largest": "the largest was"}
+    chosen = kept.get(keep, "the one nearest to the center was")
+    lines = [
+        f"{done} {result.faces} faces of {result.images} images to {result.out} ({size})",
+        f"{result.several} images show several faces, of which {chosen} kept"
+        if result.several
+        else "",
+        f"{result.no_face} images show no face" if result.no_face else "",
+        f"{result.unreadable} images cannot be read" if result.unreadable else "",
+        f"every image and face is listed in {result.report}",
+    ]
+    return "\n".join(filter(None, lines))
 
 
-@contextmanager
-def _processes(
-    device: str | None, what: str
-) -> "Iterator[tuple[World, dist.ProcessGroup | None, Progress | None]]":
-    """Join the processes that torchrun started; one shows a bar."""
+def _run(
+    title: str,
+    work: Callable[..., Any],
+    embedder: Path,
+    contract: str | None,
+    inputs: object,
+    device: str | None,
+    batch_size: int,
+    bad_images: BadImages,
+) -> tuple[Any, bool]:
+    """Run a protocol in the processes of torchrun; return the result, and whether to print it."""
     import torch.distributed as dist
 
-    with (
-        processes(device) as world,
-        progress_bar(what, shown=world.leads) as report,
-    ):
-        yield world, dist.group.WORLD if world.size > 1 else None, report
+    from proximetry.faces import open_embedder
+
+    with processes(device) as world, progress_bar(title, shown=world.leads) as report:
+        result = work(
+            open_embedder(embedder, contract, world.device),
+            inputs,
+            batch_size=batch_size,
+            bad_images=bad_images,
+            progress=report,
+            group=dist.group.WORLD if world.size > 1 else None,
+        )
+    return result, world.leads
 
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
-    """Refuse files that cannot be written, before the work."""
+    """Check the output files before the work."""
     if figure is not None and figure.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"{option} {figure} must end in .png or .svg")
     check_document(out, sources)
@@ -229,7 +219,7 @@ def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources:
         check_out(figure, sources)
 
 
-def _tell(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+def _report(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
     tell(as_json, document, text)

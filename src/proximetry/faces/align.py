@@ -1,42 +1,71 @@
 """Align the faces in a folder of images: parallel and resumable."""
 
+import csv
 import hashlib
 import io
+import json
 import os
+import sqlite3
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import Progress, UsageError, some
-from proximetry._util.files import atomic_write
+from proximetry._util.files import atomic_path, atomic_write, written_for
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
 from proximetry.data.folders import files_below, is_image
 from proximetry.data.images import ImageError, image_size, open_image
+from proximetry.faces import Keep, Size
 from proximetry.faces.alignment import height_and_width, similarity, template, warp
 from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
-from proximetry.faces.journal import (
-    FORMAT,
-    AlignedImage,
-    Alignment,
-    Face,
-    Journal,
-    open_journal,
-    stamp_of,
-)
-from proximetry.faces.options import Keep, Size
 
 MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
+REPORT, JOURNAL = "faces.csv", ".align.sqlite"
+FORMAT = "proximetry aligned faces 3"
+POINTS = ("left_eye", "right_eye", "nose", "left_mouth", "right_mouth")
+COLUMNS = (
+    *("path", "status", "faces", "kept", "score", "left", "top", "right", "bottom"),
+    *(f"{point}_{axis}" for point in POINTS for axis in "xy"),
+    *("output", "reason"),
+)
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Summary of an aligned folder; all counts are images except `faces`, the files written."""
+
+    out: Path
+    report: Path
+    images: int
+    faces: int
+    copied: int
+    several: int
+    no_face: int
+    unreadable: int
+
+
+class _Entry(NamedTuple):
+    """An image in the journal: status, output files with their sizes, and rows of the report.
+
+    `stamp` is its size in bytes and modification time; another stamp is another image.
+    """
+
+    stamp: list[int]
+    status: str
+    outputs: dict[str, int]
+    rows: list[list[Any]]
 
 
 def align_folder(
@@ -57,7 +86,7 @@ def align_folder(
 
     Args:
         folder: the images.
-        out: the output folder; may hold what an earlier call with the same settings wrote.
+        out: the output folder; may contain the output of an earlier call with the same settings.
         size: height and width; the template of 112x96 is the middle of that of 112x112.
         keep: the largest face of an image, the one nearest to its center, or all.
         detector: an SCRFD model with key points; by default that of an installed package.
@@ -65,7 +94,7 @@ def align_folder(
         log: called with messages.
 
     Raises:
-        UsageError: there is nothing to align, no detector, or `out` holds something else.
+        UsageError: there is nothing to align, no detector, or `out` contains other files.
     """
     for name, value, known in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
         if value not in known:
@@ -76,33 +105,32 @@ def align_folder(
     if _is_aligned(source, paths, size):
         log(f"all images in {source} are {size} already: they are copied unchanged")
         settings |= {"keep": None, "detector": None}
-        task: _Task = _Copy(source, home, size)
+        model = None
     else:
         file, package = (Path(detector), "") if detector is not None else find_detector()
         model = Detector(file)
         log(f"detector: {file.name}{package and f' of {package}'}")
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
-        settings |= {"keep": keep, "detector": {"file": file.name, "sha256": content}}
-        task = _Align(source, home, size, keep, model, _ambiguous(paths, keep))
-    with open_journal(home, settings) as journal:
-        journal.check(paths, source, task.names)
-        _run(task, paths, journal, progress)
-        return journal.write_report(paths)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        settings |= {"keep": keep, "detector": f"{file.name} ({digest})"}
+    work = _Work(source, home, size, keep, model, ambiguous(paths, keep))
+    with _open_journal(home, settings) as journal:
+        done = _check_journal(journal, source, home, paths)
+        _run(work, [path for path in paths if path not in done], len(paths), journal, progress)
+        return _write_report(journal, home, paths)
 
 
 def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
     """Return the images below a folder; raise if there are none or `out` lies among them."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
-    inside, outside = folder.resolve(), out.resolve()
-    if inside == outside or inside in outside.parents:
+    if out.resolve().is_relative_to(folder.resolve()):
         raise UsageError(
             f"{out} lies in {folder}, where the faces would be taken for images. "
             "Choose a folder outside."
         )
     paths, others, skipped = files_below(folder)
     if not paths:
-        raise UsageError(f"{folder} holds no images; found {some(others) or 'nothing'}")
+        raise UsageError(f"{folder} contains no images, only {some(others) or 'nothing'}")
     if others:
         log(f"{len(others)} files are not images: {some(others)}")
     if skipped:
@@ -112,7 +140,7 @@ def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
 
 def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
     """Whether all images that can be read have the size of an aligned face."""
-    known = False
+    readable = False
     for path in paths:
         try:
             width, height = image_size(folder / path)
@@ -120,124 +148,31 @@ def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
             continue
         if (height, width) != height_and_width(size):
             return False
-        known = True
-    return known
+        readable = True
+    return readable
 
 
-def _ambiguous(paths: Sequence[str], keep: Keep) -> set[str]:
+def ambiguous(paths: Sequence[str], keep: Keep) -> set[str]:
     """Return the images whose faces keep the image's extension in their name: "a.jpg.png".
 
     These differ from another image in their extension only, or still have an extension without it,
     or look like a second face. So no two outputs have the same name.
     """
-    short = Counter(map(_without_extension, paths))
+    stems = {path: str(PurePosixPath(path).with_suffix("")) for path in paths}
+    count = Counter(stems.values())
 
     def is_free(stem: str) -> bool:
         head, mark, number = stem.rpartition(".face")
         second = keep == "all" and head and mark and number.isdigit()
-        return short[stem] == 1 and not second and not is_image(f"_{stem.rpartition('/')[2]}")
+        return count[stem] == 1 and not second and not is_image(f"_{stem.rpartition('/')[2]}")
 
-    return {path for path in paths if not is_free(_without_extension(path))}
-
-
-def _without_extension(path: str) -> str:
-    return str(PurePosixPath(path).with_suffix(""))
+    return {path for path, stem in stems.items() if not is_free(stem)}
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Copy images that are aligned already, after checking that they can be read."""
-
-    folder: Path
-    out: Path
-    size: Size
-
-    def __call__(self, paths: Sequence[str]) -> list[AlignedImage]:
-        return [self._copy(path) for path in paths]
-
-    def names(self, path: str, faces: int) -> set[str]:
-        """Return the output files of an image."""
-        return {path}
-
-    def _copy(self, path: str) -> AlignedImage:
-        file = self.folder / path
-        stamp = stamp_of(file)
-        try:
-            image = open_image(file)
-        except ImageError as error:
-            return AlignedImage(path, stamp, "unreadable", error.reason)
-        if (image.height, image.width) != height_and_width(self.size):
-            reason = f"{image.height}x{image.width} after EXIF rotation, not {self.size}"
-            return AlignedImage(path, stamp, "unreadable", reason)
-        return AlignedImage(
-            path, stamp, "copied", outputs={path: _write(self.out / path, file.read_bytes())}
-        )
-
-
-@dataclass(frozen=True)
-class _Align:
-    """Detect, choose, warp, write."""
-
-    folder: Path
-    out: Path
-    size: Size
-    keep: Keep
-    detector: Detector
-    ambiguous: set[str]
-
-    def __call__(self, paths: Sequence[str]) -> list[AlignedImage]:
-        stamps = [stamp_of(self.folder / path) for path in paths]
-        images: dict[str, npt.NDArray[np.uint8]] = {}
-        reasons: dict[str, str] = {}
-        for path in paths:
-            try:
-                images[path] = np.asarray(open_image(self.folder / path))
-            except ImageError as error:
-                reasons[path] = error.reason
-        faces = dict(zip(images, self.detector(list(images.values())), strict=True))
-        return [
-            self._align(path, stamp, images[path], faces[path])
-            if path in images
-            else AlignedImage(path, stamp, "unreadable", reasons[path])
-            for path, stamp in zip(paths, stamps, strict=True)
-        ]
-
-    def _align(
-        self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
-    ) -> AlignedImage:
-        # Rounded first: the report holds the numbers that the face was warped with.
-        scores, boxes, points = (
-            values.astype(np.float64).round(digits)
-            for values, digits in ((faces.scores, 4), (faces.boxes, 2), (faces.points, 2))
-        )
-        ranks = {row: rank for rank, row in enumerate(choose(faces, self.keep, image.shape))}
-        names: dict[int, str] = {}
-        outputs: dict[str, int] = {}
-        for row, rank in ranks.items():
-            matrix = similarity(points[row], template(self.size))
-            if matrix is not None:
-                names[row] = self._name(path, rank)
-                face = warp(image, matrix, *height_and_width(self.size))
-                outputs[names[row]] = _write(self.out / names[row], _png(face))
-        detected = [
-            Face(scores[row].item(), boxes[row].tolist(), points[row].tolist(), names.get(row))
-            for row in range(len(faces))
-        ]
-        if outputs or not detected:
-            status = "aligned" if detected else "no face"
-            return AlignedImage(path, stamp, status, "", detected, outputs)
-        return AlignedImage(path, stamp, "no face", "the five points coincide", detected)
-
-    def names(self, path: str, faces: int) -> set[str]:
-        """Return the output files of an image with so many faces."""
-        return {self._name(path, rank) for rank in range(faces)}
-
-    def _name(self, path: str, rank: int) -> str:
-        stem = path if path in self.ambiguous else _without_extension(path)
-        return f"{stem}{f'.face{rank + 1}' if rank else ''}.png"
-
-
-_Task = _Copy | _Align
+def output_name(path: str, rank: int, ambiguous: set[str]) -> str:
+    """Return the output file of the face of an image with this rank, from 0."""
+    stem = path if path in ambiguous else PurePosixPath(path).with_suffix("")
+    return f"{stem}{f'.face{rank + 1}' if rank else ''}.png"
 
 
 def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
@@ -251,41 +186,215 @@ def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
     return order if keep == "all" else order[:1]
 
 
-def _png(face: npt.NDArray[np.uint8]) -> bytes:
-    content = io.BytesIO()
-    # Higher levels take up to ten times as long and save a tenth at most.
-    Image.fromarray(face).save(content, "PNG", compress_level=1)
-    return content.getvalue()
+@dataclass(frozen=True)
+class _Work:
+    """Detect, choose, warp and write the faces of a few images; without detector, copy them."""
+
+    folder: Path
+    out: Path
+    size: Size
+    keep: Keep
+    detector: Detector | None
+    ambiguous: set[str]
+
+    def __call__(self, paths: Sequence[str]) -> dict[str, _Entry]:
+        entries: dict[str, _Entry] = {}
+        images: dict[str, npt.NDArray[np.uint8]] = {}
+        stamps = {path: _stamp(self.folder / path) for path in paths}
+        for path in paths:
+            try:
+                images[path] = np.asarray(open_image(self.folder / path))
+            except ImageError as error:
+                entries[path] = _without_face(path, stamps[path], "unreadable", error.reason)
+        if self.detector is None:
+            return entries | {path: self._copy(path, stamps[path], images[path]) for path in images}
+        for path, faces in zip(images, self.detector(list(images.values())), strict=True):
+            entries[path] = self._align(path, stamps[path], images[path], faces)
+        return entries
+
+    def _copy(self, path: str, stamp: list[int], image: npt.NDArray[np.uint8]) -> _Entry:
+        height, width, _ = image.shape
+        if (height, width) != height_and_width(self.size):
+            reason = f"{height}x{width} after EXIF rotation, not {self.size}"
+            return _without_face(path, stamp, "unreadable", reason)
+        outputs = {path: self._write(path, (self.folder / path).read_bytes())}
+        return _without_face(path, stamp, "copied", "", outputs)
+
+    def _align(
+        self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
+    ) -> _Entry:
+        if not len(faces):
+            return _without_face(path, stamp, "no face", "")
+        # Rounded first: the report has the numbers that the face was warped with.
+        scores, boxes, points = (
+            values.astype(np.float64).round(digits)
+            for values, digits in ((faces.scores, 4), (faces.boxes, 2), (faces.points, 2))
+        )
+        names: dict[int, str] = {}
+        outputs: dict[str, int] = {}
+        for rank, row in enumerate(choose(faces, self.keep, image.shape)):
+            matrix = similarity(points[row], template(self.size))
+            if matrix is not None:
+                names[row] = output_name(path, rank, self.ambiguous)
+                face = warp(image, matrix, *height_and_width(self.size))
+                content = io.BytesIO()
+                # Higher levels take up to ten times as long and save a tenth at most.
+                Image.fromarray(face).save(content, "PNG", compress_level=1)
+                outputs[names[row]] = self._write(names[row], content.getvalue())
+        status, reason = ("aligned", "") if outputs else ("no face", "the five points coincide")
+        rows = []
+        for row, name in enumerate(map(names.get, range(len(faces)))):
+            numbers = [scores[row].item(), *boxes[row].tolist(), *points[row].ravel().tolist()]
+            start = [path, status, len(faces), "yes" if name else "no"]
+            rows.append([*start, *numbers, name or "", reason])
+        return _Entry(stamp, status, outputs, rows)
+
+    def _write(self, name: str, content: bytes) -> int:
+        file = self.out / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, content, durable=False)
+        return len(content)
 
 
-def _write(file: Path, content: bytes) -> int:
-    """Write a file and return its size."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, content, durable=False)
-    return len(content)
+def _without_face(
+    path: str, stamp: list[int], status: str, reason: str, outputs: dict[str, int] | None = None
+) -> _Entry:
+    name = next(iter(outputs or ()), "")
+    row = [path, status, 0, "yes" if name else "no", *[""] * (len(COLUMNS) - 6), name, reason]
+    return _Entry(stamp, status, outputs or {}, [row])
 
 
-def _run(task: _Task, paths: Sequence[str], journal: Journal, progress: Progress | None) -> None:
-    """Process the images that are not done with all cores, and record them."""
-    missing = [path for path in paths if path not in journal]
-    done = len(paths) - len(missing)
+def _run(
+    work: _Work,
+    paths: Sequence[str],
+    total: int,
+    journal: sqlite3.Connection,
+    progress: Progress | None,
+) -> None:
+    """Process images with all cores, and record each when its faces are written."""
+    done = total - len(paths)
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
-    pending: deque[Future[list[AlignedImage]]] = deque()
-
-    def record() -> None:
-        nonlocal done
-        images = pending.popleft().result()
-        journal.add(images)
-        done += len(images)
-        if progress is not None:
-            progress(done, len(paths))
-
-    with ExitStack() as stack:
-        pool = ThreadPoolExecutor(workers)
-        stack.callback(pool.shutdown, cancel_futures=True)
-        for part in chunks(len(missing), BATCH):
-            pending.append(pool.submit(task, missing[part]))
-            if len(pending) > 2 * workers:
-                record()
+    parts = chunks(len(paths), BATCH)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        pending = deque(pool.submit(work, paths[part]) for part in islice(parts, 2 * workers))
         while pending:
-            record()
+            entries = pending.popleft().result()
+            pending.extend(pool.submit(work, paths[part]) for part in islice(parts, 1))
+            rows = [(os.fsencode(path), json.dumps(entry)) for path, entry in entries.items()]
+            journal.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
+            journal.commit()
+            done += len(entries)
+            if progress is not None:
+                progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _stamp(file: Path) -> list[int]:
+    """Return the size in bytes and the modification time of a file, zeros if it is missing."""
+    try:
+        status = file.stat()
+    except OSError:
+        return [0, 0]
+    return [status.st_size, status.st_mtime_ns]
+
+
+@contextmanager
+def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Connection]:
+    """Open the journal of a folder that is new, empty, or was written with the same settings."""
+    existing = next(path for path in (home, *home.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError(f"{existing} is a file. Choose another output folder.")
+    names = sorted(path.name for path in home.iterdir()) if existing == home else []
+    if names and JOURNAL not in names:
+        raise UsageError(
+            f"{home} is not empty and was not written by `faces align`: {some(names, 3)}. "
+            "Choose another folder."
+        )
+    home.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(home / JOURNAL, timeout=0)) as journal:
+        try:
+            journal.execute("PRAGMA locking_mode = EXCLUSIVE")  # until it is closed
+            journal.execute("CREATE TABLE IF NOT EXISTS images (path BLOB PRIMARY KEY, entry)")
+            row = [b"", json.dumps(settings)]
+            journal.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", row)
+            journal.commit()
+            (text,) = journal.execute("SELECT entry FROM images WHERE path = ?", [b""]).fetchone()
+            stored = json.loads(text)
+            changed = [
+                f"{key} was {stored.get(key)}, now {value}"
+                for key, value in settings.items()
+                if stored.get(key) != value
+            ]
+            if changed:
+                raise UsageError(
+                    f"{home} was written with other settings: {', '.join(changed)}. Choose another "
+                    "folder, or the same settings."
+                )
+            for leftover in filter(written_for, home.rglob(".*")):
+                leftover.unlink(missing_ok=True)
+            yield journal
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{home / JOURNAL}: {error}. Wait for other processes that write to {home}, or "
+                "choose another folder."
+            ) from error
+
+
+def _check_journal(
+    journal: sqlite3.Connection, folder: Path, home: Path, paths: Sequence[str]
+) -> set[str]:
+    """Return the images that are done; drop those that changed, failed or lost their faces."""
+    query = "SELECT path FROM images WHERE path != ?"
+    stored = {os.fsdecode(path) for (path,) in journal.execute(query, [b""])}
+    missing = sorted(stored.difference(paths))
+    if missing:
+        raise UsageError(
+            f"{home} has the faces of {len(missing)} images that are no longer in {folder}: "
+            f"{some(missing, 3)}. Restore them, or choose another output folder."
+        )
+    for path in sorted(stored):
+        entry = _entry(journal, path)
+        sizes = {name: _stamp(home / name)[0] for name in entry.outputs}
+        current = entry.stamp == _stamp(folder / path) and sizes == entry.outputs
+        if not current or entry.status == "unreadable":
+            for output in (home / name for name in entry.outputs):
+                if output.resolve().is_relative_to(home.resolve()):
+                    output.unlink(missing_ok=True)
+            journal.execute("DELETE FROM images WHERE path = ?", [os.fsencode(path)])
+            stored.remove(path)
+    journal.commit()
+    return stored
+
+
+def _entry(journal: sqlite3.Connection, path: str) -> _Entry:
+    query = "SELECT entry FROM images WHERE path = ?"
+    (entry,) = journal.execute(query, [os.fsencode(path)]).fetchone()
+    return _Entry(*json.loads(entry))
+
+
+def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str]) -> Alignment:
+    """Write the list of all images and faces, and return the counts."""
+    count: Counter[str] = Counter()
+    with (
+        atomic_path(home / REPORT) as report,
+        report.open("w", encoding="utf-8", errors="surrogateescape", newline="") as text,
+    ):
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for path in paths:
+            entry = _entry(journal, path)
+            table.writerows(entry.rows)
+            several = len(entry.rows) > 1
+            count.update({entry.status: 1, "several": several, "faces": len(entry.outputs)})
+    return Alignment(
+        out=home,
+        report=home / REPORT,
+        images=len(paths),
+        faces=count["faces"],
+        copied=count["copied"],
+        several=count["several"],
+        no_face=count["no face"],
+        unreadable=count["unreadable"],
+    )

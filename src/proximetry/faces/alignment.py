@@ -1,18 +1,18 @@
-"""Five points of a face laid on a template by a similarity: turned, scaled and moved, not bent."""
+"""Align five points of a face with a template by a similarity: rotation, scale, translation."""
 
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from proximetry.faces.options import Size
+from proximetry.faces import Size
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
-# Left eye, right eye (as seen in the picture), nose, left and right corner of the mouth: x and y
-# in a picture 96 wide and 112 high, from SphereFace's code. ArcFace's picture is the same with
-# eight columns more on either side.
+# Left eye, right eye (as seen in the image), nose, left and right corner of the mouth: x and y in
+# an image 96 wide and 112 high, from SphereFace's code. ArcFace's image has eight more columns on
+# either side.
 _POINTS = (
     (30.2946, 51.6963),
     (65.5318, 51.5014),
@@ -24,22 +24,21 @@ _LEFT: dict[Size, float] = {"112x112": 8.0, "112x96": 0.0}
 
 
 def height_and_width(size: Size) -> tuple[int, int]:
-    """Return the two numbers of a size."""
+    """Return height and width of a size."""
     height, width = map(int, size.split("x"))
     return height, width
 
 
 def template(size: Size) -> npt.NDArray[np.float64]:
-    """Return where the five points lie in an aligned face, [5, 2], x before y."""
+    """Return the five points of an aligned face, [5, 2], x before y."""
     return np.array([(x + _LEFT[size], y) for x, y in _POINTS])
 
 
 def similarity(points: Floats, targets: Floats) -> npt.NDArray[np.float64] | None:
-    """Return the 2 × 3 matrix of the similarity that brings points nearest to their targets.
+    """Return the 2 × 3 matrix of the least-squares similarity (Umeyama 1991) of points to targets.
 
-    Nearest in the sense of least squares (Umeyama 1991). In the plane a turn and a scale are one
-    multiplication of complex numbers, z → az + b, so the solution is that of a regression line.
-    None if there is none: the points coincide, or lie such that they would be shrunk to one.
+    In the plane, rotation and scale are one multiplication of complex numbers, z → az + b, so this
+    is linear regression. None if the points coincide or would be shrunk to one.
     """
     z, w = (np.asarray(p, np.float64) @ (1, 1j) for p in (points, targets))
     centered = z - z.mean()
@@ -52,13 +51,18 @@ def similarity(points: Floats, targets: Floats) -> npt.NDArray[np.float64] | Non
 
 
 def warp(image: Pixels, matrix: Floats, height: int, width: int) -> Pixels:
-    """Return the picture [height, width, 3] that a similarity makes of an image [H, W, 3].
+    """Warp an image [H, W, 3] by a similarity to [height, width, 3].
 
-    Bilinear, black outside the image, as OpenCV's warpAffine and scikit-image's warp do it. Points
-    are counted from the middle of the first pixel.
+    Bilinear, black outside the image, as OpenCV's warpAffine and scikit-image's warp. The center of
+    the first pixel is (0, 0).
     """
-    x, y = _sources(matrix, height, width)
-    # Beyond one pixel of black around the image there is only more black.
+    # Coordinates in the image of each pixel of the result, row by row.
+    inverse = 1 / complex(matrix[0, 0], matrix[1, 0])
+    start = -inverse * complex(matrix[0, 2], matrix[1, 2])
+    columns, rows = np.arange(width), np.arange(height)[:, None]
+    x = ((inverse.real * columns + start.real) - inverse.imag * rows).ravel()
+    y = ((inverse.imag * columns + start.imag) + inverse.real * rows).ravel()
+    # One pixel of black around the image is enough.
     np.clip(x, -1, image.shape[1], out=x)
     np.clip(y, -1, image.shape[0], out=y)
     left, top = np.floor(x), np.floor(y)
@@ -87,15 +91,3 @@ def warp(image: Pixels, matrix: Floats, height: int, width: int) -> Pixels:
     upper += lower
     upper += 0.5
     return upper.T.astype(np.uint8, order="C").reshape(height, width, 3)
-
-
-def _sources(
-    matrix: Floats, height: int, width: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Where in the image the pixels of the result come from, row by row: x and y."""
-    inverse = 1 / complex(matrix[0, 0], matrix[1, 0])
-    start = -inverse * complex(matrix[0, 2], matrix[1, 2])
-    columns, rows = np.arange(width), np.arange(height)[:, None]
-    x = (inverse.real * columns + start.real) - inverse.imag * rows
-    y = (inverse.imag * columns + start.imag) + inverse.real * rows
-    return x.ravel(), y.ravel()

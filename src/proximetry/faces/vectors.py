@@ -1,7 +1,7 @@
 """Vectors of face images, on one process or several."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from proximetry._util.errors import Progress
 from proximetry._util.tensors import chunks
+from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.options import BadImages
 from proximetry.metrics._search.inputs import normalize
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.models.encoding import embed_images
@@ -18,9 +18,9 @@ from proximetry.models.encoding import embed_images
 
 @dataclass
 class FaceVectors:
-    """How images are embedded: by what, how many at once, and who of several processes is asked.
+    """Embed images in batches, shared among the processes of a group.
 
-    ``unreadable`` collects the images that could not be read, if these are skipped.
+    ``unreadable`` collects images that could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
@@ -28,38 +28,31 @@ class FaceVectors:
     flip: bool = True
     bad_images: BadImages = "error"
     group: dist.ProcessGroup | None = None
+    unreadable: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        self.unreadable: dict[str, str] = {}
-
-    @property
-    def width(self) -> int:
-        """Dimension of the vectors."""
-        return self.embedder.dim * (2 if self._concat_flip else 1)
-
-    @property
-    def _concat_flip(self) -> bool:
-        return self.flip and not self.embedder.flip_tta
+        self.concat_flip = self.flip and not self.embedder.flip_tta
+        self.width = self.embedder.dim * (2 if self.concat_flip else 1)
 
     def pooled(
         self, files: Sequence[str], owners: Sequence[int], progress: Progress | None = None
     ) -> Tensor:
         """Return the sum of the unit vectors of each owner's images, [owners, width], float64.
 
-        Every process embeds its share and gets the whole. Unreadable images add nothing.
+        Each process embeds its share and returns the total. Unreadable images add nothing.
         """
         sums = torch.zeros(1 + max(owners), self.width, dtype=torch.float64)
-        whose = torch.tensor(owners)
+        owner = torch.tensor(owners)
 
         def add() -> None:
             for rows, vectors in self.batches(files, progress):
-                sums.index_add_(0, whose[rows], normalize(vectors.double()))
+                sums.index_add_(0, owner[rows], normalize(vectors.double()))
 
         together(add, self.group)
         if self.group is not None:
-            # A single image is embedded by one process and adds to nothing but zeros.
+            # A single image is embedded by one process and adds to zeros.
             total = sums.to(self.embedder.device)
             dist.all_reduce(total, group=self.group)
             sums = total.cpu()
@@ -67,43 +60,42 @@ class FaceVectors:
         return sums
 
     def share_unreadable(self) -> None:
-        """Let every process know what one could not read."""
+        """Collect the unreadable images of all processes."""
         if self.group is not None:
-            for found in gather_objects(self.unreadable, self.group):
-                self.unreadable.update(found)
+            for images in gather_objects(self.unreadable, self.group):
+                self.unreadable.update(images)
 
     def batches(
         self, files: Sequence[str], progress: Progress | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield which images and their vectors, batch by batch, of this process's share.
+        """Yield the indices and vectors of this process's share, batch by batch.
 
-        Whole batches go to a process, so that vectors do not depend on how many there are.
+        Processes get whole batches: vectors do not depend on the number of processes.
         """
         parts = list(chunks(len(files), self.batch_size))
         if self.group is not None:
             parts = parts[dist.get_rank(self.group) :: dist.get_world_size(self.group)]
         mine = [row for part in parts for row in range(part.start, part.stop)]
 
-        def left_out(place: int, error: Exception) -> None:
-            file = files[mine[place]]
+        def skip(index: int, error: Exception) -> None:
+            file = files[mine[index]]
             reason = str(error).removeprefix(f"{file}: ")
             if self.bad_images == "error":
-                raise ValueError(f"{file}: {reason}; --bad-images skip leaves such images out")
+                raise ValueError(f"{file}: {reason}. Skip such images with --bad-images skip.")
             self.unreadable[file] = reason
 
-        embedder = self.embedder
         done = 0
-        for places, vectors in embed_images(
-            embedder.embed,
+        for indices, vectors in embed_images(
+            self.embedder.embed,
             (files[row] for row in mine),
-            embedder.preprocessing,
-            device=embedder.device,
+            self.embedder.preprocessing,
+            device=self.embedder.device,
             batch_size=self.batch_size,
-            concat_flip=self._concat_flip,
-            on_error=left_out,
-            blame=embedder.blame,
+            concat_flip=self.concat_flip,
+            on_error=skip,
+            blame=self.embedder.blame,
         ):
-            yield [mine[place] for place in places], vectors
-            done += len(places)
+            yield [mine[index] for index in indices], vectors
+            done += len(indices)
             if progress is not None:
                 progress(done, len(mine))

@@ -1,22 +1,29 @@
-"""Verification of faces: LFW, YTF, or pairs of one's own."""
+"""Face verification: LFW, YTF, or custom pairs."""
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
 
 from proximetry._util.errors import Progress
+from proximetry._util.figures import draw_figure
+from proximetry._util.files import atomic_write
+from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.options import BadImages
 from proximetry.faces.pairs import PairProtocol
 from proximetry.faces.vectors import FaceVectors
 from proximetry.metrics import Verification, pair_similarities, verify
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 @dataclass(frozen=True)
 class PairVerification:
-    """The result of `verify_pairs`: the figures, the pairs behind them, and how they were made."""
+    """Result of `verify_pairs`, with the pairs and the embedder."""
 
     result: Verification
     protocol: PairProtocol
@@ -43,7 +50,7 @@ class PairVerification:
             "tar_at_far": {f"{far:g}": tar for far, tar in r.tar_at_far.items()},
             "unmeasurable_far": list(r.unmeasurable_far),
             "folds": [
-                # JSON knows no infinity; such a threshold accepts all pairs or none.
+                # JSON has no infinity: a threshold that accepts all pairs or none.
                 {
                     "fold": name,
                     "pairs": protocol.folds.count(name),
@@ -85,28 +92,47 @@ def verify_pairs(
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PairVerification:
-    """Compare the pairs of a protocol, each image by its vector and that of its mirror image.
+    """Verify the pairs of a protocol by the cosine of the vectors of image and mirror image.
 
-    A video is the mean of the unit vectors of its frames. Similarities are cosines, and
-    `metrics.verify` chooses each fold's threshold on the other folds. TAR is told at every power of
-    ten that the number of different pairs allows. With a ``group`` every process embeds its share
-    of the images and returns the same result.
+    A video is the mean of the unit vectors of its frames. `metrics.verify` chooses each fold's
+    threshold on the other folds. TAR is reported at every power of ten that the number of different
+    pairs allows. With a ``group`` each process embeds its share of the images and returns the same
+    result.
     """
     vectors = FaceVectors(embedder, batch_size, bad_images=bad_images, group=group)
     templates = protocol.templates
-    files = [file for of in templates.values() for file in of]
-    owners = [owner for owner, of in enumerate(templates.values()) for _ in of]
-    notes = embedder.note_on_size(files[0])
+    files = [file for images in templates.values() for file in images]
+    owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
+    notes = embedder.size_notes(files[0])
     pooled = vectors.pooled(files, owners, progress)
-    left = protocol.without(vectors.unreadable)
-    row = {name: place for place, name in enumerate(templates)}
-    fold = {name: place for place, name in enumerate(left.fold_names)}
-    index = [[row[pair.first], row[pair.second]] for pair in left.pairs]
-    different = int((~left.same).sum())
+    readable = protocol.without(vectors.unreadable)
+    row = {name: index for index, name in enumerate(templates)}
+    fold = {name: index for index, name in enumerate(readable.fold_names)}
+    different = int((~readable.same).sum())
     result = verify(
-        pair_similarities(pooled, index),
-        left.same,
-        folds=[fold[name] for name in left.folds],
+        pair_similarities(pooled, [[row[pair.first], row[pair.second]] for pair in readable.pairs]),
+        readable.same,
+        folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )
-    return PairVerification(result, left, embedder, (*notes, *left.notes))
+    return PairVerification(result, readable, embedder, (*notes, *readable.notes))
+
+
+def draw_roc(result: Verification, label: str, out: Path) -> None:
+    """Draw TAR against FAR, from 1 / number of different pairs, as SVG or PNG."""
+    least = 1 / result.different_pairs
+    # FAR 0 has no position on a logarithmic axis.
+    far, tar = np.maximum(result.roc.far, least / 2), result.roc.tar
+    # Good models differ near the top: the axis starts where the curve does.
+    missed = 100 * max(1 - float(tar[far <= least].max()), 0.01)
+
+    def paint(axes: "Axes") -> None:
+        axes.step(far, 100 * tar, where="post", color="#0072B2", label=label)
+        axes.set_xscale("log")
+        axes.set_xlim(least, 1)
+        axes.set_ylim(max(0, 100 - 1.2 * missed), 100 + 0.05 * missed)
+        axes.set_xlabel("false accept rate")
+        axes.set_ylabel("true accept rate (%)")
+        axes.legend(loc="lower right")
+
+    atomic_write(out, draw_figure(paint, out.suffix.lower().removeprefix(".")))

@@ -1,6 +1,7 @@
 """Evaluation mode, and frozen statistics and momentum of batch norm."""
 
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,15 +14,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
-    return override(module.modules(), False, _mode, _switch)
+    return override(module.modules(), False, attrgetter("training"), _set_training)
 
 
-def _mode(part: nn.Module) -> bool:
-    return part.training
-
-
-def _switch(part: nn.Module, mode: bool) -> None:
-    part.training = mode
+def _set_training(layer: nn.Module, mode: bool) -> None:
+    layer.training = mode
 
 
 def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:

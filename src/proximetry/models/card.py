@@ -12,7 +12,7 @@ from proximetry.data.images import described_size
 from proximetry.models.embedder import Embedder, versions
 
 TASK = "image-feature-extraction"
-_TAGS = ("embeddings", "image-retrieval", "metric-learning", "proximetry", "timm")
+_TAGS = ["embeddings", "image-retrieval", "metric-learning", "proximetry", "timm"]
 # Saved by `train` with the metrics.
 _COUNTS = ("epoch", "queries", "queries_without_positive")
 _PROTOCOLS = {
@@ -26,30 +26,44 @@ _SPLITS = {"held_out": "classes held out of training", "test": "test set"}
 
 def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
     """Return the README.md of the embedder's repository."""
+    name = _recipe(embedder, "data", "dataset")
+    dataset = "a folder of images" if name in ("", "folder") else name
+    metrics = embedder.metrics or {}
+    figures = list(_figures(metrics))
     results = [
         EvalResult(
             task_type=TASK,
             task_name="Image retrieval",
-            dataset_type=_recipe(embedder, "data", "dataset") or "folder",
-            dataset_name=_dataset(embedder),
+            dataset_type=name or "folder",
+            dataset_name=dataset,
             dataset_config=part or None,
             dataset_split=split or None,
             metric_type=metric,
             metric_name=metric,
             metric_value=value,
         )
-        for split, part, metric, value in _figures(embedder.metrics or {})
+        for split, part, metric, value in figures
     ]
     front = ModelCardData(
         license=license,
         library_name="proximetry",
         pipeline_tag=TASK,
-        tags=list(_TAGS),
+        tags=_TAGS,
         model_name=repo_id.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
-    parts = (_use(embedder, repo_id), _evaluation(embedder), _training(embedder), _pixels(embedder))
-    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    parts = [_usage(embedder, repo_id)]
+    if figures:
+        protocol = _PROTOCOLS.get(str(metrics.get("protocol")), "")
+        parts.append(
+            f"## Evaluation\n\nMeasured on {dataset}; metrics are fractions. {protocol}".rstrip()
+            + "\n\n| images | metric | value |\n|---|---|---|"
+        )
+        for split, part, metric, value in figures:
+            images = ", ".join(filter(None, (_SPLITS.get(split, split), part)))
+            parts[-1] += f"\n| {_plain(images)} | {_plain(metric)} | {value:.4f} |"
+    parts += [_training(embedder, dataset), _preprocessing(embedder)]
+    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
 def _figures(
@@ -66,11 +80,6 @@ def _figures(
             yield split, part, str(name), float(value)
 
 
-def _dataset(embedder: Embedder) -> str:
-    name = _recipe(embedder, "data", "dataset")
-    return "a folder of images" if name in ("", "folder") else name
-
-
 def _recipe(embedder: Embedder, *keys: str) -> str:
     """Return a value of the recipe as text, "" if it is missing."""
     value: Any = embedder.recipe
@@ -85,14 +94,13 @@ def _plain(value: object) -> str:
     return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
 
 
-def _use(embedder: Embedder, repo_id: str) -> str:
+def _usage(embedder: Embedder, repo_id: str) -> str:
     what = "images" if embedder.takes_images else str(embedder.preprocessing)
     inputs = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
     classes = embedder.class_names
     trained = f", trained on {spaced(len(classes))} classes" if classes else ""
-    codes = (
-        f" Its signs are {embedder.bits}-bit codes for Hamming distance." if embedder.bits else ""
-    )
+    bits = embedder.bits
+    codes = f" Its signs are {bits}-bit codes for Hamming distance." if bits else ""
     return f"""# {repo_id}
 
 An embedder of {what}: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
@@ -110,53 +118,37 @@ vectors = embedder.encode({inputs})
 Command line: `proximetry evaluate hub:{repo_id} FOLDER`."""
 
 
-def _evaluation(embedder: Embedder) -> str:
-    metrics = embedder.metrics or {}
-    rows = [
-        f"| {_plain(_SPLITS.get(split, split))}{f', {_plain(part)}' if part else ''} "
-        f"| {_plain(metric)} | {value:.4f} |"
-        for split, part, metric, value in _figures(metrics)
-    ]
-    if not rows:
-        return ""
-    protocol = _PROTOCOLS.get(str(metrics.get("protocol")), "")
-    intro = f"Measured on {_dataset(embedder)}; metrics are fractions. {protocol}".strip()
-    head = ["## Evaluation", "", intro, "", "| images | metric | value |", "|---|---|---|"]
-    return "\n".join([*head, *rows])
-
-
-def _training(embedder: Embedder) -> str:
-    made = embedder.architecture
+def _training(embedder: Embedder, dataset: str) -> str:
+    network = embedder.architecture
     rows = {
-        "backbone": _plain(made.backbone),
+        "backbone": _plain(network.backbone),
         "initial weights": _plain(embedder.weights.origin),
-        "pooling": made.pooling,
+        "pooling": network.pooling,
         "dimensions": str(embedder.dim),
-        "LayerNorm before the head": "yes" if made.layer_norm else "",
-        "unit length": "yes" if made.normalize else "no",
-        "flip test-time augmentation": "yes" if made.flip_tta else "no",
-        "center crops of test-time augmentation": ", ".join(map(str, made.tta_crops)),
+        "LayerNorm before the head": "yes" if network.layer_norm else "",
+        "unit length": "yes" if network.normalize else "no",
+        "flip test-time augmentation": "yes" if network.flip_tta else "no",
+        "center crops of test-time augmentation": ", ".join(map(str, network.tta_crops)),
         "recipe": _recipe(embedder, "name"),
-        "dataset": _dataset(embedder) if embedder.recipe else "",
+        "dataset": dataset if embedder.recipe else "",
         "loss": _recipe(embedder, "loss", "name"),
         "epochs": _recipe(embedder, "training", "epochs"),
         "seed": _recipe(embedder, "training", "seed"),
         "fingerprint": f"`{embedder.fingerprint()}`",
         "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
     }
-    recipe = "\n\nThe full recipe is in `embedder.json`." if embedder.recipe else ""
     lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines]) + recipe
+    recipe = ["\nThe full recipe is in `embedder.json`."] if embedder.recipe else []
+    return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines, *recipe])
 
 
-def _pixels(embedder: Embedder) -> str:
-    wanted = embedder.preprocessing
+def _preprocessing(embedder: Embedder) -> str:
+    pixels = embedder.preprocessing
     if not embedder.takes_images:
-        return f"## Preprocessing\n\nNone: the input is float32 {wanted}."
-    height, width = wanted.crop
+        return f"## Preprocessing\n\nNone: the input is float32 {pixels}."
     return f"""## Preprocessing
 
-Resize to {described_size(wanted.resize)} pixels ({wanted.interpolation}), center crop \
-{height} × {width}, {wanted.channels} × {wanted.scale:.6g}, mean {list(wanted.mean)}, std \
-{list(wanted.std)}. `encode` does all of it; ONNX files of `proximetry export` do all but resizing \
-and cropping."""
+Resize to {described_size(pixels.resize)} pixels ({pixels.interpolation}), center crop \
+{pixels.crop[0]} × {pixels.crop[1]}, {pixels.channels} × {pixels.scale:.6g}, mean \
+{list(pixels.mean)}, std {list(pixels.std)}. `encode` does all of it; ONNX files of \
+`proximetry export` do all but resizing and cropping."""

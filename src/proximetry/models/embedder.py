@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -25,23 +24,16 @@ from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
+    ResidualMLP,
     build,
-    check_name,
     check_patches,
     class_and_patches,
-    default_pooling,
-    has_class_token,
     load_timm,
     prepare,
 )
-from proximetry.models.backbones.vectors import build_for_vectors
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
-from proximetry.models.names import (
-    OWN,
-    VECTOR_BACKBONES,
-    Similarity,
-)
+from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.pooling import make_pooling
 from proximetry.models.preprocessing import (
     ImageSource,
@@ -50,24 +42,14 @@ from proximetry.models.preprocessing import (
     Tensors,
     input_from_json,
 )
-from proximetry.models.storage import (
-    DESCRIPTION,
-    EXTRAS,
-    find_embedder,
-    read_embedder,
-    write_embedder,
-)
-from proximetry.models.weights import WeightsRecord, load_backbone
+from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
+from proximetry.models.weights import RANDOM, WeightsRecord, load_backbone
 
 _LARGEST_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
 
 Stage = Literal["pixels", "normalized", "features"]
 """Stage of a batch: pixels 0…255, normalized input of the network, or pooled features."""
-
-
-class NoFeatureMapError(ValueError):
-    """The pooling needs a feature map, and the backbone returns tokens."""
 
 
 class Embedder(nn.Module):
@@ -97,44 +79,32 @@ class Embedder(nn.Module):
         weights: WeightsRecord,
     ) -> None:
         super().__init__()
-        if architecture.pooling == "cls-avg" and not has_class_token(model):
+        tta = architecture.flip_tta or architecture.tta_crops
+        if tta and not isinstance(preprocessing, Preprocessing):
+            raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
+        features = _prepare(model, architecture, preprocessing)
+        if architecture.dim * features.width > _LARGEST_HEAD:
             raise ValueError(
-                f"pooling 'cls-avg' needs a class token, and {architecture.backbone} has none. "
-                "Use pooling='auto'."
+                f"head too large: {features.width} features × {architecture.dim} dimensions. Use "
+                "fewer dimensions, another pooling or smaller images."
             )
-        if not isinstance(preprocessing, Preprocessing) and (
-            architecture.flip_tta or architecture.tta_crops
-        ):
-            key = "flip_tta" if architecture.flip_tta else "tta_crops"
-            raise ValueError(f"{key} is for images; {architecture.backbone} takes {preprocessing}")
-        features = _probe(model, architecture, preprocessing)
-        pooling = _resolve_pooling(architecture, features, model)
-        width = features.channels
-        if pooling == "flatten":
-            width *= prod(features.size or ())
-        self.architecture = replace(architecture, pooling=pooling)
+        self.architecture = replace(architecture, pooling=features.pooling)
         self.preprocessing = cast(Preprocessing, preprocessing)  # Tensors if not takes_images
         self.weights = weights
-        self.width = width
-        self.dim = architecture.dim or width
+        self.width = features.width
+        self.dim = architecture.dim or features.width
         self.bits = architecture.dim if architecture.binary else None
         self.class_names: list[str] | None = None
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
         self.backbone = model
-        self.pooling = make_pooling(pooling)
+        self.pooling = make_pooling(features.pooling)
         self.head: nn.Module = nn.Identity()
-        if architecture.dim * width > _LARGEST_HEAD:
-            raise ValueError(
-                f"head too large: {width} features × {architecture.dim} dimensions. Use fewer "
-                "dimensions, another pooling or smaller images."
-            )
         if architecture.dim:
-            self.head = nn.Linear(width, architecture.dim)
+            self.head = nn.Linear(features.width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
-        self._channels_last = features.channels_last
-        self._dropped = features.dropped
+        self._channels_last, self._dropped = features.channels_last, features.dropped
         self._frozen: set[str] = set()
         self.keep_frozen()
 
@@ -190,12 +160,12 @@ class Embedder(nn.Module):
                 aspect ratio; None follows the weights (timm's `crop_mode`).
             input_dim: dimension of the input vectors, for "vectors" and "vectors_mlp" only.
         """
-        dim = _count("dim", (dim if bits is None else bits) or None)
-        image_size, resize = _count("image_size", image_size), _count("resize", resize)
-        input_dim = _count("input_dim", input_dim)
-        if not isinstance(squash, bool | None):
-            raise ValueError(f"squash must be True, False or None, got {squash!r}")
-        similarity = similarity or ("cosine" if normalize else "euclidean")
+        sizes = {"dim": (dim if bits is None else bits) or None, "image_size": image_size}
+        sizes |= {"resize": resize, "input_dim": input_dim}
+        for key, value in sizes.items():
+            if value is not None and not is_whole(value):
+                raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
+        dim, side, resize, input_dim = (v if v is None else int(v) for v in sizes.values())
         architecture = Architecture(
             backbone,
             dim or 0,
@@ -203,7 +173,7 @@ class Embedder(nn.Module):
             layer_norm,
             normalize,
             flip_tta,
-            similarity,
+            similarity or ("cosine" if normalize else "euclidean"),
             bits is not None,
             tta_crops,  # type: ignore[arg-type] # converted to a tuple
         )
@@ -211,10 +181,9 @@ class Embedder(nn.Module):
             problem = "needs input_dim" if input_dim is None else "takes images, not input_dim"
             raise ValueError(f"backbone {backbone!r} {problem}")
         if input_dim is not None:
-            model, record = build_for_vectors(backbone, input_dim), _RANDOM
-            return cls(model, architecture, Tensors((input_dim,)), record)
-        check_name(backbone)
-        crop = (image_size, image_size) if image_size else None
+            vectors = Tensors((input_dim,))
+            return cls(_build(backbone, vectors), architecture, vectors, RANDOM)
+        crop = (side, side) if side else None
         model, preprocessing, record = load_backbone(backbone, weights, crop, resize, squash)
         check_patches(model, backbone, preprocessing.crop)
         embedder = cls(model, architecture, preprocessing, record)
@@ -263,15 +232,14 @@ class Embedder(nn.Module):
                     f"{shown(preprocessing)}"
                 )
             preprocessing = Tensors(tuple(preprocessing))
-        name = f"{OWN}{type(module).__name__}"
-        near = similarity or ("cosine" if normalize else "euclidean")
-        architecture = Architecture(name, 0, "token", False, normalize, similarity=near)
-        record = WeightsRecord("own", type(module).__name__, None, 0, [])
-        embedder = cls(module, architecture, preprocessing, record)
+        name = type(module).__name__
+        similarity = similarity or ("cosine" if normalize else "euclidean")
+        architecture = Architecture(
+            f"{OWN}{name}", 0, "token", False, normalize, similarity=similarity
+        )
+        embedder = cls(module, architecture, preprocessing, WeightsRecord("own", name, None, 0, []))
         if embedder.dim != dim:
-            raise ValueError(
-                f"{type(module).__name__} returns {embedder.dim} dimensions, not dim {shown(dim)}"
-            )
+            raise ValueError(f"{name} returns {embedder.dim} dimensions, not dim {shown(dim)}")
         return embedder
 
     @property
@@ -294,7 +262,7 @@ class Embedder(nn.Module):
             return batch
         if stage == "pixels":
             batch = self.preprocessing.normalize(batch)
-        batch = batch.to(self._weight.dtype)  # of a half-precision network
+        batch = batch.to(next(self.parameters(), batch).dtype)  # of a half-precision network
         pooled = self._pooled(batch)
         if self.training:
             return pooled
@@ -331,20 +299,6 @@ class Embedder(nn.Module):
         return l2_normalize(vectors)[0] if normalize and self.architecture.normalize else vectors
 
     @torch.no_grad()
-    def pixel_features(self, batch: Tensor, stage: Stage = "pixels") -> Tensor:
-        """Return `features` in evaluation mode, without gradients."""
-        if batch.ndim == 4:
-            # One memory format: equal pixels give bit-equal features.
-            batch = batch.contiguous(memory_format=torch.channels_last)
-        with evaluating(self):
-            return self.features(batch, stage)
-
-    @property
-    def _weight(self) -> Tensor:
-        """A parameter, for the device and dtype of the network."""
-        return next(self.parameters(), torch.empty(0))
-
-    @torch.no_grad()
     def embed(self, pixels: Tensor) -> Tensor:
         """Return the vectors [B, dim] of uint8 pixels [B, 3, H, W], in evaluation mode.
 
@@ -352,7 +306,7 @@ class Embedder(nn.Module):
         pixels; autocast is ignored.
         """
         with torch.autocast(pixels.device.type, enabled=False):
-            return self.project(self.pixel_features(pixels)).float()
+            return self.project(extract_features(self, pixels)).float()
 
     def encode(
         self,
@@ -392,10 +346,10 @@ class Embedder(nn.Module):
             _check_not_one_image(images)
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
-        if not is_whole(batch_size):
-            raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("concat_flip has no effect with flip_tta: both flips have one vector")
+        if not is_whole(batch_size):
+            raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         convert = binary_codes if binary else lambda vectors: vectors
         results = [convert(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
         done = reported = 0
@@ -410,7 +364,7 @@ class Embedder(nn.Module):
             self.embed,
             images,
             self.preprocessing,
-            device=self._weight.device,
+            device=next((p.device for p in self.parameters()), torch.device("cpu")),
             batch_size=batch_size,
             concat_flip=concat_flip,
             on_error=on_error and skip,
@@ -498,6 +452,7 @@ class Embedder(nn.Module):
         return Path(folder)
 
     @classmethod
+    @torch.inference_mode(False)
     def load(
         cls,
         folder: str | PathLike[str],
@@ -510,16 +465,9 @@ class Embedder(nn.Module):
         ``folder`` may also be a run folder. A custom network (see `wrap`) is passed as
         ``module`` and receives the saved weights.
         """
-        return cls._read(find_embedder(Path(folder)), device, module)
-
-    @classmethod
-    @torch.inference_mode(False)
-    def _read(
-        cls, folder: Path, device: str | torch.device, module: nn.Module | None = None
-    ) -> Self:
-        description, tensors = read_embedder(folder)
-        _check_module(folder, description["architecture"].get("backbone"), module)
-        damaged = f"{folder / DESCRIPTION} is damaged"
+        home = find_embedder(Path(folder))
+        description, tensors = read_embedder(home)
+        _check_module(home, description["architecture"].get("backbone"), module)
         try:
             architecture = Architecture(**description["architecture"])
             preprocessing = input_from_json(description["preprocessing"])
@@ -529,22 +477,25 @@ class Embedder(nn.Module):
                     _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
-        except KeyError as error:
-            raise ValueError(f"{damaged}: {error} is missing") from error
-        except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-            # timm raises any of these for an impossible image size.
-            reason = shorten(str(error), 500)
-            if module is not None:
-                raise ValueError(f"module does not fit {folder}: {reason}") from error
-            raise ValueError(f"{damaged}: {reason}") from error
+        except (
+            ArithmeticError,
+            AssertionError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as e:
+            # timm raises most of these for an impossible image size.
+            problem = "embedder.json is damaged" if module is None else "module does not fit"
+            reason = shorten(f"{e} is missing" if isinstance(e, KeyError) else str(e), 500)
+            raise ValueError(f"{home}: {problem}: {reason}") from e
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
             reason = shorten(" ".join(str(error).split()), 500)
-            saved_with = shown(description.get("versions"))
             raise ValueError(
-                f"the weights in {folder} do not fit {architecture.backbone} with timm "
-                f"{versions()['timm']} (saved with {saved_with}): {reason}"
+                f"the weights in {home} do not fit {architecture.backbone} with timm "
+                f"{versions()['timm']} (saved with {shown(description.get('versions'))}): {reason}"
             ) from error
         for name in EXTRAS:
             setattr(embedder, name, description.get(name))
@@ -580,7 +531,7 @@ class Embedder(nn.Module):
         """
         from proximetry.models.hub import download  # circular import
 
-        return cls._read(download(repo_id, revision), device)
+        return cls.load(download(repo_id, revision), device)
 
     def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
         """Export the network to ONNX; its input is float32 RGB 0…255 [N, 3, H, W], cropped.
@@ -594,16 +545,14 @@ class Embedder(nn.Module):
         return Path(path)
 
 
-_RANDOM = WeightsRecord("none", "random", None, 0, [])
-
-
-def _count(name: str, value: Any) -> int | None:
-    """Return an integer of any type as an int, and None unchanged."""
-    if value is None:
-        return None
-    if not is_whole(value):
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)
+@torch.no_grad()
+def extract_features(embedder: Embedder, batch: Tensor, stage: Stage = "pixels") -> Tensor:
+    """Return the pooled features of a batch in evaluation mode, without gradients."""
+    if batch.ndim == 4:
+        # One memory format: equal pixels give bit-equal features.
+        batch = batch.contiguous(memory_format=torch.channels_last)
+    with evaluating(embedder):
+        return embedder.features(batch, stage)
 
 
 def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
@@ -615,24 +564,23 @@ def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _probe(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
-    """Return the shape of the network's output."""
+def _prepare(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
+    """Return the pooled output of the network."""
     name = architecture.backbone
-    if name in VECTOR_BACKBONES and isinstance(preprocessing, Tensors):
-        return Features(preprocessing.shape[0], None)
     if name.startswith(OWN):
         sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
         device = next((value.device for value in model.parameters()), torch.device("cpu"))
         batch = preprocessing.normalize(sample).to(device)
-        return Features(check_vectors(type(model).__name__, model, batch), None)
-    assert isinstance(preprocessing, Preprocessing)
+        return Features(check_vectors(type(model).__name__, model, batch), "token")
+    if isinstance(preprocessing, Tensors):
+        return Features(preprocessing.shape[0], "token")
     return prepare(model, name, preprocessing.crop, architecture.pooling)
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:
-    if isinstance(preprocessing, Tensors):
-        return build_for_vectors(name, preprocessing.shape[0])
-    return build(name, preprocessing.crop)
+    if isinstance(preprocessing, Preprocessing):
+        return build(name, preprocessing.crop)
+    return nn.Identity() if name == "vectors" else ResidualMLP(preprocessing.shape[0])
 
 
 def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]) -> None:
@@ -713,18 +661,3 @@ def _check_not_one_image(images: object) -> None:
         raise ValueError(
             f"images must be a list of images, got one {type(images).__name__}: write [image]"
         )
-
-
-def _resolve_pooling(architecture: Architecture, features: Features, model: nn.Module) -> str:
-    name, pooling = architecture.backbone, architecture.pooling
-    if pooling in ("auto", "pre-logits") and features.size is None:
-        return "token"
-    if pooling == "auto":
-        return default_pooling(model)
-    if features.size is None and pooling not in ("token", "cls-avg"):
-        raise NoFeatureMapError(
-            f"pooling {pooling!r} needs a feature map, and {name} returns tokens. Use 'token'."
-        )
-    if features.size is not None and pooling == "token":
-        raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
-    return pooling

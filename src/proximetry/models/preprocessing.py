@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import floor, inf, prod
+from math import floor, isfinite, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
@@ -28,33 +28,6 @@ Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
 
 
-def _in_proportion(shape: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Scale a (height, width) so that its shorter side is `short_side`."""
-    height, width = shape
-    return height * short_side // min(shape), width * short_side // min(shape)
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and -inf < value < inf
-
-
-def _per_channel(values: Sequence[float], device: torch.device) -> Tensor:
-    # Created on the device: a copy from the CPU synchronizes and cannot be in a CUDA graph.
-    return torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
-
-
-def _check_range(pixels: Tensor) -> None:
-    """Raise a ValueError for pixels in 0…1."""
-    if not pixels.numel():
-        return
-    low, high = (float(value) for value in pixels.detach().aminmax())
-    if low < high <= 1:  # a constant image may be black
-        raise ValueError(
-            f"pixels must be 0…255, got float values from {low:g} to {high:g}. Multiply them by "
-            "255, or pass uint8."
-        )
-
-
 @dataclass(frozen=True)
 class Preprocessing:
     """Resizing, cropping and normalization of images.
@@ -77,29 +50,29 @@ class Preprocessing:
         if isinstance(self.resize, list):  # from JSON
             object.__setattr__(self, "resize", tuple(self.resize))
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
-        for name, values in (("resize", sides), ("crop", self.crop)):
-            if not isinstance(values, list | tuple) or len(values) != 2:
-                raise ValueError(f"{name} must be (height, width), got {shown(values)}")
-            for value in values:
-                if type(value) is not int or not 1 <= value <= LARGEST_SIDE:
-                    raise ValueError(
-                        f"{name} must be from 1 to {LARGEST_SIDE} pixels, "
-                        f"got {shown(getattr(self, name))}"
-                    )
-        height, width = self.crop
+        for name, pair in (("resize", sides), ("crop", self.crop)):
+            if (
+                not isinstance(pair, list | tuple)
+                or len(pair) != 2
+                or not all(type(side) is int and 1 <= side <= LARGEST_SIDE for side in pair)
+            ):
+                raise ValueError(
+                    f"{name} must be (height, width) from 1 to {LARGEST_SIDE} pixels, got "
+                    f"{shown(getattr(self, name))}"
+                )
         least = self.crop if self.squash else (min(self.crop),) * 2
         if sides[0] < least[0] or sides[1] < least[1]:
             size, enough = (f"{h}×{w}" if self.squash else f"{h}" for h, w in (sides, least))
             raise ValueError(
-                f"resize {size} is smaller than the crop {height}×{width}. Use at least {enough}."
+                f"resize {size} is smaller than the crop {self.crop[0]}×{self.crop[1]}. Use at "
+                f"least {enough}."
             )
-        for name in ("mean", "std"):
-            values = getattr(self, name)
+        for name, values in (("mean", self.mean), ("std", self.std), ("scale", [self.scale] * 3)):
             three = isinstance(values, list | tuple) and len(values) == 3
-            if not three or not all(map(_is_finite, values)):
-                raise ValueError(f"{name} must be three finite numbers, got {shown(values)}")
-        if min(self.std) <= 0 or not _is_finite(self.scale) or self.scale <= 0:
-            raise ValueError(f"std {self.std!r} and scale {shown(self.scale)} must be positive")
+            if not three or not all(type(v) in (int, float) and isfinite(v) for v in values):
+                raise ValueError(f"{name} must be finite, got {shown(getattr(self, name))}")
+        if min(self.std) <= 0 or self.scale <= 0:
+            raise ValueError(f"std {self.std!r} and scale {self.scale!r} must be positive")
         sizes = [abs(value / self.scale) for value in self.mean]
         sizes += [self.scale / value for value in self.std]
         if max(sizes) > _LARGEST_PIXEL:
@@ -122,8 +95,10 @@ class Preprocessing:
 
     def size_at(self, short_side: int) -> Size:
         """Return `resize` for another short side."""
-        shape = self.resize
-        return short_side if isinstance(shape, int) else _in_proportion(shape, short_side)
+        if isinstance(self.resize, int):
+            return short_side
+        height, width = (side * short_side // self.short_side for side in self.resize)
+        return height, width
 
     @classmethod
     def from_timm(
@@ -150,10 +125,9 @@ class Preprocessing:
         height, width = crop or config["input_size"][-2:]
         crop_pct = config["crop_pct"] if squash == (mode == "squash") else 1.0
         scaled = floor(height / crop_pct), floor(width / crop_pct)
-        if squash:
-            size: Size = _in_proportion((height, width), resize) if resize else scaled
-        else:
-            size = resize or min(scaled)
+        if squash and resize:
+            scaled = height * resize // min(height, width), width * resize // min(height, width)
+        size: Size = scaled if squash else resize or min(scaled)
         return cls(
             resize=size,
             crop=(height, width),
@@ -186,13 +160,22 @@ class Preprocessing:
         """
         if pixels.ndim != 4 or pixels.shape[1] != 3:
             raise ValueError(f"pixels must be [batch, 3, height, width], got {list(pixels.shape)}")
-        if pixels.is_floating_point() and not torch.compiler.is_compiling():
-            _check_range(pixels)
+        if pixels.is_floating_point() and pixels.numel() and not torch.compiler.is_compiling():
+            low, high = (float(value) for value in pixels.detach().aminmax())
+            if low < high <= 1:  # a constant image may be black
+                raise ValueError(
+                    f"pixels must be 0…255, got float values from {low:g} to {high:g}. Multiply "
+                    "them by 255, or pass uint8."
+                )
         if self.channels == "BGR":
             pixels = pixels.flip(1)
-        # Subtracting first rounds integers once.
-        shift = _per_channel([value / self.scale for value in self.mean], pixels.device)
-        factor = _per_channel([self.scale / value for value in self.std], pixels.device)
+        device = pixels.device
+        # Subtracting first rounds integers once. Created on the device: a copy from the CPU
+        # synchronizes and cannot be in a CUDA graph.
+        shift, factor = (
+            torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
+            for values in ([v / self.scale for v in self.mean], [self.scale / v for v in self.std])
+        )
         return (pixels.float() - shift) * factor
 
     def transform(self) -> Callable[[ImageSource], Tensor]:
@@ -222,10 +205,7 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Input of one shape without preprocessing: vectors, spectrograms, other tensors.
-
-    Replaces `Preprocessing` in embedders that do not take images.
-    """
+    """Input of one shape without preprocessing: vectors, spectrograms, other tensors."""
 
     shape: tuple[int, ...]
 

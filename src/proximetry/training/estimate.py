@@ -17,7 +17,7 @@ from proximetry.data.cache import cache_home, describe_copies, refuse_bad
 from proximetry.data.decoding import check_all
 from proximetry.data.images import Interpolation, Size
 from proximetry.models import Embedder
-from proximetry.models.embedder import Stage
+from proximetry.models.embedder import Stage, extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
 from proximetry.training.custom import take_parts
@@ -268,7 +268,7 @@ def _features_rate(embedder: Embedder, world: World) -> float:
     """Images per second of the features of a frozen backbone, on made-up pixels."""
     kind: Any = {"dtype": torch.uint8, "device": world.device}
     pixels = torch.zeros((CPU_BATCH, 3, *embedder.preprocessing.crop), **kind)
-    return _rate(lambda step: embedder.pixel_features(pixels), CPU_BATCH * world.size, world)
+    return _rate(lambda step: extract_features(embedder, pixels), CPU_BATCH * world.size, world)
 
 
 def _made_up(
@@ -288,7 +288,7 @@ def _made_up(
 def _embed(updater: Updater, pixels: torch.Tensor, precision: str) -> None:
     embedder = updater.embedder
     with torch.no_grad(), autocast(precision, pixels.device):
-        embedder.project(embedder.pixel_features(pixels, updater.stage))
+        embedder.project(extract_features(embedder, pixels, updater.stage))
 
 
 def _rate(step: Callable[[int], Any], images: int, world: World) -> float:

@@ -22,7 +22,7 @@ from proximetry.data.cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics
 from proximetry.models import Embedder, evaluating
-from proximetry.models.embedder import why_not_finite
+from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import has_lora, merge_lora, plain_twin
 from proximetry.models.names import Similarity
@@ -258,7 +258,7 @@ class Evaluator:
         self._trained = embedder
         self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
         self._group = dist.group.WORLD if world.size > 1 else None
-        features = self._plain_features = partial(embedder.pixel_features, stage=data.stage)
+        features = self._plain_features = partial(extract_features, embedder, stage=data.stage)
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:

@@ -19,8 +19,12 @@ from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
-from proximetry.models.backbones import check_patches, set_drop_path, takes_one_size
-from proximetry.models.embedder import NoFeatureMapError
+from proximetry.models.backbones import (
+    NoFeatureMapError,
+    check_patches,
+    set_drop_path,
+    takes_one_size,
+)
 from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE

@@ -2,11 +2,12 @@
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from math import prod
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +15,95 @@ from torch import Tensor, nn
 from proximetry._util.errors import UsageError, closest, need, shown
 from proximetry._util.machine import preserve_rng_state
 from proximetry.models.batchnorm import evaluating
+from proximetry.models.preprocessing import Channels
 
 
-@dataclass(frozen=True)
-class Features:
-    """Output of a backbone for one image size.
+class NoFeatureMapError(ValueError):
+    """The pooling needs a feature map, and the backbone returns tokens."""
 
-    Attributes:
-        channels: of the feature map, or of the output if the backbone pools it itself.
-        size: height and width of the feature map; None without one.
-        channels_last: whether the map is [H, W, channels].
-        dropped: unused parameters, which were removed.
+
+class Backbone(nn.Module):
+    """A network that ends in a feature map; subclasses define `forward_features`."""
+
+    num_features: int
+    default_cfg: dict[str, Any]  # set by timm
+    # Both are set by `register_backbone`.
+    pixel_format: ClassVar[dict[str, Any]]
+    default_pooling: ClassVar[str]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the last feature map."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return class scores of a feature map, or the pooled features with `pre_logits`."""
+        pooled = x.mean((2, 3))
+        if pre_logits:
+            return pooled
+        return self.get_submodule(self.default_cfg["classifier"])(pooled)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return class scores, or the pooled features without classes."""
+        return self.forward_head(self.forward_features(x))
+
+
+class ResidualMLP(nn.Module):
+    """x + MLP(LayerNorm(x)) for vectors; the MLP starts at zero, the network at the identity."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.widen = nn.Linear(dim, 2 * dim)
+        self.narrow = nn.Linear(2 * dim, dim)
+        nn.init.zeros_(self.narrow.weight)
+        nn.init.zeros_(self.narrow.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map vectors [B, dim] to vectors [B, dim]."""
+        change: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        return x + change
+
+
+Kind = TypeVar("Kind", bound=type[Backbone])
+default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
+BACKBONES: dict[str, type[Backbone]] = {}
+
+
+def register_backbone(
+    name: str,
+    *,
+    scale: float = 1 / 255,
+    channels: Channels = "RGB",
+    pooling: str = "avg",
+    **config: Any,
+) -> Callable[[Kind], Kind]:
+    """Register a class with timm.
+
+    Args:
+        name: for timm and `Embedder.create`.
+        scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
+        pooling: meaning of pooling="auto".
+        config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
     """
+    from timm.models import build_model_with_cfg, register_model  # slow
 
-    channels: int
-    size: tuple[int, int] | None
-    channels_last: bool = False
-    dropped: tuple[str, ...] = ()
+    default_cfgs[name] = config
+
+    def register(kind: Kind) -> Kind:
+        kind.pixel_format = {"scale": scale, "channels": channels}
+        kind.default_pooling = pooling
+        BACKBONES[name] = kind
+
+        def make(pretrained: bool = False, **settings: Any) -> Backbone:
+            return build_model_with_cfg(
+                kind, name, pretrained, kwargs_filter=("in_chans",), **settings
+            )
+
+        make.__name__ = name
+        register_model(make)
+        return kind
+
+    return register
 
 
 @cache
@@ -45,8 +118,6 @@ def load_timm() -> Any:
 def own_backbones() -> dict[str, str]:
     """Return names and one-line descriptions of the backbones that timm lacks."""
     load_timm()
-    from proximetry.models.backbones.base import BACKBONES
-
     documented = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}
     return {name: (text or "").partition("\n")[0] for name, text in documented.items()}
 
@@ -75,33 +146,18 @@ def check_name(name: str) -> str:
     )
 
 
-def build(
-    name: str, crop: tuple[int, int] | None = None, tensors: dict[str, Tensor] | None = None
-) -> nn.Module:
-    """Create a backbone without classifier, with random weights or tensors that timm can load."""
+def build(name: str, crop: tuple[int, int] | None = None) -> nn.Module:
+    """Create a backbone without classifier, with random weights."""
     timm = load_timm()
     config = timm.get_pretrained_cfg(check_name(name))
     size = tuple(config.input_size[-2:])
-    extra: dict[str, Any] = {}
-    if crop and crop != size and config.fixed_input_size:
-        extra["img_size"] = crop
+    resized = crop is not None and crop != size and config.fixed_input_size
     try:
-        model = timm.create_model(
-            name,
-            pretrained=tensors is not None,
-            # Tensors, not their file, which timm would unpickle without restriction.
-            pretrained_cfg_overlay={"state_dict": tensors} if tensors else None,
-            num_classes=0,
-            **extra,
-        )
+        return timm.create_model(name, num_classes=0, **({"img_size": crop} if resized else {}))  # type: ignore[no-any-return]
     except TypeError as error:
-        if not crop or not extra:
+        if not resized:
             raise
-        raise ValueError(
-            f"{name} takes images of {size[0]}×{size[1]} only, not {crop[0]}×{crop[1]}"
-        ) from error
-    model.pretrained_cfg["state_dict"] = None
-    return model  # type: ignore[no-any-return]
+        raise ValueError(f"{name} takes images of {size[0]}×{size[1]} only") from error
 
 
 def set_drop_path(model: nn.Module, name: str, rate: float) -> bool:
@@ -158,15 +214,21 @@ def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
     return torch.cat([model.fc_norm(part) for part in parts], 1)
 
 
-def has_class_token(model: nn.Module) -> bool:
-    """Whether `class_and_patches` applies to the network."""
-    names = ("cls_token", "num_prefix_tokens", "fc_norm")
-    return all(getattr(model, name, None) is not None for name in names)
+@dataclass(frozen=True)
+class Features:
+    """Pooled output of a backbone for one image size.
 
+    Attributes:
+        width: dimension.
+        pooling: never "auto"; "token" if the backbone returns no feature map.
+        channels_last: whether the feature map is [H, W, channels].
+        dropped: unused parameters, which were removed.
+    """
 
-def default_pooling(model: nn.Module) -> str:
-    """Return the pooling that "auto" means for a backbone with a feature map."""
-    return str(getattr(model, "default_pooling", "pre-logits"))
+    width: int
+    pooling: str
+    channels_last: bool = False
+    dropped: tuple[str, ...] = ()
 
 
 def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "avg") -> Features:
@@ -175,6 +237,12 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
     These are layers after timm's own pooling (ConvNeXt's last norm, the last convolution of
     MobileNetV3). Without gradients they would stall distributed training.
     """
+    if pooling == "cls-avg" and any(
+        getattr(model, part, None) is None for part in ("cls_token", "num_prefix_tokens", "fc_norm")
+    ):
+        raise ValueError(
+            f"pooling 'cls-avg' needs a class token, and {name} has none. Use pooling='auto'."
+        )
     try:
         try:
             features = _probe(_on_meta(model), crop, pooling)
@@ -185,6 +253,12 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
         raise ValueError(
             f"{name} cannot take images of {crop[0]}×{crop[1]}: {reason}. Use another image_size."
         ) from error
+    if features.pooling == "token" and pooling not in ("auto", "pre-logits", "token"):
+        raise NoFeatureMapError(
+            f"pooling {pooling!r} needs a feature map, and {name} returns tokens. Use 'token'."
+        )
+    if pooling == "token" != features.pooling:
+        raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
     parameters = dict(model.named_parameters())
     _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
@@ -200,41 +274,39 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, parts)
 
 
-def _probe(model: nn.Module, crop: tuple[int, int], pooling: str) -> Features:
+def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
     """Return the output of a backbone and the names of unused parameters."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    device = next(model.parameters()).device
+    pixels = torch.zeros(1, 3, *crop, device=next(model.parameters()).device)
+    channels_last = False
     with evaluating(model), torch.enable_grad():
-        features, output = _run(model, torch.zeros(1, 3, *crop, device=device), pooling)
+        if pooling == "cls-avg":
+            output = class_and_patches(model, pixels)
+            width = output.shape[1]
+        elif getattr(output := model.forward_features(pixels), "ndim", 0) != 4:
+            pooling, output = "token", model(pixels)
+            if output.ndim != 2:
+                raise ValueError(f"its pooled output has shape {list(output.shape)}")
+            width = output.shape[1]
+        else:
+            if pooling in ("auto", "token"):
+                pooling = str(getattr(model, "default_pooling", "pre-logits"))
+            if pooling == "pre-logits":
+                output = model.forward_head(output, pre_logits=True)
+                width = output.shape[1]
+            else:
+                _, first, *_, last = output.shape
+                named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
+                channels_last = last == model.num_features and (named_last or first != last)
+                width = last if channels_last else first
+                if pooling == "flatten":
+                    width = prod(output.shape[1:])
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
     unused = [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
-    return replace(features, dropped=tuple(unused))
+    return Features(width, pooling, channels_last, tuple(unused))
 
 
-def _run(model: Any, pixels: Tensor, pooling: str) -> tuple[Features, Tensor]:
-    if pooling == "auto":
-        pooling = default_pooling(model)
-    if pooling == "cls-avg":
-        output = class_and_patches(model, pixels)
-        return Features(output.shape[1], None), output
-    output = model.forward_features(pixels)
-    if not isinstance(output, Tensor) or output.ndim != 4:
-        output = model(pixels)
-        if output.ndim != 2:
-            raise ValueError(f"its pooled output has shape {list(output.shape)}")
-        return Features(output.shape[1], None), output
-    _, first, middle, last = output.shape
-    if pooling == "pre-logits":
-        pooled = model.forward_head(output, pre_logits=True)
-        return Features(pooled.shape[1], (middle, last)), pooled
-    named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
-    channels_last = last == model.num_features and (named_last or first != last)
-    if channels_last:
-        return Features(last, (first, middle), True), output
-    return Features(first, (middle, last)), output
-
-
-def _drop_unused(module: nn.Module, unused: Iterable[int]) -> None:
+def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
     for parameter in module.parameters(recurse=False):
         if id(parameter) in unused:
             parameter.requires_grad_(False)

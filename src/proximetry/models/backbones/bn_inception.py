@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from proximetry.models.backbones.base import Backbone, register_backbone
+from proximetry.models.backbones import Backbone, register_backbone
 
 
 class _Block(NamedTuple):

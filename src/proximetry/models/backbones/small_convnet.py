@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from proximetry.models.backbones.base import Backbone, register_backbone
+from proximetry.models.backbones import Backbone, register_backbone
 
 # Channels and stride of each 3×3 convolution. Strokes need a fine map: on glyphs, a
 # network of similar size that halves once more learned less in the same time.

@@ -6,7 +6,7 @@ connected from the flattened map to 512, is the head of the embedder.
 
 from torch import Tensor, nn
 
-from proximetry.models.backbones.base import Backbone, register_backbone
+from proximetry.models.backbones import Backbone, register_backbone
 
 # Channels and residual blocks of the four stages; each stage starts with a stride-2 convolution.
 _STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))

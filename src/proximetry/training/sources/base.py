@@ -92,7 +92,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Rows as evaluation sees them, in batches for `Embedder.pixel_features`."""
+        """Rows as evaluation sees them, in batches for `extract_features`."""
 
     @property
     def storage(self) -> StorageFacts | None:

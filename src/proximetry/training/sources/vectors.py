@@ -11,6 +11,7 @@ from proximetry._util.errors import readable_size, spaced
 from proximetry._util.tensors import gather_rows
 from proximetry.data import VectorCatalog
 from proximetry.models import Embedder, evaluating
+from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World, share_buffers
@@ -96,7 +97,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
             own = slice(*(len(rows) * rank // world.size for rank in (world.rank, world.rank + 1)))
             parts, left = [torch.empty(0, embedder.width)], len(rows[own])
             for batch in data.views(rows[own], batch_size):
-                features = embedder.pixel_features(batch, data.stage)[:left].float().cpu()
+                features = extract_features(embedder, batch, data.stage)[:left].float().cpu()
                 left -= len(features)
                 done += len(features)
                 parts.append(features)
