@@ -17,7 +17,7 @@ from proximetry.data import Catalog, list_datasets
 from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
 from proximetry.metrics import Metrics, evaluate_queries
 from proximetry.models import Embedder
-from proximetry.recipe.schema import shipped_recipes
+from proximetry.recipe.loading import shipped_recipes
 from proximetry.training import Recipe
 from tests.training.tiny import make_images
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry import cli
-from proximetry.recipe.schema import parse_yaml, recipe_keys
+from proximetry.recipe.loading import parse_yaml
+from proximetry.recipe.schema import recipe_keys
 from proximetry.training import Recipe, RecipeError, shipped_recipes
 
 TEXTS = [path.read_bytes() for path in shipped_recipes().values()]

@@ -15,16 +15,15 @@ from safetensors.torch import save_file
 
 from proximetry.models import Embedder, weights
 from proximetry.models.backbones import load_timm
-from proximetry.recipe.schema import (
-    Section,
+from proximetry.recipe.loading import (
     merge,
     parse_yaml,
     plain_values,
     read_yaml,
-    recipe_keys,
     resets,
-    validation_sentence,
+    validation_message,
 )
+from proximetry.recipe.schema import Section, recipe_keys
 from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
 from proximetry.training.run import make_embedder
@@ -315,7 +314,7 @@ def test_a_missing_key_is_named_without_everything_else():
 
     with pytest.raises(ValidationError) as caught:
         Person.model_validate({"name": "x"})
-    assert validation_sentence(caught.value, Person) == "age is missing"
+    assert validation_message(caught.value, Person) == "age is missing"
 
 
 def test_files_that_are_no_recipes(tmp_path):

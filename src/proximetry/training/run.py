@@ -25,7 +25,8 @@ from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.auto import choose, device_facts
-from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe, RecipeError
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
 from proximetry.training.custom import (
