@@ -13,10 +13,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proximetry.cli.commands import COMMANDS
 
 from proximetry import cli
 from proximetry.cli import cache, faces, train_plan
-from proximetry.cli.commands import COMMANDS
 from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.training import Recipe, train

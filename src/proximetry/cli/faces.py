@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import Progress, UsageError
 from proximetry._util.files import atomic_write
+from proximetry.cli.inputs import processes
 from proximetry.cli.output import (
     AsJson,
     BatchSize,
@@ -19,7 +20,6 @@ from proximetry.cli.output import (
     say,
     tell,
 )
-from proximetry.cli.processes import processes
 from proximetry.faces.options import BadImages, Keep, Size
 
 if TYPE_CHECKING:

@@ -159,46 +159,51 @@ def merge(
     """
     merged, update = overlay({}, values), overlay({}, changes)
     model, new = _section(merged, "model"), _section(update, "model")
-    evaluation = _section(merged, "evaluation")
-
-    def differs(section: str, key: str) -> bool:
-        before, after = _section(merged, section), _section(update, section)
-        if key not in after or not (whole or key in before):
-            return False
-        return bool(after[key] != before.get(key, DEFAULTS[f"{section}.{key}"]))
-
     if new.get("bits") is not None:
         for key in ("dim", "pca_dim", "whitening"):
             model.pop(key, None)
-        evaluation.pop("eval_dims", None)
-    dim, pca_dim = new.get("dim"), model.get("pca_dim")
-    no_pca = "pca_dim" in new and new["pca_dim"] is None
-    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
-        no_pca = dim <= pca_dim and differs("model", "dim")
-    if no_pca:
-        model.pop("pca_dim", None)
-        model.pop("whitening", None)
-    width = new.get("pca_dim", model.get("pca_dim")) or new.get("dim", model.get("dim"))
-    eval_dims = evaluation.get("eval_dims")
-    if (
-        {"dim", "pca_dim"} & new.keys()
-        and type(width) is int
-        and isinstance(eval_dims, list | tuple)
-    ):
-        evaluation["eval_dims"] = [d for d in eval_dims if type(d) is not int or d < width]
-    if new.get("image_size") is not None and differs("model", "image_size"):
+        _section(merged, "evaluation").pop("eval_dims", None)
+    if {"dim", "pca_dim"} & new.keys():
+        _reset_dimensions(merged, update, whole)
+    if new.get("image_size") is not None and _differs(merged, update, "model.image_size", whole):
         model.pop("resize", None)
         for key in ("crop_size", "short_side"):
             _section(merged, "data").pop(key, None)
     if new.get("freeze_backbone"):
         model.pop("drop_path", None)
-    if differs("loss", "name"):
+    if _differs(merged, update, "loss.name", whole):
         _section(merged, "loss").pop("settings", None)
     merged = overlay(merged, update)
     bits = _section(merged, "model").get("bits")
-    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS:  # one dimension per bit
-        merged["model"].setdefault("dim", bits)
+    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS:
+        merged["model"].setdefault("dim", bits)  # one dimension per bit
     return merged
+
+
+def _reset_dimensions(merged: dict[str, Any], update: dict[str, Any], whole: bool) -> None:
+    """Remove PCA and `eval_dims` that do not fit the new dimensions."""
+    model, new = _section(merged, "model"), _section(update, "model")
+    dim, pca_dim = new.get("dim"), model.get("pca_dim")
+    no_pca = "pca_dim" in new and new["pca_dim"] is None
+    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
+        no_pca = dim <= pca_dim and _differs(merged, update, "model.dim", whole)
+    if no_pca:
+        model.pop("pca_dim", None)
+        model.pop("whitening", None)
+    width = new.get("pca_dim", model.get("pca_dim")) or new.get("dim", model.get("dim"))
+    evaluation = _section(merged, "evaluation")
+    dims = evaluation.get("eval_dims")
+    if type(width) is int and isinstance(dims, list | tuple):
+        evaluation["eval_dims"] = [d for d in dims if type(d) is not int or d < width]
+
+
+def _differs(merged: dict[str, Any], update: dict[str, Any], key: str, whole: bool) -> bool:
+    """Return whether an update changes a key of `DEFAULTS`, as far as its old value is known."""
+    section, _, name = key.partition(".")
+    before, after = _section(merged, section), _section(update, section)
+    if name not in after or not (whole or name in before):
+        return False
+    return bool(after[name] != before.get(name, DEFAULTS[key]))
 
 
 def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:

@@ -298,7 +298,7 @@ def _open_cache(
         data.put(recipe.data.cache)
         return data
     # Features are those of the files themselves, whatever is kept of these.
-    data.put("none" if recipe.data.cache == "encoded" else recipe.data.cache)
+    data.put(recipe.data.cache)
     features = CachedFeatures(data, embedder, display)
     data.close()
     features.put(recipe.data.cache)
