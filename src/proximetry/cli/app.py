@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
 
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
-_LIST = re.compile(r"(--[\w.-]+=)?-?[\d.e+-]+(,-?[\d.e+-]+)+", re.IGNORECASE)
+_LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
 # The key that a section of the recipe as an option stands for: --loss arcface.
 _SECTIONS = {
     "--data": "--data.dataset",
@@ -134,16 +134,21 @@ def _prepare(words: list[str]) -> list[str]:
         return [*words[1:], "--help"]
     if "" in words:  # as a path it would be the current folder
         raise UsageError("an argument is empty; is a shell variable not set?")
-    prepared: list[str] = []
+    prepared, lists = list[str](), list[str]()
     for word in words:
-        name, sign, value = word.partition("=")
+        name, _, value = word.partition("=")
         if words[0] == "train" and name in _SECTIONS:
-            word = f"{_SECTIONS[name]}{sign}{value}"
-        if word in ("true", "false") and prepared[-1].startswith("--") and "=" not in prepared[-1]:
+            word = word.replace(name, _SECTIONS[name], 1)
+        option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
+        if option and word in ("true", "false"):
             prepared[-1] += f"={word}"
+        elif option and _LIST.fullmatch(word):  # at the end: a list ends at the next option
+            lists += [prepared.pop(), *word.split(",")]
+        elif name.startswith("--") and _LIST.fullmatch(value):
+            lists += [name, *value.split(",")]
         else:
-            prepared += word.split(",") if _LIST.fullmatch(word) else [word]
-    return prepared
+            prepared.append(word)
+    return prepared + lists
 
 
 def _explain(error: "CycloptsError") -> str:
@@ -172,11 +177,8 @@ def _explain(error: "CycloptsError") -> str:
         return f"unexpected arguments: {some(error.unused_tokens or ())}; {see}"
     if isinstance(error, MissingArgumentError) and argument and argument.index is not None:
         return f"{argument.field_info.name.upper()} is missing; {see}"
-    if isinstance(error, CoercionError) and argument:
-        if get_origin(argument.hint) is dict:
-            return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
-        if get_origin(argument.hint) is tuple:
-            return f"{error} The values of a list end at the next option: write it last."
+    if isinstance(error, CoercionError) and argument and get_origin(argument.hint) is dict:
+        return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
     return str(error)
 
 

@@ -255,7 +255,7 @@ def make_plan(
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
         before, now = requested.essence(), recipe.essence()
         own = [f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])]
-        lines += [f"settings of the run: {some(own)}"] if own else []
+        lines += [f"settings of the run: {some(own, 20)}"] if own else []
     else:
         lines += resets(plain_values(recipe_name), changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
