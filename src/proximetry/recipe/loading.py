@@ -220,14 +220,6 @@ def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def drop_removed(values: dict[str, Any]) -> None:
-    """Delete the keys of older recipes that no longer exist, if they have no effect."""
-    for key, value in REMOVED.items():
-        section, _, name = key.partition(".")
-        if _section(values, section).get(name) == value:
-            del values[section][name]
-
-
 def overlay(
     values: dict[str, Any], changes: Mapping[str, Any], *, inside: bool = False
 ) -> dict[str, Any]:

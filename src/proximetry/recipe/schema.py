@@ -44,8 +44,8 @@ from proximetry.models.names import (
 )
 from proximetry.recipe.loading import (
     DEFAULTS,
+    REMOVED,
     RecipeError,
-    drop_removed,
     flatten,
     merge,
     plain_values,
@@ -119,18 +119,12 @@ class DataConfig(Section):
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null takes model.resize"
     )
-    crop_size: Side | None = _key(
-        None,
-        "side of the training crops; null takes model.image_size. Smaller training crops "
-        "compensate for objects that appear larger in random crops",
-    )
+    crop_size: Side | None = _key(None, "side of the training crops; null takes model.image_size")
     crop_scale: tuple[Number, Number] = _key(
         (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
     )
     crop_ratio: tuple[Number, Number] = _key(
-        (0.75, 4 / 3),
-        "smallest and largest aspect ratio (width / height) of the random resized crop, before it "
-        "is scaled to a square",
+        (0.75, 4 / 3), "smallest and largest aspect ratio of the random resized crop"
     )
     random_crop: Flag = _key(
         True, "false trains on the center crops of evaluation, as is usual for aligned faces"
@@ -147,10 +141,8 @@ class DataConfig(Section):
         "balanced draws images_per_class images of each class in a batch; streamed reads "
         "neighboring images at about the same time, for large tar shards",
     )
-    shuffle_buffer: Count = _key(
-        16384, "images that the streamed sampler shuffles together", le=10**7
-    )
-    images_per_class: Count = _key(4, "images per class of the balanced sampler")
+    shuffle_buffer: Count = _key(16384, "images shuffled together (streamed)", le=10**7)
+    images_per_class: Count = _key(4, "images per class in a batch (balanced)")
     cache: Literal["auto", "none", "pixels", "gpu"] = _key(
         AUTO,
         "none decodes the image files on the fly; pixels decodes them once and stores them on "
@@ -172,27 +164,18 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         known, (low, high), (narrow, wide) = list_datasets(), self.crop_scale, self.crop_ratio
-        unknown = next((shown(n) + closest(n, FIELDS) for n in self.columns if n not in FIELDS), "")
-        _reject(
-            (
-                self.dataset not in known and not self.dataset.startswith(OWN),
-                f"dataset is {shown(self.dataset)}{closest(self.dataset, known)}",
-            ),
-            (unknown, f"columns has no {unknown}"),
-            (
-                not 0 < low <= high <= 1,
-                f"crop_scale must satisfy 0 < smallest <= largest <= 1, got {[low, high]}",
-            ),
-            (
-                not 0 < narrow <= wide,
-                f"crop_ratio must satisfy 0 < smallest <= largest, got {[narrow, wide]}",
-            ),
-            (
-                self.sampler == "balanced" and self.batch_size % self.images_per_class,
-                f"batch_size {self.batch_size} is not a multiple of images_per_class "
-                f"{self.images_per_class}",
-            ),
-        )
+        if self.dataset not in known and not self.dataset.startswith(OWN):
+            raise ValueError(f"dataset is {shown(self.dataset)}{closest(self.dataset, known)}")
+        for name in self.columns:
+            if name not in FIELDS:
+                raise ValueError(f"columns has no {shown(name)}{closest(name, FIELDS)}")
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"crop_scale must rise within 0 and 1, got {[low, high]}")
+        if not 0 < narrow <= wide:
+            raise ValueError(f"crop_ratio must be positive and rise, got {[narrow, wide]}")
+        if self.sampler == "balanced" and self.batch_size % self.images_per_class:
+            each = f"images_per_class {self.images_per_class}"
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of {each}")
         return self
 
 
@@ -207,13 +190,11 @@ class ModelConfig(Section):
     dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
         None,
-        "train binary codes of this many bits (a multiple of 8), searched by Hamming distance: the "
-        "sign of each dimension after subtracting the training mean (folded into the head)",
+        "train binary codes of this many bits for Hamming distance: the signs of the dimensions "
+        "after subtracting the training mean (folded into the head)",
     )
     pca_dim: Dim | None = _key(
-        None,
-        "reduce the trained embedding to this dimension with PCA fitted on the training images "
-        "(folded into the head)",
+        None, "reduce the trained embedding with PCA of the training images (folded into the head)"
     )
     whitening: Number = _key(
         0.0,
@@ -229,8 +210,8 @@ class ModelConfig(Section):
     )
     lora_rank: Count | None = _key(
         None,
-        "train low-rank updates (LoRA, Hu et al. 2022) of this rank, such as 8 or 16, of the "
-        "linear layers in a transformer's blocks instead of the backbone; merged when saved",
+        "train low-rank updates (LoRA, Hu et al. 2022) of this rank, such as 8 or 16, in a "
+        "transformer's blocks instead of the backbone; merged when saved",
         le=1024,
     )
     lora_alpha: Number | None = _key(
@@ -238,15 +219,9 @@ class ModelConfig(Section):
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
     drop_path: Number = _key(
-        0.0,
-        "stochastic depth (Huang et al. 2016): probability of dropping the last block of a timm "
-        "network in training, decreasing linearly towards the first",
-        ge=0,
-        lt=1,
+        0.0, "stochastic depth of timm networks (Huang et al. 2016): rate at the end", ge=0, lt=1
     )
-    layer_norm: Flag = _key(
-        False, "LayerNorm without learned scale after pooling (Teh et al. 2020)"
-    )
+    layer_norm: Flag = _key(False, "LayerNorm without learned scale after pooling (ProxyNCA++)")
     normalize: Flag = _key(True, "L2-normalize the embedding")
     weights: Text = _key(
         "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
@@ -264,14 +239,10 @@ class ModelConfig(Section):
     )
     freeze_batchnorm: Flag = _key(False, "freeze the running statistics of batch normalization")
     freeze_backbone: Flag = _key(
-        False,
-        "train the head only, on features of the backbone computed once without augmentation and "
-        "stored in memory",
+        False, "train the head only, on features computed once without augmentation"
     )
     flip_tta: Flag = _key(
-        False,
-        "test-time augmentation: average the features of the image and its horizontal flip "
-        "(2x cost)",
+        False, "test-time augmentation: average the features of the image and its flip (2x cost)"
     )
     tta_crops: tuple[Annotated[Number, Field(gt=0, lt=1)], ...] = _key(
         (),
@@ -287,36 +258,14 @@ class ModelConfig(Section):
         frozen, pca, bits = self.freeze_backbone, self.pca_dim, self.bits
         _reject(
             ((pca or 0) > self.dim, f"pca_dim {pca} is more than dim {self.dim}"),
-            (self.whitening and pca is None, f"whitening {self.whitening} needs pca_dim"),
-            (
-                len(self.tta_crops) > MOST_TTA_CROPS,
-                f"tta_crops has {len(self.tta_crops)} crops, at most {MOST_TTA_CROPS} are allowed",
-            ),
-            (
-                self.lora_alpha is not None and self.lora_rank is None,
-                f"lora_alpha {self.lora_alpha} needs lora_rank",
-            ),
-            (
-                frozen and self.lora_rank is not None,
-                f"freeze_backbone and lora_rank {self.lora_rank} exclude each other: LoRA trains "
-                "the backbone",
-            ),
-            (
-                frozen and self.pooling == "gem-learned",
-                "freeze_backbone and pooling gem-learned exclude each other; use gem",
-            ),
-            (
-                frozen and self.drop_path,
-                f"freeze_backbone and drop_path {self.drop_path} exclude each other",
-            ),
-            (
-                bits is not None and self.dim != bits,
-                f"dim {self.dim} and bits {bits} disagree: a code has one bit per dimension",
-            ),
-            (
-                bits is not None and pca is not None,
-                f"pca_dim {pca} and bits {bits} exclude each other",
-            ),
+            (self.whitening and not pca, f"whitening {self.whitening} needs pca_dim"),
+            (self.lora_alpha and not self.lora_rank, "lora_alpha needs lora_rank"),
+            (frozen and self.lora_rank, "freeze_backbone and lora_rank exclude each other"),
+            (frozen and self.drop_path, "freeze_backbone and drop_path exclude each other"),
+            (frozen and self.pooling == "gem-learned", "freeze_backbone needs pooling gem"),
+            (bits and self.dim != bits, f"dim {self.dim} and bits {bits} disagree"),
+            (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
+            (len(self.tta_crops) > MOST_TTA_CROPS, f"tta_crops has more than {MOST_TTA_CROPS}"),
         )
         return self
 
@@ -329,14 +278,10 @@ class LossConfig(Section):
         {}, "its settings; on the command line such as --loss.settings.alpha 32"
     )
     exclusive: Number = _key(
-        0.0,
-        "weight of RegularFace's exclusive term; with sphereface it grows as the annealing falls",
-        ge=0,
+        0.0, "weight of RegularFace's exclusive term, ramped up with sphereface's annealing", ge=0
     )
     angular_center: Number = _key(
-        0.0,
-        "weight of RegularFace's center loss, one minus the cosine to the proxy of the class",
-        ge=0,
+        0.0, "weight of RegularFace's center loss, one minus the cosine to the class's proxy", ge=0
     )
     optimization: Literal["normalized", "projected"] = _key(
         "normalized",
@@ -350,16 +295,15 @@ class LossConfig(Section):
 
         if self.name.startswith(OWN):
             return self
+        where = "name: "
         try:
             loss_settings(self.name)
-        except ValueError as error:
-            raise ValueError(f"name: {error}") from error
-        try:
+            where = "settings: "
             check_settings(self.name, self.settings)
         except ValueError as error:
             reason = shorten(str(error), 500)
-            named = reason.split(maxsplit=1)[0] in self.settings
-            raise ValueError(f"settings{'.' if named else ': '}{reason}") from error
+            where = "settings." if reason.split(maxsplit=1)[0] in self.settings else where
+            raise ValueError(where + reason) from error
         return self
 
 
@@ -378,15 +322,10 @@ class OptimizerConfig(Section):
     head_multiplier: Number = _key(1.0, "the head learns at lr times this", gt=0)
     proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
     weight_decay: Number = _key(1e-4, "of all parameters", ge=0)
-    eps: Number = _key(
-        1e-8,
-        "of Adam; ProxyNCA++ uses 1.0, with learning rates to match",
-        ge=1e-30,  # less is zero in float32
-    )
+    # Less than the minimum is zero in float32.
+    eps: Number = _key(1e-8, "of Adam; ProxyNCA++ uses 1.0, with learning rates to match", ge=1e-30)
     momentum: Number = _key(0.9, "of SGD", ge=0, lt=1)
-    clip_value: Number | None = _key(
-        None, "clip each entry of the gradients of the model and the proxies", gt=0
-    )
+    clip_value: Number | None = _key(None, "clip each entry of the gradients", gt=0)
     clip_norm: Number | None = _key(None, "clip the norm of the model's gradient", gt=0)
 
 
@@ -399,9 +338,7 @@ class ScheduleConfig(Section):
     every: AutoCount = _key(10, "epochs between two drops (step); auto takes a third of the epochs")
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
-    patience: Count = _key(
-        4, "evaluations without improvement before the learning rate drops at the next (plateau)"
-    )
+    patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
     freeze_backbone_epochs: Whole = _key(
         0, "epochs at the start that train the head and the proxies only", ge=0
     )
@@ -411,13 +348,9 @@ class TrainingConfig(Section):
     """The training loop."""
 
     epochs: AutoCount = _key(
-        60,
-        "number of epochs; auto chooses it by the number of training images",
-        role="duration",
+        60, "number of epochs; auto chooses by the number of training images", role="duration"
     )
-    seed: Annotated[int, Field(strict=True)] = _key(
-        0, "random seed of the whole run", ge=0, lt=2**63
-    )
+    seed: Annotated[int, Field(strict=True)] = _key(0, "random seed of the run", ge=0, lt=2**63)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
         AUTO,
         "of the network (autocast); proxies and loss use float32. auto takes bfloat16 on a CUDA "
@@ -429,22 +362,15 @@ class TrainingConfig(Section):
         "whole batch in less memory; batch norm that is not frozen sees a chunk at a time",
     )
     ema: Number = _key(
-        0.0,
-        "decay of the exponential moving average of the weights, which is evaluated and saved "
-        "instead of the raw weights; 0 for none",
-        ge=0,
-        lt=1,
+        0.0, "decay of the moving average of the weights that is evaluated and saved", ge=0, lt=1
     )
     cuda_graph: AutoFlag = _key(
         AUTO,
-        "on one CUDA GPU, run the network with fused kernels and as a CUDA graph; ignored "
-        "elsewhere and with accumulate. auto uses one where it can",
+        "run the network with fused kernels as a CUDA graph; ignored without exactly one CUDA GPU "
+        "and with accumulate. auto uses one where it can",
     )
     stop_after: Whole = _key(
-        0,
-        "early stopping: evaluations without improvement before the run ends; 0 for never",
-        role="duration",
-        ge=0,
+        0, "early stopping: evaluations without improvement; 0 for never", role="duration", ge=0
     )
     checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="runtime")
     checkpoint_steps: Whole = _key(
@@ -480,16 +406,10 @@ class EvaluationConfig(Section):
         1, "epochs between two evaluations; at least a tenth of all if no split is evaluated"
     )
     watch_test: Flag = _key(
-        False,
-        "also evaluate the test set each time, for the curve only: it selects nothing",
-        role="runtime",
+        False, "also evaluate the test set each time; it selects nothing", role="runtime"
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="runtime")
-    untrained: Flag = _key(
-        True,
-        "evaluate the untrained embedder first, as the baseline of every table",
-        role="runtime",
-    )
+    untrained: Flag = _key(True, "evaluate the untrained embedder as a baseline", role="runtime")
     select_by: str = _key(
         "map@r", "the metric that selects the epoch; of equal epochs the later one is taken"
     )
@@ -505,9 +425,7 @@ class Recipe(Section):
     """Everything about a run except where its results go."""
 
     name: Text = _key("unnamed", "of the recipe", role="metadata")
-    about: str = _key(
-        "", "one sentence: what it is and where its figures come from", role="metadata"
-    )
+    about: str = _key("", "what it is and where its figures come from", role="metadata")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -522,6 +440,7 @@ class Recipe(Section):
         dims, width = evaluation.eval_dims, self.model.pca_dim or self.model.dim
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
         binary = self.model.bits is not None
+        plateau = self.schedule.name == "plateau"
         _reject(
             (
                 evaluation.select_by not in computed,
@@ -531,22 +450,17 @@ class Recipe(Section):
             (list(at) != sorted(set(at)), f"schedule.at must rise, got {shown(list(at))}"),
             (
                 any(dim >= width for dim in dims) or len(set(dims)) < len(dims),
-                f"evaluation.eval_dims must differ and be below the embedding's {width} "
-                f"dimensions, got {shown(list(dims))}",
+                f"evaluation.eval_dims must differ and be below {width}, got {shown(list(dims))}",
             ),
-            (
-                binary and dims,
-                f"evaluation.eval_dims {shown(list(dims))} and model.bits exclude each other",
-            ),
+            (binary and dims, "evaluation.eval_dims and model.bits exclude each other"),
             (
                 binary and evaluation.similarity != "cosine",
-                f"evaluation.similarity {evaluation.similarity} and model.bits exclude each "
-                "other: signs keep angles, not distances; use cosine",
+                "evaluation.similarity must be cosine with model.bits",
             ),
             (
-                evaluation.protocol == "last" and self.schedule.name == "plateau",
-                "schedule.name plateau needs a selection metric, and evaluation.protocol last has "
-                "none; choose another schedule.name, such as step, or protocol held_out",
+                evaluation.protocol == "last" and plateau,
+                "schedule.name plateau needs a selection metric, which evaluation.protocol last "
+                "lacks; choose another schedule.name, such as step",
             ),
         )
         return self
@@ -562,7 +476,10 @@ class Recipe(Section):
         """
         try:
             values = merge(plain_values(source), overrides or {})
-            drop_removed(values)
+            for key, value in REMOVED.items():
+                section, _, name = key.partition(".")
+                if isinstance(keys := values.get(section), dict) and keys.get(name) == value:
+                    del keys[name]
             return cls.model_validate(values)
         except RecursionError:
             message = "the recipe is nested too deeply"
