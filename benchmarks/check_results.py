@@ -27,7 +27,8 @@ from benchmarks.results_page import (
 )
 from benchmarks.results_page import twins as find_twins
 from proximetry.recipe.auto import choose_epochs, keep_choices
-from proximetry.recipe.schema import AUTO, Recipe, plain_values
+from proximetry.recipe.loading import plain_values
+from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.options import ReproduceOptions
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run, scale

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from proximetry.data.datasets import datasets_table
 from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
 from proximetry.losses.pairs import USE
+from proximetry.recipe import loading
 from proximetry.recipe import schema as recipe
 
 DOCS = Path(__file__).parent
@@ -187,7 +188,7 @@ def recipe_keys(section: str) -> str:
 
 def recipes() -> str:
     """Return the table of the shipped recipes."""
-    every = {name: recipe.plain_values(name) for name in recipe.shipped_recipes()}
+    every = {name: loading.plain_values(name) for name in loading.shipped_recipes()}
     rows = [(f"`{n}`", one["data"]["dataset"], one["about"]) for n, one in every.items()]
     return table(("recipe", "dataset", "about"), rows)
 

@@ -74,8 +74,7 @@ def _serve():
     import timm  # noqa: F401
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
-    import proximetry.cli.commands
-    import proximetry.cli.train_plan
+    import proximetry.cli.train
     import proximetry.search.gallery
     import proximetry.training.run  # noqa: F401
 

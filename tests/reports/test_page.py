@@ -473,7 +473,7 @@ def test_the_demo_ends_with_a_gallery_and_a_report(run, table, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (line,) = make_gallery(run, result.embedder, test, result.vectors)
-    assert line.startswith("Gallery: left out; ")
+    assert line.startswith("Gallery: skipped; ")
     assert "pip install '.[" in line
 
 
@@ -483,7 +483,7 @@ def test_the_demo_prints_what_it_made_and_what_to_do_next(
     recipe = make_recipe(table, home / "cache", training={"epochs": 1})
     small = SimpleNamespace(load=lambda name, changes: recipe.override(changes))
     monkeypatch.setattr("proximetry.cli.demo.Recipe", small)
-    monkeypatch.setattr("proximetry.cli.demo.glyphs", lambda: open_dataset("csv", table))
+    monkeypatch.setattr("proximetry.data.glyphs", lambda: open_dataset("csv", table))
     out = tmp_path / "run"
     for _ in range(2):  # again when all is there
         assert cli.main(["demo", "--out", str(out)]) == 0

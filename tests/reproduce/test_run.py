@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from filelock import FileLock
 
-from proximetry.recipe.schema import merge
+from proximetry.recipe.loading import merge
 from proximetry.reproduce import (
     Interrupted,
     ReproduceError,

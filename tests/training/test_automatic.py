@@ -31,7 +31,7 @@ def roomy(pixels):
             {},
             60 * GB,
             ("pixels", "bfloat16", True),
-            "pixels from disk (60.0 GB are too much for the GPU, where 140.0 GB are free), "
+            "pixels from disk (60.0 GB exceed the GPU's free memory of 140.0 GB), "
             "bfloat16, CUDA graph",
         ),
         (
@@ -114,13 +114,13 @@ def test_the_fastest_way_that_a_device_has(device, asked, pixels, chosen, line):
             H200,
             StorageFacts(257 * GB, 20 * GB, disk=1000 * GB, memory=200 * GB),
             "none",
-            "images decoded on the fly (257.0 GB of pixels are too much for the memory)",
+            "images decoded on the fly (257.0 GB of pixels exceed the memory)",
         ),
         (
             CPU,
             StorageFacts(20 * GB, 20 * GB, disk=100 * GB, memory=22 * GB),
             "none",
-            "images decoded on the fly (20.0 GB of pixels are too much for the memory)",
+            "images decoded on the fly (20.0 GB of pixels exceed the memory)",
         ),
         (CPU, StorageFacts(20 * GB, 0, 100 * GB, 22 * GB), "pixels", "pixels from disk"),
     ],

@@ -10,11 +10,9 @@ from proximetry.data import open_dataset
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder
 from proximetry.models.embedder import extract_features
-from proximetry.recipe.schema import LossConfig
 from proximetry.search import Gallery, indexes
 from proximetry.training import Recipe, RecipeError, train
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.objective import Objective
 from tests.training.runs import assert_same_run, killed_at
 from tests.training.tiny import make_recipe, tiny_values
 
@@ -23,7 +21,7 @@ BITS = {"bits": 16, "dim": 16}
 
 @pytest.fixture(scope="module")
 def recipe(images, cache):
-    changes = {"model": BITS, "loss": {"quantization": 1.0}, "training": {"checkpoint_steps": 2}}
+    changes = {"model": BITS, "training": {"checkpoint_steps": 2}}
     return make_recipe(images, cache, **changes)
 
 
@@ -57,20 +55,6 @@ def test_a_run_says_what_its_codes_are_worth(run, recipe, images):
     packed = np.packbits(embedder.encode(files).numpy() > 0, axis=1)
     labels = np.asarray(part.labels)
     assert evaluate(packed, labels, similarity="hamming") == found["codes"]
-
-
-def test_the_term_is_part_of_what_is_minimised():
-    torch.manual_seed(0)
-    x, y = torch.randn(6, 16), torch.arange(6) % 3
-    names = ["a", "b", "c"]
-    values = {}
-    for weight in (0.0, 2.0):
-        torch.manual_seed(1)
-        values[weight] = Objective(LossConfig(quantization=weight), names, 16)(x, y).item()
-    away = x - x.mean(0)
-    unit = away / away.norm(dim=1, keepdim=True)
-    term = (unit - away.sign() / 4).square().sum(1).mean().item()
-    assert values[2.0] == pytest.approx(values[0.0] + 2 * term, rel=1e-5)
 
 
 def test_codes_are_about_the_mean_of_the_training_images(run, images):
@@ -136,8 +120,6 @@ def test_from_the_command_to_the_search(call, images, cache, tmp_path, monkeypat
             ["--model.bits", "64", "--evaluation.similarity", "euclidean"],
             "evaluation.similarity euclidean and model.bits exclude each other",
         ),
-        (["--loss.quantization", "1"], "loss.quantization 1 is for binary codes"),
-        (["--model.bits", "64", "--loss.quantization", "-1"], "loss.quantization must be greater"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence_and_writes_nothing(

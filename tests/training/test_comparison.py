@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proximetry.cli.evaluation import describe
+from proximetry.cli.evaluate import describe
 from proximetry.data import Catalog, open_dataset
 from proximetry.metrics import Metrics
 from proximetry.models import Embedder

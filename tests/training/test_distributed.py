@@ -62,7 +62,6 @@ def recipe_for(images, cache, **training):
         images,
         cache,
         model={"freeze_batchnorm": True, "bits": 8},
-        loss={"quantization": 1.0},
         optimizer={"name": "sgd", "lr": 1e-3},
         data={"sampler": "balanced", "images_per_class": 2},
         training={"epochs": 2, **training},

@@ -13,7 +13,7 @@ from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few
-from proximetry.recipe.schema import shipped_recipes
+from proximetry.recipe.loading import shipped_recipes
 from proximetry.training import (
     Callback,
     Recipe,

@@ -1,6 +1,5 @@
 """Training without a cache: the batches, the run and its figures are those of the pixel cache."""
 
-import gc
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ from PIL import Image
 
 from proximetry.data import ImageError, decoding, on_the_fly
 from proximetry.data.cache import Pixels
-from proximetry.data.cache_records import list_caches, remove
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.distributed import World
 from tests.training.runs import OnStep, Said, assert_same_run, killed_at
@@ -253,52 +251,6 @@ class TestBroken:
         started = len(processes)
         make_data(own)  # what was found is remembered
         assert len(processes) == started
-
-
-class TestEncoded:
-    """Images compressed again."""
-
-    def test_batches_are_close_and_evaluation_sees_the_files(self, recipe, processes, tmp_path):
-        recipe = with_(recipe, "data", cache_dir=str(tmp_path), color_jitter=0.0)
-        cached, encoded = make_data(recipe), make_data(with_(recipe, "data", cache="encoded"))
-        for (a, labels), (b, same) in zip(cached.batches(0, 0), encoded.batches(0, 0), strict=True):
-            assert torch.equal(labels, same)
-            assert not torch.equal(a, b)
-            assert (a.float() - b.float()).abs().mean() < 4  # of noise, which compresses badly
-        rows = cached.rows["held_out"]
-        views = [torch.cat([*data.views(rows, 5)]) for data in (cached, encoded)]
-        assert torch.equal(*views)
-        stores = [file.parent for file in tmp_path.glob("*/pixels.bin")]
-        assert len(stores) == 2  # beside the pixels, where whoever lists caches finds it
-        assert any("compressed again (JPEG 95" in note for note in encoded.notes)
-
-    def test_the_store_is_in_use_as_long_as_it_is_read(self, recipe, tmp_path, monkeypatch):
-        monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path))
-        recipe = recipe.override({"data": {"cache_dir": None, "cache": "encoded"}})
-        data = make_data(recipe)
-        entry = next(one for one in list_caches() if (one.path / "pixels.bin").exists())
-        assert not remove(entry)
-        del data
-        gc.collect()
-        assert remove(entry)
-
-    def test_a_damaged_store_is_made_again(self, recipe, tmp_path):
-        recipe = recipe.override({"data": {"cache_dir": str(tmp_path), "cache": "encoded"}})
-        first = list(make_data(recipe).batches(0, 0))
-        (store,) = tmp_path.glob("*/pixels.bin")
-        content = bytearray(store.read_bytes())
-        content[len(content) // 2] ^= 1
-        store.write_bytes(content)
-        assert_equal(make_data(recipe).batches(0, 0), first)
-
-    def test_a_run_is_continued_with_encoded_images_alone(self, recipe, tmp_path):
-        recipe = recipe.override({"data.cache": "encoded", "training.checkpoint_steps": 1})
-        killed_at(6, recipe, tmp_path / "run")
-        with pytest.raises(RunError, match=r"data\.cache"):
-            train(with_(recipe, "data", cache="pixels"), tmp_path / "run")
-        train(with_(recipe, "data", cache="auto"), tmp_path / "run")
-        train(recipe, tmp_path / "whole")
-        assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""Recipes: YAML and back, inheritance, overrides, and mistakes answered with a suggestion."""
+"""Recipes: round trip through YAML, inheritance, overrides, errors with suggestions."""
 
 import inspect
 import math
@@ -15,37 +15,35 @@ from safetensors.torch import save_file
 
 from proximetry.models import Embedder, weights
 from proximetry.models.backbones import load_timm
-from proximetry.recipe.schema import (
-    Section,
+from proximetry.recipe.loading import (
     merge,
     parse_yaml,
     plain_values,
     read_yaml,
-    recipe_keys,
     resets,
-    validation_sentence,
+    validation_message,
 )
+from proximetry.recipe.schema import Section, recipe_keys
 from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
 from proximetry.training.run import make_embedder
 
 
-def test_defaults_survive_a_round_trip(tmp_path):
-    recipe = Recipe()
-    recipe.save(tmp_path / "r.yaml")
-    assert Recipe.load(tmp_path / "r.yaml") == recipe
+def test_shipped_recipes_round_trip(tmp_path):
+    assert Recipe.load(yaml.safe_load(Recipe().to_yaml())) == Recipe()
+    for name in shipped_recipes():
+        recipe = Recipe.load(name)
+        assert recipe.name == name
+        assert recipe.about.endswith(".")
+        recipe.save(tmp_path / "r.yaml")
+        assert Recipe.load(tmp_path / "r.yaml") == recipe
+        own = ("default", "default-cpu", "dinov2", "dinov3", "glyphs", "siglip", "vectors")
+        expected = "map@r" if name in own else "recall@1"
+        evaluation = recipe.evaluation
+        assert evaluation.protocol == "last" or evaluation.select_by == expected, name
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_load_describe_themselves_and_round_trip(name, tmp_path):
-    recipe = Recipe.load(name)
-    assert recipe.name == name
-    assert recipe.about.endswith(".")
-    recipe.save(tmp_path / "r.yaml")
-    assert Recipe.load(tmp_path / "r.yaml") == recipe
-
-
-def test_the_losses_of_the_papers_have_a_recipe_for_every_dataset():
+def test_every_dataset_has_recipes_of_the_papers():
     names = set(shipped_recipes())
     for data in ("cub", "cars", "sop", "inshop"):
         for loss in ("proxy-anchor", "proxy-nca-plus-plus", "soft-triple", "mpa", "mpa-ap"):
@@ -67,14 +65,16 @@ def test_published_settings_of_proxy_anchor():
 
 
 def test_yaml_numbers_in_any_form(tmp_path):
-    (tmp_path / "r.yaml").write_text("optimizer: {lr: 1e-4, clip_norm: 3}\ntraining: {epochs: 7}\n")
+    text = "optimizer: {lr: 1e-4, clip_norm: 3}\nloss: {settings: {margin: 1e-2}}\n"
+    (tmp_path / "r.yaml").write_text(text)
     recipe = Recipe.load(tmp_path / "r.yaml")
     assert recipe.optimizer.lr == 1e-4
     assert recipe.optimizer.clip_norm == 3.0
     assert isinstance(recipe.optimizer.clip_norm, float)
+    assert recipe.loss.settings == {"margin": 0.01}
 
 
-def test_a_recipe_inherits_what_it_does_not_say(tmp_path):
+def test_base_is_inherited(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "base: cub-mpa\nmodel.dim: 64\nloss: {settings: {tau: 0.0}}\nabout: Mine.\n"
     )
@@ -88,7 +88,7 @@ def test_a_recipe_inherits_what_it_does_not_say(tmp_path):
     assert other.loss.settings == {}, "another loss leaves the settings of the old one behind"
 
 
-def test_recipes_that_inherit_from_each_other(tmp_path):
+def test_circular_base_is_rejected(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: a.yaml")
     with pytest.raises(RecipeError, match=r"in a circle: a.yaml → b.yaml → a.yaml"):
@@ -111,7 +111,7 @@ def test_overrides_by_dotted_and_nested_keys():
     assert again.override({"loss.name": "proxy_anchor"}).loss == again.loss
 
 
-def test_what_was_said_is_told_apart_from_defaults():
+def test_override_keeps_unset_keys_unset():
     recipe = Recipe.load("glyphs").override({"training.epochs": 2})
     assert "epochs" in recipe.training.model_fields_set
     assert "precision" not in recipe.training.model_fields_set
@@ -120,36 +120,27 @@ def test_what_was_said_is_told_apart_from_defaults():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optimzer": {}}, "unknown key 'optimzer', did you mean 'optimizer'"),
-        ({"optimizer": {"lrr": 1}}, "unknown key 'optimizer.lrr', did you mean 'lr'"),
-        ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be a valid number.* got 'fast'"),
-        ({"optimizer": {"lr": 0}}, "optimizer.lr must be greater than 0, got 0"),
-        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr must be a finite number, got inf"),
-        ({"optimizer": {"lr": True}}, "optimizer.lr must be a number, got True"),
-        ({"optimizer": {"name": "adamW"}}, "did you mean 'adamw'"),
-        ({"optimizer": 3}, "optimizer must be a valid dictionary .*got 3"),
-        (
-            {"training": {"checkpoint_epochs": 0}},
-            "checkpoint_epochs must be greater than or equal to 1",
-        ),
-        ({"training": {"epochs": 2.5}}, "training.epochs must be a valid integer, got 2.5"),
-        ({"training": {"epochs": True}}, "training.epochs must be a valid integer, got True"),
-        ({"training": {"epochs": "many"}}, "training.epochs must be a valid integer, got 'many'"),
-        ({"training": {"ema": 1.0}}, "training.ema must be less than 1, got 1.0"),
-        ({"training": {"precision": "bf16"}}, "precision is 'bf16', did you mean 'bfloat16'"),
-        ({"training": {"cuda_graph": 1}}, "training.cuda_graph must be a valid boolean, got 1"),
-        ({"model": {"pooling": "mean"}}, "model.pooling is 'mean'"),
-        ({"model": {"dropout": 1.0}}, "model.dropout must be less than 1"),
-        ({"data": {"dataset": "cubs"}}, "data.dataset is 'cubs', did you mean 'cub'"),
-        ({"data": {"root": 3}}, "data.root must be a valid string, got 3"),
-        ({"data": {"crop_scale": [0.5]}}, "crop_scale"),
-        ({"data": {"crop_ratio": [1.5, 0.5]}}, r"crop_ratio .* got \[1.5, 0.5\]"),
-        ({"data": {"crop_ratio": [0, 0.5]}}, r"crop_ratio .* got \[0.0, 0.5\]"),
-        ({"data": {"crop_scale": [0.9, 0.1]}}, r"crop_scale .* got \[0.9, 0.1\]"),
-        ({"data": {"color_jitter": 2.0}}, "data.color_jitter must be less than or equal to 1"),
-        ({"data": {"hue": 0.7}}, r"data.hue must be less than or equal to 0\.5"),
-        ({"data": {"sampler": "balanced", "batch_size": 10}}, "not a multiple"),
-        ({"loss": {"name": "proxy_ancor"}}, "did you mean 'proxy_anchor'"),
+        ({"optimzer": {}}, "'optimizer'"),
+        ({"optimizer": {"lrr": 1}}, "'optimizer.lrr', did you mean 'lr'"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr .* 'fast'"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr .* greater than 0"),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr .* finite"),
+        ({"optimizer": {"lr": True}}, "optimizer.lr .* True"),
+        ({"optimizer": {"name": "adamW"}}, "'adamw'"),
+        ({"optimizer": 3}, "optimizer .* dictionary"),
+        ({"training": {"epochs": 2.5}}, "training.epochs .* 2.5"),
+        ({"training": {"epochs": "many"}}, "training.epochs .* 'many'"),
+        ({"training": {"precision": "bf16"}}, "'bfloat16'"),
+        ({"training": {"cuda_graph": 1}}, "training.cuda_graph .* boolean"),
+        ({"data": {"dataset": "cubs"}}, "data.dataset .* 'cub'"),
+        ({"data": {"root": 3}}, "data.root .* string"),
+        ({"data": {"cache": "encoded"}}, "data.cache .* 'encoded'"),
+        ({"data": {"columns": {"lable": "x"}}}, "data.columns .* 'label'"),
+        ({"data": {"crop_ratio": [1.5, 0.5]}}, r"data.crop_ratio .* \[1.5, 0.5\]"),
+        ({"data": {"crop_scale": [0.9, 0.1]}}, r"data.crop_scale .* \[0.9, 0.1\]"),
+        ({"data": {"sampler": "balanced", "batch_size": 10}}, "data.batch_size 10"),
+        ({"loss": {"name": "proxy_ancor"}}, "loss.name: .* 'proxy_anchor'"),
+        ({"loss": {"center": 1.0}}, "unknown key 'loss.center'"),
         ({"loss": {"name": "pairs/nonsense"}}, "nonsense"),
         ({"loss": {"settings": {"alhpa": 3}}}, "alhpa.*did you mean 'alpha'"),
         ({"loss": {"settings": {"alpha": -1}}}, "alpha must be positive"),
@@ -157,36 +148,18 @@ def test_what_was_said_is_told_apart_from_defaults():
         ({"evaluation": {"select_by": "recall@3"}}, "'recall@3' is not computed"),
         ({"evaluation": {"metrics": {"recall_att": [1]}}}, "did you mean 'recall_at'"),
         ({"evaluation": {"metrics": {"recall_at": [0]}}}, "recall_at"),
-        (
-            {"evaluation": {"protocol": "last"}, "schedule": {"name": "plateau"}},
-            "choose another schedule.name, such as step",
-        ),
-        ({"schedule": {"name": "milestones", "at": [3, 2]}}, r"must rise, got \[3, 2\]"),
+        ({"evaluation": {"protocol": "last"}, "schedule": {"name": "plateau"}}, "schedule.name"),
+        ({"schedule": {"name": "milestones", "at": [3, 2]}}, r"schedule.at .* \[3, 2\]"),
         ({"model.dim.x": 3}, "model.dim must be a valid integer"),
         ({3: 4}, "keys must be text"),
     ],
 )
-def test_mistakes_are_named(values, message):
+def test_invalid_values_name_their_key(values, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.load(values)
 
 
-def test_the_last_epoch_can_be_asked_of_a_recipe_that_stops_early():
-    last = Recipe.load({"training": {"stop_after": 6}}, {"evaluation.protocol": "last"})
-    assert last.override({"training.epochs": 2}).evaluation.protocol == "last"
-
-
-def test_the_epoch_is_selected_by_map_at_r_unless_a_paper_did_otherwise():
-    assert Recipe().evaluation.select_by == "map@r"
-    for name in shipped_recipes():
-        own = ("default", "default-cpu", "dinov2", "dinov3", "glyphs", "siglip", "vectors")
-        published = name not in own
-        expected = "recall@1" if published else "map@r"
-        evaluation = Recipe.load(name).evaluation
-        assert evaluation.protocol == "last" or evaluation.select_by == expected, name
-
-
-def test_another_image_size_leaves_the_sizes_of_the_old_one_behind(tmp_path):
+def test_image_size_resets_the_sizes_that_belong_to_it(tmp_path):
     (tmp_path / "mine.yaml").write_text("base: default\nmodel: {image_size: 112}\n")
     for recipe in (
         Recipe.load("default", {"model.image_size": 112}),
@@ -215,7 +188,7 @@ def test_another_image_size_leaves_the_sizes_of_the_old_one_behind(tmp_path):
         ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2, (128, 64))),
     ],
 )
-def test_a_change_leaves_behind_what_it_makes_meaningless(changes, left, tmp_path):
+def test_change_resets_keys_it_makes_meaningless(changes, left, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": "best-cub", "model": changes}))
     for recipe in (
         Recipe.load("best-cub", {"model": changes}),
@@ -256,7 +229,7 @@ def test_empty_dictionary_replaces_the_old_one(key, tmp_path):
     assert more.loss.settings == {"alpha": 16, "margin": 0.2}
 
 
-def test_changes_to_changes_leave_nothing_behind_that_they_do_not_know():
+def test_merging_partial_overrides_resets_only_known_keys():
     for more, then in (
         ({"model.whitening": 0.25}, {"model.dim": 1024}),
         ({"model.drop_path": 0.1}, {"model.backbone": "tf_efficientnet_lite2"}),
@@ -269,13 +242,13 @@ def test_changes_to_changes_leave_nothing_behind_that_they_do_not_know():
     assert merge(other, {"loss.name": "mpa"}, whole=False) == {"loss": {"name": "mpa"}}
 
 
-def test_an_empty_section_is_refused_in_a_sentence():
+def test_empty_section_is_rejected():
     assert Recipe.load({"model": None}, {"model.image_size": 32}).model.image_size == 32
     with pytest.raises(RecipeError, match="data"):
         Recipe.load({"data": None}, {"model.image_size": 32})
 
 
-def test_where_weights_lie_does_not_matter(tmp_path):
+def test_path_of_weights_is_not_part_of_the_essence(tmp_path):
     places = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
     first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in places)
     assert first.essence() == moved.essence() == first.without_places().essence()
@@ -293,82 +266,70 @@ def test_where_weights_lie_does_not_matter(tmp_path):
         folder.resolve(moved)
 
 
-def test_a_dimension_said_again_changes_nothing():
-    same = Recipe.load("best-cub", {"model": {"dim": 512, "pca_dim": 512}})
-    assert same.override({"model.dim": 512}) == same
-
-
-def test_what_excludes_each_other_is_still_refused_when_said_together():
-    for changes, said in (
-        ({"dim": 64, "pca_dim": 128}, "pca_dim 128 is more than dim 64"),
-        ({"dim": 64, "whitening": 0.5}, r"whitening 0\.5 goes with pca_dim"),
-        ({"freeze_backbone": True, "drop_path": 0.1}, "drop_path 0.1 exclude each other"),
+def test_exclusive_keys_in_the_same_change_are_rejected():
+    for changes, message in (
+        ({"dim": 64, "pca_dim": 128}, "pca_dim 128 .* dim 64"),
+        ({"dim": 64, "whitening": 0.5}, r"whitening 0\.5 needs pca_dim"),
+        ({"freeze_backbone": True, "drop_path": 0.1}, "drop_path"),
     ):
-        with pytest.raises(RecipeError, match=said):
+        with pytest.raises(RecipeError, match=message):
             Recipe.load("best-cub", {"model": changes, "evaluation.eval_dims": []})
 
 
-def test_a_missing_key_is_named_without_everything_else():
+def test_validation_message_names_a_missing_key():
     class Person(Section):
         name: str
         age: int
 
     with pytest.raises(ValidationError) as caught:
         Person.model_validate({"name": "x"})
-    assert validation_sentence(caught.value, Person) == "age is missing"
+    assert validation_message(caught.value, Person) == "age is missing"
 
 
-def test_files_that_are_no_recipes(tmp_path):
+def test_unknown_recipe_suggests_a_name(tmp_path):
     with pytest.raises(RecipeError, match="did you mean 'glyphs'"):
         Recipe.load("glyph")
-    (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(RecipeError, match="no valid YAML"):
-        Recipe.load(tmp_path / "bad.yaml")
-    (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(RecipeError, match="holds no recipe"):
-        Recipe.load(tmp_path / "list.yaml")
     (tmp_path / "key.yaml").write_text("modle: {}")
     with pytest.raises(RecipeError, match=r"key.yaml: unknown key 'modle', did you mean 'model'"):
         Recipe.load(tmp_path / "key.yaml")
 
 
-def test_every_key_has_help_and_a_default_that_is_allowed():
-    for key, field in recipe_keys():
-        assert field.description, key
-    values = yaml.safe_load(yaml.safe_dump(Recipe().to_dict()))
-    assert Recipe.load(values) == Recipe()
+def test_every_key_has_help():
+    assert all(field.description for _, field in recipe_keys())
 
 
-def test_what_does_not_change_results_can_be_left_out_of_a_comparison():
+def test_removed_keys_with_their_old_default_are_ignored():
+    older = {"loss": {"center": 0.0, "quantization": 0.0, "exclusive": 2.0}}
+    assert Recipe.load(older) == Recipe.load({"loss.exclusive": 2.0})
+
+
+def test_portable_excludes_roles():
     one = Recipe.load("glyphs", {"data.root": "/a", "training.checkpoint_steps": 3})
     two = Recipe.load("glyphs", {"data.root": "/b", "name": "other"})
     assert one.portable() != two.portable()
-    without = ("words", "place", "pace")
+    without = ("metadata", "path", "runtime")
     assert one.portable(without=without) == two.portable(without=without)
     assert one.portable(without=without) != two.override({"optimizer.lr": 1.0}).portable(
         without=without
     )
 
 
-def test_the_recipe_module_loads_no_torch():
-    code = "import sys, proximetry.recipe.schema; assert 'torch' not in sys.modules"
+def test_recipe_package_imports_neither_torch_nor_numpy():
+    code = """
+import sys, proximetry.recipe.auto
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_help_says_what_accumulate_does():
-    about = dict(recipe_keys())["training.accumulate"].description
-    assert "each batch in this many chunks" in about
-    assert "gradient of the whole batch" in about
-
-
-def test_a_transformer_needs_no_extra_key():
+def test_pooling_defaults_to_token_for_transformers():
     recipe = Recipe.load({"model": {"backbone": "vit_tiny_patch16_224", "weights": "none"}})
     assert make_embedder(recipe.model).architecture.pooling == "token"
     default = inspect.signature(Embedder.create).parameters["pooling"].default
     assert Recipe().model.pooling == default == "auto"
 
 
-def test_the_source_of_automatic_weights_and_dropped_layers_are_reported(tmp_path, monkeypatch):
+def test_source_of_weights_and_dropped_layers_are_reported(tmp_path, monkeypatch):
     state = load_timm().create_model("test_convnext").state_dict()
     save_file(state, tmp_path / "model.safetensors")
     monkeypatch.setattr(weights, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
@@ -390,52 +351,37 @@ EXTREMES = [
 @pytest.mark.parametrize(
     "key", [*dict(recipe_keys()), "loss.settings.alpha", "evaluation.metrics.recall_at"]
 )
-def test_extreme_values_are_refused_by_the_name_of_their_key_or_are_harmless(key):
+def test_extreme_values_are_rejected_by_key_or_round_trip(key):
     for value in EXTREMES:
         try:
-            recipe, refused = Recipe.load({}, {key: value}), None
+            recipe, message = Recipe.load({}, {key: value}), ""
         except RecipeError as error:
-            refused = str(error)
-        if refused is not None:
-            assert key.rpartition(".")[2] in refused, value
-            assert len(refused) < 1000
+            recipe, message = None, str(error)
+        if recipe is None:
+            assert key.rpartition(".")[2] in message, value
+            assert len(message) < 1000
         else:
             assert Recipe.load(yaml.safe_load(recipe.to_yaml())) == recipe
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                assert abs(value) <= 10**9 or key == "training.seed"
 
 
-LAUGHS = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    + [f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]" for n in range(1, 9)]
-)
 BAD_FILES = {
-    "latin-1": ("name: Bär\n".encode("latin-1"), "is no text in UTF-8"),
-    "binary": (bytes(range(256)), "is no text in UTF-8"),
-    "NUL": (b"name: \0", "no valid YAML: a value cannot be read: unacceptable character #x0000"),
-    "deep": (b"name: " + 90_000 * b"[", "line 1 is nested too deeply"),
-    "deep over lines": (b"name: " + 10_000 * b"[\n", "nested too deeply"),
-    "deep keys": (b"? " + 5000 * b"a." + b"a\n: 1", "nested too deeply"),
-    "laughs": (LAUGHS.encode() + b"\nname: *a8", "makes it too large"),
-    "laughs in a merge": (LAUGHS.replace("[", "{<<: [").replace("]", "]}").encode(), "line 1"),
-    "circle": (b"name: &n [*n]", "line 1 is nested too deeply"),
-    "twice": (b"name: a\n\nabout: b\nname: c", "line 4 says 'name' a second time, after line 1"),
-    "twice, nested": (
-        b"optimizer: {lr: 1}\noptimizer.lr: 2",
-        "line 2 says 'optimizer.lr' a second time, after line 1",
-    ),
-    "large": (b"# " + 200_000 * b"x", "is larger than 100 kB"),
-    "date": (b"name: 2001-99-99", "a value cannot be read"),
-    "tag": (b"name: !!timestamp x", "a value cannot be read"),
-    "code": (b"name: !!python/object/apply:os.system [x]", "could not determine a constructor"),
-    "two": (b"name: a\n---\nname: b", "line 2: but found another document"),
-    "broken": (b"name: [a", "line 1: expected ',' or ']', but got '<stream end>'"),
+    "latin-1": ("name: Bär\n".encode("latin-1"), "UTF-8"),
+    "NUL": (b"name: \0", "not valid YAML"),
+    "deep": (b"name: " + 90_000 * b"[", "nested too deeply"),
+    "circle": (b"name: &n [*n]", "file.yaml"),
+    "duplicate": (b"name: a\n\nabout: b\nname: c", "line 4: duplicate key 'name'"),
+    "large": (b"# " + 200_000 * b"x", "100 kB"),
+    "date": (b"name: 2001-99-99", "not valid YAML"),
+    "code": (b"name: !!python/object/apply:os.system [x]", "not valid YAML"),
+    "two": (b"name: a\n---\nname: b", "line 2"),
+    "broken": (b"name: [a", "line 1"),
+    "list": (b"- 1", "expected keys and values"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
 @pytest.mark.parametrize("load", [Recipe.load, Table.load], ids=["recipe", "table"])
-def test_files_that_no_person_writes(tmp_path, kind, load):
+def test_invalid_files_are_rejected_by_path(tmp_path, kind, load):
     content, message = BAD_FILES[kind]
     file = tmp_path / "file.yaml"
     file.write_bytes(content)
@@ -454,25 +400,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             read_yaml(tmp_path / name, "recipe")
 
 
-def test_aliases_are_for_people(tmp_path):
-    (tmp_path / "r.yaml").write_text(
-        "x-sizes: &s {image_size: 64}\nmodel: {<<: *s, dim: 8}\n".replace("x-sizes", "model.y")
-    )
-    with pytest.raises(RecipeError, match=r"unknown key 'model\.y'"):
-        Recipe.load(tmp_path / "r.yaml")
+def test_yaml_aliases_and_merge_keys():
     assert parse_yaml("a: &s {b: 1}\nc: {<<: *s, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
     assert parse_yaml("a: &s {b: 1}\nc: {<<: *s, b: 2}")["c"] == {"b": 2}
 
 
-def test_a_recipe_without_places():
+def test_without_places_removes_paths():
     changes = {"data": {"root": "/home/me/images", "cache_dir": "/scratch/me"}}
     changes["model"] = {"weights": "/home/me/weights.pth"}
     portable = Recipe.load("glyphs", changes).without_places()
     assert "/" not in str(portable.to_dict()).replace(portable.about, "")
     assert portable.model.weights == "weights.pth"
     assert Recipe.load("glyphs").without_places() == Recipe.load("glyphs")
-
-
-def test_numbers_of_a_loss_may_be_written_with_an_exponent(tmp_path):
-    (tmp_path / "r.yaml").write_text("loss: {settings: {margin: 1e-2}}")
-    assert Recipe.load(tmp_path / "r.yaml").loss.settings == {"margin": 0.01}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
+from proximetry.cli.inputs import processes
 from proximetry.cli.output import (
     AsJson,
     BatchSize,
@@ -18,7 +19,6 @@ from proximetry.cli.output import (
     say,
     tell,
 )
-from proximetry.cli.processes import processes
 from proximetry.faces import BadImages, Keep, Size
 
 if TYPE_CHECKING:

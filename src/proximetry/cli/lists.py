@@ -1,4 +1,4 @@
-"""The commands that list what there is: all they say is taken from the declarations."""
+"""Commands that list losses, backbones, recipes, datasets and metrics, from their declarations."""
 
 import dataclasses
 import inspect
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.errors import UsageError
-from proximetry.cli.output import AsJson, TableColumns, columns, tell, wrap
+from proximetry.cli.output import AsJson, TableColumns, columns, print_result, wrap
 
 
 def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
@@ -21,15 +21,17 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
 
     if name is not None:
         found = _loss(name)
-        tell(as_json, found, _loss_page(name, found))
+        print_result(as_json, found, _loss_page(name, found))
         return
     names = [*LOSSES, *(f"pairs/{pair}" for pair in PAIR_LOSSES)]
     every = {name: _loss(name) for name in names}
-    tell(as_json, every, columns({name: _loss_entry(found) for name, found in every.items()}))
+    print_result(
+        as_json, every, columns({name: _loss_entry(found) for name, found in every.items()})
+    )
 
 
 def _loss(name: str) -> dict[str, Any]:
-    """All that is declared about a loss; an unknown name is an error."""
+    """Return the declaration of a loss; an unknown name is an error."""
     from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
     from proximetry.losses.pairs import USE
 
@@ -49,7 +51,7 @@ def _loss(name: str) -> dict[str, Any]:
 
 
 def _loss_entry(found: Mapping[str, Any]) -> list[str]:
-    """What it is, and the settings that decide what is computed."""
+    """Return the description and the settings of a loss, except its engine."""
     settings = {key: one["default"] for key, one in found["settings"].items() if key != "engine"}
     return [found["about"], ", ".join(f"{key} {_short(v)}" for key, v in settings.items())]
 
@@ -81,7 +83,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     """
     from proximetry.models.backbones import list_backbones, own_backbones
     from proximetry.models.weights import PACKAGES
-    from proximetry.recipe.schema import plain_values, shipped_recipes
+    from proximetry.recipe.loading import plain_values, shipped_recipes
 
     known = own_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
@@ -100,7 +102,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     if pattern is None:
         more = len(names) - len(found)
         text += f"\n\nand {more} more of timm: proximetry backbones 'resnet*'"
-    tell(as_json, {name: {"about": about} for name, about in found.items()}, text)
+    print_result(as_json, {name: {"about": about} for name, about in found.items()}, text)
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
@@ -109,11 +111,13 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
     Args:
         name: the recipe to print.
     """
-    from proximetry.recipe.schema import Recipe, find_recipe, plain_values, shipped_recipes
+    from proximetry.recipe import Recipe
+    from proximetry.recipe.loading import find_file, plain_values, shipped_recipes
 
     if name is not None:
         values = Recipe.load(name).to_dict() if as_json else plain_values(name)
-        tell(as_json, values, find_recipe(name).read_text(encoding="utf-8").rstrip("\n"))
+        file = find_file(name, shipped_recipes(), "recipe", "recipes")
+        print_result(as_json, values, file.read_text(encoding="utf-8").rstrip("\n"))
         return
     names = sorted(shipped_recipes(), key=lambda name: not name.startswith("default"))
     every = {name: plain_values(name) for name in names}
@@ -121,7 +125,9 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
         name: {"about": values["about"], "dataset": values["data"]["dataset"]}
         for name, values in every.items()
     }
-    tell(as_json, document, columns({name: [one["about"]] for name, one in document.items()}))
+    print_result(
+        as_json, document, columns({name: [one["about"]] for name, one in document.items()})
+    )
 
 
 def datasets(
@@ -133,13 +139,13 @@ def datasets(
 ) -> None:
     """List the datasets that can be read, or describe one: its splits, classes and images.
 
-    Images are looked for, but not opened: `proximetry train IMAGES --dry-run` does that.
+    Images are listed, but not opened: `proximetry train IMAGES --dry-run` does that.
 
     Args:
         source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.
-        root: where the images of a dataset of the list lie.
+        root: path of the images of a dataset of the list.
     """
-    from proximetry.cli.vectors import open_images
+    from proximetry.cli.inputs import open_images
     from proximetry.data import list_datasets, resolve_source
 
     known = list_datasets()
@@ -147,11 +153,11 @@ def datasets(
     for one in facts.values():
         del one["read"]
     if source is None:
-        tell(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
+        print_result(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
         return
     name, place = resolve_source(source, root)
     if place is None and not known[name].built_in:
-        tell(as_json, facts[name], wrap(str(known[name])))
+        print_result(as_json, facts[name], wrap(str(known[name])))
         return
     catalog = open_images(name, place, names, allow_missing=False)
     document = {
@@ -162,7 +168,7 @@ def datasets(
         "splits": Counter(catalog.splits),
         "notes": catalog.notes,
     }
-    tell(as_json, document, catalog.describe())
+    print_result(as_json, document, catalog.describe())
 
 
 def metrics(*, as_json: AsJson = False) -> None:
@@ -176,4 +182,4 @@ def metrics(*, as_json: AsJson = False) -> None:
         document[field.name] = {"about": about, "default": default}
         shown = " ".join(map(str, words)) or "none"
         entries[f"--{field.name.replace('_', '-')}"] = [f"{about} [default: {shown}]"]
-    tell(as_json, document, columns(entries))
+    print_result(as_json, document, columns(entries))

@@ -1,4 +1,4 @@
-"""What commands print: text for people, one JSON document for scripts."""
+"""Options that commands share, and what they print: text, or one JSON document for scripts."""
 
 import json
 import shutil
@@ -24,25 +24,25 @@ AsJson = Annotated[
 
 BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
 
-# The recipe's own names too, so that what was said to `train` can be said to any command.
+# Also by the names of the recipe's keys, so that every command takes the options of `train`.
 BadImages = Annotated[
     Literal["error", "skip"],
     Parameter(
         name=["--bad-images", "--data.bad-images"],
-        help="stop at missing or unreadable images, or leave them out and list them.",
+        help="stop at missing or unreadable images, or skip and list them.",
     ),
 ]
 
 
 def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
     """Read path=file,label=category."""
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for pair in tokens[0].value.split(","):
         field, sign, column = (part.strip() for part in pair.partition("="))
-        if not (field and sign and column) or field in found:
+        if not (field and sign and column) or field in columns:
             raise ValueError(f"expected pairs such as path=file,label=category, got {pair!r}")
-        found[field] = column
-    return found
+        columns[field] = column
+    return columns
 
 
 COLUMNS_WORD = "path=COLUMN,label=COLUMN"
@@ -54,63 +54,61 @@ TableColumns = Annotated[
         accepts_keys=False,
         n_tokens=1,
         metavar=COLUMNS_WORD,
-        help="what a table calls its columns where these have other names.",
+        help="names of a table's columns that differ from ours.",
     ),
 ]
 
 
 @contextmanager
-def advice_to_skip() -> Iterator[None]:
-    """Add to the error about an image how to do without it."""
+def skip_hint() -> Iterator[None]:
+    """Add to the error about an image how to skip it."""
     try:
         yield
     except ValueError as error:
         from proximetry.data import ImageError
 
-        found = error if isinstance(error, ImageError) else error.__cause__
-        if not isinstance(found, ImageError):
+        cause = error if isinstance(error, ImageError) else error.__cause__
+        if not isinstance(cause, ImageError):
             raise
-        raise ValueError(f"{found}; --bad-images skip leaves such images out") from error
+        raise ValueError(f"{cause}; --bad-images skip skips such images") from error
 
 
 def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:
-    """Refuse a file that cannot be written, or that is read, before the work."""
+    """Reject an output file that cannot be written or is an input."""
     check_writable(out)
     if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
-        raise UsageError(f"{out} is read by this command and would be replaced; name another file")
+        raise UsageError(f"--out is an input of this command: {out}. Choose another file.")
 
 
 def check_document(out: Path | None, sources: Sequence[str | PathLike[str]]) -> None:
-    """The same for the file, if any, that the JSON document is to be written to."""
+    """Reject a file that the JSON document cannot be written to."""
     if out is None:
         return
     if out.suffix.lower() != ".json":
-        raise UsageError(
-            f"--out {out} must end in .json: it is for the document that --json prints"
-        )
+        raise UsageError(f"--out {out} must end in .json, for the document that --json prints")
     check_out(out, sources)
 
 
-def say(text: str, *, to_stderr: bool = False) -> None:
-    """Print a text; names in it cannot control the terminal. Commands print by no other way."""
+def echo(text: str, *, to_stderr: bool = False) -> None:
+    """Print a text, with characters that control a terminal escaped."""
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
-def tell(as_json: bool, document: Any, text: str) -> None:
-    """Print the document or the text."""
-    say(json.dumps(document, indent=2) if as_json else text)
+def print_result(as_json: bool, document: Any, text: str) -> None:
+    """Print the document as JSON, or the text."""
+    echo(json.dumps(document, indent=2) if as_json else text)
 
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool = True) -> Iterator[Progress]:
-    """A bar with the time that remains, on a terminal; nothing elsewhere."""
+    """Show a progress bar on a terminal."""
     with progress_steps(shown=shown) as steps:
         yield lambda done, total: steps(what, done, total)
 
 
 @contextmanager
 def progress_steps(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """The same for several steps one after the other, each of which has a name."""
+    """Show a progress bar for several named steps, one after the other."""
     if not shown or not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
@@ -131,7 +129,7 @@ def progress_steps(*, shown: bool = True) -> Iterator[Callable[[str, int, int], 
 
 
 def wrap(text: str, first: str = "", then: str = "") -> str:
-    """Fill lines up to the width of the terminal, or 80 columns; words stay whole."""
+    """Wrap a text to the width of the terminal, or 80 columns, between words."""
     return textwrap.fill(
         text,
         shutil.get_terminal_size().columns,
@@ -143,10 +141,13 @@ def wrap(text: str, first: str = "", then: str = "") -> str:
 
 
 def columns(entries: Mapping[str, Sequence[str]]) -> str:
-    """Set names on the left and their paragraphs, wrapped, on the right."""
+    """Return a list of names with their paragraphs, wrapped, on the right."""
     left = max(map(len, entries)) + 2
     lines = []
     for name, paragraphs in entries.items():
-        told = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
-        lines.append((name.ljust(left) + "\n".join(told)[left:]).rstrip())
+        wrapped = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
+        lines.append((name.ljust(left) + "\n".join(wrapped)[left:]).rstrip())
     return "\n".join(lines)
+
+
+say, tell, advice_to_skip = echo, print_result, skip_hint  # for modules not renamed yet

@@ -57,8 +57,7 @@ def index(
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
     """
-    from proximetry.cli.processes import processes
-    from proximetry.cli.vectors import check_there
+    from proximetry.cli.inputs import check_there, processes
 
     if "RANK" not in os.environ:  # of several processes one tells it, later
         for word in images:
@@ -189,7 +188,7 @@ def _open(gallery: str, model: Path | None) -> "Gallery":
 
 
 def _load(model: Path | None, device: str | None) -> Any:
-    from proximetry.cli.vectors import load_embedder
+    from proximetry.cli.inputs import load_embedder
 
     assert model is not None
     embedder = load_embedder(model, device)
@@ -202,7 +201,7 @@ def _find_rows(
     words: Sequence[str], columns: Mapping[str, str] | None, allow_missing: bool
 ) -> tuple[Any, list[str]]:
     """The images that are meant by files, folders, tables and shards, and notes on them."""
-    from proximetry.cli.vectors import find_catalog, find_images
+    from proximetry.cli.inputs import find_catalog, find_images
     from proximetry.data import VectorCatalog
     from proximetry.search import rows
 
@@ -266,7 +265,9 @@ def search(
     k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=LARGEST_K))] = 10,
     gallery: str = GALLERY,
     model: Path | None = None,
-    where: Annotated[tuple[str, ...], Parameter(metavar="COLUMN=VALUE")] = (),
+    where: Annotated[
+        tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)
+    ] = (),
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
     rerank: Annotated[bool, Parameter(negative=())] = False,
     sheet: Path | None = None,
@@ -285,7 +286,7 @@ def search(
         rerank: order what is nearest by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a .html page that needs no other file, or a .png.
     """
-    from proximetry.cli.vectors import check_there
+    from proximetry.cli.inputs import check_there
     from proximetry.data.shards import split_shard_path
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import conditions

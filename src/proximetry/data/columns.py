@@ -17,7 +17,6 @@ from operator import eq
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from proximetry._util.errors import shown
-from proximetry._util.tensors import chunks
 
 if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
     import numpy as np
@@ -52,6 +51,8 @@ class Column(Sequence[Any], ABC):
         return self._values(slice(row, row + 1))[0]
 
     def __iter__(self) -> Iterator[Any]:
+        from proximetry._util.tensors import chunks
+
         for block in chunks(len(self), _BLOCK):
             yield from self._values(block)
 
@@ -154,6 +155,8 @@ class Texts(Column):
         import numpy as np
 
         whole = self.joined()  # so that the texts of a block lie together
+        from proximetry._util.tensors import chunks
+
         hashes = [whole._hashes(block) for block in chunks(len(self), _BLOCK)]
         alike = equal_rows(np.concatenate([np.zeros(0, np.uint64), *hashes]))
         seen: dict[str, list[int]] = {}

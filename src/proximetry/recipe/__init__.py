@@ -4,6 +4,7 @@ from proximetry._util.errors import need
 
 need("pydantic", "train", "proximetry.recipe")
 
-from proximetry.recipe.schema import Recipe, RecipeError, shipped_recipes  # noqa: E402
+from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
+from proximetry.recipe.schema import Recipe  # noqa: E402
 
 __all__ = ["Recipe", "RecipeError", "shipped_recipes"]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from proximetry.metrics.scores import SEPARABILITY
-from proximetry.recipe.schema import AUTO, Recipe, RecipeError, merge
+from proximetry.recipe.loading import RecipeError, merge
+from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
 from proximetry.training.schedule import drop_epochs

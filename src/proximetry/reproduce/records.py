@@ -9,13 +9,8 @@ from pydantic import ValidationError
 
 from proximetry._util.files import atomic_write, parse_json
 from proximetry.recipe.auto import keep_choices
-from proximetry.recipe.schema import (
-    Recipe,
-    RecipeError,
-    Section,
-    differences,
-    validation_sentence,
-)
+from proximetry.recipe.loading import RecipeError, differences, validation_message
+from proximetry.recipe.schema import Recipe, Section
 from proximetry.reproduce.plan import Kind, Run, command_for, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table
 
@@ -148,7 +143,7 @@ def read_runs(folder: Path) -> list[Record]:
             if (record.table, record.id) in runs:
                 raise ValueError(f"{record.id} is a duplicate")
         except ValueError as error:
-            sentence = isinstance(error, ValidationError) and validation_sentence(error, Record)
+            sentence = isinstance(error, ValidationError) and validation_message(error, Record)
             raise ReproduceError(
                 f"{path}, line {number}: invalid run ({sentence or error}). Remove the line to run "
                 "it again, or use another --out"
@@ -183,7 +178,7 @@ def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
             f"{name} has an invalid recipe ({error}). Use another --out, or remove it"
         ) from error
     old, new = (
-        recipe.without_places().portable(without=("words", "place", "pace"))
+        recipe.without_places().portable(without=("metadata", "path", "runtime"))
         for recipe in (existing, keep_choices(run.recipe, existing))
     )
     changed = differences(old, new)

@@ -25,7 +25,8 @@ from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
-from proximetry.recipe.schema import AUTO, read_yaml
+from proximetry.recipe.loading import read_yaml
+from proximetry.recipe.schema import AUTO
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
 from proximetry.reproduce.page import page

@@ -12,21 +12,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from proximetry._util.errors import closest, shown
-from proximetry.recipe.schema import (
-    Count,
-    Dim,
-    Flag,
-    Number,
+from proximetry.recipe.loading import (
     RecipeError,
-    Section,
-    Side,
-    TrainingConfig,
     find_file,
     merge,
     plain_values,
     read_yaml,
-    validation_sentence,
+    validation_message,
 )
+from proximetry.recipe.schema import Count, Dim, Flag, Number, Section, Side, TrainingConfig
 
 FOLDER = Path(__file__).parent / "tables"
 _SPOKEN = {"+": "plus", "α": "alpha", "δ": "delta"}
@@ -191,7 +185,7 @@ class Table(Section):
                 values = {"name": where.stem, **read_yaml(where, "table")}
             return cls.model_validate(values)
         except ValidationError as error:
-            sentence = f"{where} is no table that can be used: {validation_sentence(error, cls)}"
+            sentence = f"{where} is no table that can be used: {validation_message(error, cls)}"
         except RecipeError as error:
             sentence = str(error)
         raise ReproduceError(sentence)

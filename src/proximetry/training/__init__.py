@@ -11,7 +11,8 @@ from proximetry._util.errors import lazy_exports, need
 
 need("pydantic", "train", "proximetry.training")
 
-from proximetry.recipe.schema import Recipe, RecipeError, shipped_recipes  # noqa: E402
+from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
+from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback

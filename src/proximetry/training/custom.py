@@ -17,7 +17,8 @@ from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder
 from proximetry.models.embedder import check_vectors
 from proximetry.models.names import OWN, VECTOR_BACKBONES
-from proximetry.recipe.schema import AUTO, Recipe, RecipeError
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.sources.base import TrainingData
 from proximetry.training.sources.torch_dataset import OwnDatasets, own_datasets
 

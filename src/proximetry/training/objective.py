@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from proximetry import losses
-from proximetry.recipe.schema import LossConfig, RecipeError
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import LossConfig
 
 
 class Objective(nn.Module):
@@ -47,14 +48,9 @@ class Objective(nn.Module):
         self.proxies = proxies
         self.projected = config.optimization == "projected"
         self.after_step()  # on the sphere from the start: the first step depends on their length
-        classes = len(class_names)
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
-        self.center = losses.CenterLoss(classes, dim, config.center) if config.center else None
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
-        )
-        self.quantization = (
-            losses.QuantizationLoss(config.quantization) if config.quantization else None
         )
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -65,12 +61,6 @@ class Objective(nn.Module):
             total = total + ramp * self.exclusive(self.proxies)
         if self.angular_center is not None and self.proxies is not None:
             total = total + self.angular_center(embeddings, labels, self.proxies)
-        if self.center is not None:
-            total = total + self.center(embeddings, labels)
-        if self.quantization is not None:
-            # About their mean, as the codes are taken in the end (`models.pca.centered`): towards
-            # signs that all have in common nothing would be gained.
-            total = total + self.quantization(embeddings - embeddings.mean(0))
         return total
 
     def after_step(self) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from proximetry._util.errors import need, printable, readable_seconds, shorten, spaced
 from proximetry._util.files import writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
-from proximetry.recipe.schema import Recipe, flatten
+from proximetry.recipe.loading import flatten
+from proximetry.recipe.schema import Recipe
 from proximetry.training.callbacks import Callback
 
 if TYPE_CHECKING:

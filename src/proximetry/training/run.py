@@ -29,7 +29,8 @@ from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.auto import choose, device_facts
-from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe, RecipeError
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.clock import Stopwatch
 from proximetry.training.custom import (
@@ -301,7 +302,7 @@ def _open_cache(
         data.put(recipe.data.cache)
         return data
     # Features are those of the files themselves, whatever is kept of these.
-    data.put("none" if recipe.data.cache == "encoded" else recipe.data.cache)
+    data.put(recipe.data.cache)
     features = CachedFeatures(data, embedder, display)
     data.close()
     features.put(recipe.data.cache)

@@ -33,7 +33,8 @@ from proximetry._util.files import (
 )
 from proximetry.models.storage import read_embedder
 from proximetry.recipe.auto import keep_choices
-from proximetry.recipe.schema import Recipe, RecipeError, differences
+from proximetry.recipe.loading import RecipeError, differences
+from proximetry.recipe.schema import Recipe
 from proximetry.training.checkpoint import CheckpointError, read_state
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from proximetry.recipe.schema import Recipe, differences
+from proximetry.recipe.loading import differences
+from proximetry.recipe.schema import Recipe
 from proximetry.training.checkpoint import (
     CheckpointError,
     link_checkpoint,

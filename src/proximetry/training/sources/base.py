@@ -26,7 +26,8 @@ from proximetry.models import Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.models.names import OWN
 from proximetry.recipe.auto import StorageFacts
-from proximetry.recipe.schema import DataConfig, Protocol, Recipe, RecipeError
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.comparison import check_comparison, nothing_to_find
 from proximetry.training.distributed import World
 from proximetry.training.run_folder import RunError

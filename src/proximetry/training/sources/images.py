@@ -404,7 +404,7 @@ def storage_facts(
     interpolation: Interpolation,
 ) -> StorageFacts:
     """Find out what the choice of a cache depends on; of each image file at most the header."""
-    encoded = recipe.data.cache == "encoded"
+    encoded = False
     second = second_cache(recipe, rows, len(catalog), sizes)
     parts = [(catalog, sizes[0]), (catalog.subset(second), sizes[1])]
     caches = [

@@ -1,0 +1,234 @@
+"""The application: commands, errors, exit codes and output streams."""
+
+import errno
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, get_origin
+
+from proximetry import __version__
+from proximetry._util.errors import UsageError, install_hint, printable, shorten, some
+
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError
+
+MAX_MESSAGE = 2000  # characters: a message may quote a long value
+_LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
+# The key that a section of the recipe as an option stands for: --loss arcface.
+_SECTIONS = {
+    "--data": "--data.dataset",
+    "--model": "--model.backbone",
+    **{f"--{section}": f"--{section}.name" for section in ("loss", "optimizer", "schedule")},
+}
+
+
+def make_app() -> "App":
+    """Return the application with all its commands."""
+    from cyclopts import App, Parameter
+
+    from proximetry.cli import (
+        cache,
+        demo,
+        embed,
+        evaluate,
+        export,
+        faces,
+        lists,
+        report,
+        reproduce,
+        search,
+        serve,
+        train,
+    )
+
+    app = App(
+        name="proximetry",
+        help="Train embeddings with proxy-based losses, evaluate them, put them to use.",
+        version=f"proximetry {__version__}",
+        version_flags=["--version", "-V"],
+        help_format="plaintext",
+        default_parameter=Parameter(
+            negative_iterable=(), show_default=_show_default, consume_multiple=(1, None)
+        ),
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    commands: list[Callable[..., None]] = [
+        *(demo.demo, train.train, evaluate.evaluate, report.report, embed.embed, export.export),
+        *(export.push, search.index, search.search, search.duplicates, serve.serve),
+        *(reproduce.reproduce, lists.recipes, lists.losses, lists.backbones, lists.datasets),
+        lists.metrics,
+    ]
+    groups = [(app, {command.__name__: command for command in commands})]
+    for module, name in ((faces, "faces"), (cache, "cache")):
+        group = App(name=name, help=module.ABOUT)
+        app.command(group)
+        groups.append((group, module.COMMANDS))
+    for group, functions in groups:
+        for name, function in functions.items():
+            # Join the lines of each paragraph: help has lines of another length.
+            text = inspect.cleandoc(function.__doc__ or "")
+            function.__doc__ = re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", text)
+            group.command(function, name=name)
+    app.register_install_completion_command(help="Install completion for your shell.")
+    return app
+
+
+def _show_default(value: Any) -> str | None:
+    """Return a default as one would type it; nothing if an option is off by default."""
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return 0 for success, 1 for a failure, 2 for a usage error, 130 if stopped."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["-V"]):  # without the extra
+        print(f"proximetry {__version__}")
+        return 0
+    try:
+        from cyclopts import CycloptsError
+    except ImportError:
+        print(f"the command line needs cyclopts: {install_hint('train')}", file=sys.stderr)
+        return 1
+    app = make_app()
+    if not words or words in (["faces"], ["cache"]):
+        app.help_print(words)
+        return 2
+    try:
+        app(_prepare(words))
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    except UsageError as error:
+        return _fail(error, 2)
+    except CycloptsError as error:
+        return _fail(_explain(error), 2)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+    except (ValueError, ImportError, OSError) as error:
+        return _fail(error, 2 if getattr(error, "errno", None) == errno.ENAMETOOLONG else 1)
+    except Exception as error:
+        from proximetry.training import Stopped
+
+        if isinstance(error, Stopped):
+            return _fail(error, 130)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return _fail("not enough memory; a smaller batch or smaller images need less", 1)
+        raise  # a bug: with its traceback
+    return 0
+
+
+def _prepare(words: list[str]) -> list[str]:
+    """Rewrite words as cyclopts reads them.
+
+    ``help train`` as ``train --help``, ``--loss arcface`` as ``--loss.name arcface``,
+    ``--flip true`` as ``--flip=true`` and ``--k 1,5`` as ``--k 1 5``.
+    """
+    if words[0] == "help":
+        return [*words[1:], "--help"]
+    if "" in words:  # as a path it would be the current folder
+        raise UsageError("an argument is empty; is a shell variable not set?")
+    prepared, lists = list[str](), list[str]()
+    for word in words:
+        name, _, value = word.partition("=")
+        if words[0] == "train" and name in _SECTIONS:
+            word = word.replace(name, _SECTIONS[name], 1)
+        option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
+        if option and word in ("true", "false"):
+            prepared[-1] += f"={word}"
+        elif option and _LIST.fullmatch(word):  # at the end: a list ends at the next option
+            lists += [prepared.pop(), *word.split(",")]
+        elif name.startswith("--") and _LIST.fullmatch(value):
+            lists += [name, *value.split(",")]
+        else:
+            prepared.append(word)
+    return prepared + lists
+
+
+def _explain(error: "CycloptsError") -> str:
+    """Return a message for a wrong command line, ours where it helps more."""
+    from cyclopts import (
+        CoercionError,
+        MissingArgumentError,
+        UnknownOptionError,
+        UnusedCliTokensError,
+    )
+
+    see, argument = f"see: proximetry {' '.join(error.command_chain or ())} --help", error.argument
+    if isinstance(error, UnknownOptionError):
+        word = error.token.keyword or error.token.value
+        last = word.lstrip("-").partition("=")[0].replace("_", "-")
+        names = [name for one in error.argument_collection for name in one.names]
+        same = [name for name in names if name.endswith(f".{last}")]
+        if same:
+            return f"Unknown option: {word}. Did you mean {' or '.join(same)}?"
+        if any(
+            one.index is not None and one.field_info.name == last
+            for one in error.argument_collection
+        ):
+            return f"Unknown option: {word}. {last.upper()} is given without an option; {see}"
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected arguments: {some(error.unused_tokens or ())}; {see}"
+    if isinstance(error, MissingArgumentError) and argument and argument.index is not None:
+        return f"{argument.field_info.name.upper()} is missing; {see}"
+    if isinstance(error, CoercionError) and argument and get_origin(argument.hint) is dict:
+        return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
+    return str(error)
+
+
+def _fail(error: Exception | str, code: int) -> int:
+    """Print a message in one line, or wrapped on a terminal; return the exit code."""
+    if isinstance(error, OSError) and error.filename is not None:
+        error = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    text = f"proximetry: {shorten(' '.join(str(error).split()), MAX_MESSAGE)}"
+    if sys.stderr.isatty():
+        from proximetry.cli.output import wrap
+
+        text = wrap(text)
+    print(printable(text), file=sys.stderr)
+    return code
+
+
+class _Output(io.FileIO):
+    """A standard stream that drops what is written after its reader has left."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if error.errno in (errno.EPIPE, errno.EIO):
+                return len(content)
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _open_stream(stream: Any, number: int) -> TextIO:
+    """Return a stream that writes characters its encoding lacks as escapes."""
+    if stream is None:  # it was closed when Python started
+        return open(os.devnull, "w", encoding="utf-8")
+    raw: Any = _Output(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def entry() -> None:
+    """Run a command and exit with its code; the console script."""
+    sys.stdout = _open_stream(sys.stdout, 1)
+    sys.stderr = _open_stream(sys.stderr, 2)
+    try:
+        code = main()
+        sys.stdout.flush()
+    except OSError as error:  # standard output is a file on a full disk
+        code = _fail(error, 1)
+    sys.exit(code)

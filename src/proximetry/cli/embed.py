@@ -1,0 +1,231 @@
+"""`proximetry embed`: embed images and write the embeddings to a file."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from proximetry._util.errors import Progress, UsageError, first_few, need
+from proximetry._util.files import atomic_write
+from proximetry.cli.inputs import Image, find_images, load_embedder, processes
+from proximetry.cli.output import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    TableColumns,
+    check_out,
+    print_result,
+    progress_bar,
+    skip_hint,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from proximetry.training.distributed import World
+
+
+def embed(
+    embedder: Path,
+    *images: str,
+    out: Path = Path("vectors.npz"),
+    batch_size: BatchSize = 64,
+    flip: Annotated[bool, Parameter(negative=())] = False,
+    bad_images: BadImages = "error",
+    columns: TableColumns = None,
+    device: str | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Embed images and write the embeddings to a file.
+
+    Started by torchrun, several processes share the work.
+
+    Args:
+        embedder: folder of a run or of a saved embedder, or hub:owner/name.
+        images: image files, folders to search for them, CSV or Parquet tables, tar files;
+            for an embedder of vectors, one file of these.
+        out: file to write. .npz holds the arrays vectors, paths and, if the images come from
+            class folders or a table, labels; .npy the vectors, with paths and labels in a file
+            beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
+        batch_size: images per forward pass.
+        flip: append the embedding of the flipped image.
+        device: cpu or cuda; default: cuda if there is a GPU.
+    """
+    from proximetry.data.vectors import rows_file
+
+    if out.suffix not in WRITERS:
+        raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
+    if out.suffix == ".parquet":
+        need("pyarrow", "parquet", "Writing Parquet")
+    written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
+    skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.left_out.json")
+    for file in [*written, skipped_file] if skip else written:
+        check_out(file, images)
+    files, notes = find_images(images, columns, allow_missing=skip)
+    if not files:
+        raise UsageError(f"no images in {', '.join(images) or 'the arguments'}")
+    paths = [path for path, _ in files]
+    bad: dict[int, str] = {}
+    with processes(device) as world, progress_bar("embedding", shown=world.leads) as report:
+        vectors = _embed_vectors(embedder, images, batch_size, flip, str(world.device))
+        if vectors is None:
+            vectors, bad = _embed_files(world, embedder, paths, batch_size, flip, skip, report)
+    if not world.leads:
+        return
+    if not len(vectors):
+        raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")
+    readable = [image for i, image in enumerate(files) if i not in bad]
+    WRITERS[out.suffix](Embedded(readable, vectors), out)
+    skipped = [bad[i] for i in sorted(bad)]
+    if skipped:
+        atomic_write(skipped_file, json.dumps(skipped, indent=1).encode())
+    else:
+        skipped_file.unlink(missing_ok=True)
+    dim = vectors.shape[1]
+    document = {
+        "out": str(out),
+        "images": len(readable),
+        "dim": dim,
+        "left_out": skipped,
+        "notes": notes,
+    }
+    lines = first_few([f"skipped {reason}" for reason in skipped], str(skipped_file))
+    text = f"wrote {len(readable)} embeddings (dim {dim}) to {' and '.join(map(str, written))}"
+    print_result(as_json, document, "\n".join([*notes, *lines, text]))
+
+
+def _embed_vectors(
+    folder: Path, words: Sequence[str], batch_size: int, flip: bool, device: str
+) -> "npt.NDArray[np.float32] | None":
+    """Return the embeddings of a file of vectors, if the embedder takes vectors."""
+    from proximetry.data import VectorCatalog
+    from proximetry.data.vectors import holds_vectors
+    from proximetry.training.evaluator import check_input
+
+    files = [file for word in words if (file := Path(word).expanduser()).is_file()]
+    catalogs = [VectorCatalog.read(file) for file in files if holds_vectors(file)]
+    if not catalogs:
+        return None
+    embedder = load_embedder(folder, device)
+    for catalog in catalogs:
+        check_input(embedder, catalog)
+    if embedder.takes_images:  # the images that the vectors belong to
+        return None
+    if len(words) > 1:
+        raise UsageError(f"one file of vectors at a time, got {len(words)}")
+    return embedder.encode(catalogs[0].vectors, batch_size, concat_flip=flip).numpy()
+
+
+def _embed_files(
+    world: "World",
+    folder: Path,
+    paths: Sequence[str],
+    batch_size: int,
+    flip: bool,
+    skip: bool,
+    progress: Progress,
+) -> "tuple[npt.NDArray[np.float32], dict[int, str]]":
+    """Return the vectors of images, and by index why an image could not be read.
+
+    Each rank embeds some of the batches, the same ones as in a single process; all ranks get
+    all vectors.
+    """
+    import torch.distributed as dist
+
+    from proximetry._util.tensors import gather_rows
+    from proximetry.metrics.distributed import gather_objects, together
+
+    group = dist.group.WORLD if world.size > 1 else None
+    batches = -(-len(paths) // batch_size)
+    first, last = (
+        number * batches // world.size * batch_size for number in (world.rank, world.rank + 1)
+    )
+    bad: dict[int, str] = {}
+
+    def embed_share() -> "Tensor":
+        with skip_hint():
+            return load_embedder(folder, str(world.device)).encode(
+                paths[first:last],
+                batch_size,
+                concat_flip=flip,
+                progress=lambda done: progress(min(world.size * done, len(paths)), len(paths)),
+                on_error=(lambda i, error: bad.update({first + i: str(error)})) if skip else None,
+            )
+
+    vectors = together(embed_share, group)
+    if group is None:
+        return vectors.numpy(), bad
+    gathered, _ = gather_rows(vectors, group)
+    for others in gather_objects(dict(bad), group):
+        bad.update(others)
+    return gathered.numpy(), bad
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Embeddings and their images."""
+
+    images: Sequence[Image]
+    vectors: "npt.NDArray[np.float32]"
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each image."""
+        return [path for path, _ in self.images]
+
+    @property
+    def labels(self) -> list[str | None]:
+        """The class of each image; empty if none is known."""
+        labels = [label for _, label in self.images]
+        return labels if any(labels) else []
+
+
+def _write_npz(embedded: Embedded, out: Path) -> None:
+    import numpy as np
+
+    arrays: dict[str, Any] = {"vectors": embedded.vectors, "paths": np.array(embedded.paths)}
+    if embedded.labels:
+        arrays["labels"] = np.array([label or "" for label in embedded.labels])
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    atomic_write(out, buffer.getvalue())
+
+
+def _write_npy(embedded: Embedded, out: Path) -> None:
+    import numpy as np
+
+    from proximetry.data.vectors import rows_file
+
+    rows = {"paths": embedded.paths} | ({"labels": embedded.labels} if embedded.labels else {})
+    atomic_write(rows_file(out), json.dumps(rows, indent=1).encode())
+    buffer = io.BytesIO()
+    np.save(buffer, embedded.vectors)
+    atomic_write(out, buffer.getvalue())
+
+
+def _write_parquet(embedded: Embedded, out: Path) -> None:
+    from proximetry.data.tables import text_array
+
+    arrow = need("pyarrow", "parquet", "Writing Parquet")
+    parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
+    flat = arrow.array(embedded.vectors.ravel())
+    columns = {"path": text_array(embedded.paths)}
+    if embedded.labels:
+        columns["label"] = text_array(embedded.labels)
+    columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, embedded.vectors.shape[1])
+    buffer = io.BytesIO()
+    parquet.write_table(arrow.table(columns), buffer)
+    atomic_write(out, buffer.getvalue())
+
+
+WRITERS: dict[str, Callable[[Embedded, Path], None]] = {
+    ".npz": _write_npz,
+    ".npy": _write_npy,
+    ".parquet": _write_parquet,
+}

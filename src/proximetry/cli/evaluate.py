@@ -1,0 +1,273 @@
+"""`proximetry evaluate`: retrieval metrics of an embedder or of vectors."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from proximetry._util.errors import UsageError, first_few, some
+from proximetry._util.files import atomic_write
+from proximetry.cli.inputs import load_embedder, open_images
+from proximetry.cli.output import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    TableColumns,
+    check_document,
+    print_result,
+    progress_bar,
+    skip_hint,
+)
+from proximetry.cli.search import LARGEST_K
+from proximetry.cli.train import key_options
+from proximetry.metrics.scores import Metrics
+from proximetry.models.names import LARGEST_DIM, Similarity
+
+if TYPE_CHECKING:
+    from proximetry.metrics import Evaluation
+
+WORST_CLASSES = 10  # shown by --per-class
+MetricsOptions: Any = Annotated[key_options(Metrics), Parameter(name="*")]
+
+
+def evaluate(
+    embedder: Path,
+    source: str | None = None,
+    *,
+    root: Path | None = None,
+    similarity: Similarity | None = None,
+    split: Literal["test", "train", "val", "all"] | None = None,
+    options: MetricsOptions = {},  # noqa: B006
+    eval_dims: Annotated[
+        tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=LARGEST_DIM))
+    ] = None,
+    per_class: Annotated[bool, Parameter(negative=())] = False,
+    confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    binary: Annotated[bool, Parameter(negative=())] = False,
+    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
+    rerank: Annotated[bool, Parameter(negative=())] = False,
+    batch_size: BatchSize | None = None,
+    bad_images: BadImages = "error",
+    columns: TableColumns = None,
+    device: str | None = None,
+    out: Path | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate an embedder (or precomputed vectors) on retrieval metrics.
+
+    Metrics and --eval-dims default to those of the run that saved the embedder.
+
+    Args:
+        embedder: folder of a run or of a saved embedder, or hub:owner/name; or, without a source,
+            a file of vectors with labels: .npz, .npy or .parquet, as `proximetry embed` writes.
+        source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
+            `proximetry datasets` lists; for an embedder of vectors, a file of these.
+        root: path of the images of such a dataset.
+        similarity: how vectors without an embedder are compared; default: cosine.
+        split: which images; default: test if there are any, else all.
+        options: metrics; `proximetry metrics` lists the defaults.
+        eval_dims: also evaluate the first d dimensions of the embedding, for each d.
+        per_class: also show the classes with the worst metrics; with --json and --out, all.
+        confusions: also show this many of the most frequently confused pairs of classes.
+        binary: also search by binary codes, with and without re-ranking by the vectors; prints
+            bytes per image and time per query.
+        expand: also show query expansion with this many neighbors.
+        rerank: also show k-reciprocal re-ranking of the nearest images.
+        batch_size: images per forward pass; default: as in the evaluation of the run.
+        device: cpu or cuda; default: cuda if there is a GPU.
+        out: also write the JSON document to this file, which ends in .json.
+    """
+    from proximetry.data import VectorCatalog, resolve_source
+
+    data = str(embedder) if source is None else source
+    check_document(out, [data])
+    if source is None:
+        _check_vectors(embedder)
+    name, path = resolve_source(data, root)
+
+    # These import torch, which takes seconds: wrong paths are reported before.
+    from proximetry.cli.search_methods import SearchMethods, make_rows
+    from proximetry.training.comparison import check_comparison, choose_split
+    from proximetry.training.evaluator import (
+        doubts,
+        encode_catalog,
+        encode_readable,
+        saved_evaluation,
+        score_embedder,
+        score_vectors,
+    )
+
+    model = None if source is None else load_embedder(embedder, device)
+    if model is not None and similarity is not None:
+        raise UsageError(f"--similarity is for vectors only: {embedder} has its own")
+    saved = saved_evaluation(model)
+    metrics = replace(saved.metrics, **options)
+    similarity = model.architecture.similarity if model is not None else similarity or "cosine"
+    methods = SearchMethods(binary, expand, rerank)
+    methods.check(similarity)
+    skip, skipped = bad_images == "skip", list[str]()
+    catalog, chosen = choose_split(open_images(name, path, columns, skip), split, data)
+    dim = model.dim if model is not None else 0
+    if model is None and isinstance(catalog, VectorCatalog):
+        dim = catalog.vectors.shape[1]
+    eval_dims = saved.eval_dims if eval_dims is None else eval_dims
+    if eval_dims and max(eval_dims) >= dim:
+        raise UsageError(
+            f"--eval-dims must be below the embedding's {dim} dimensions, got {max(eval_dims)}"
+        )
+    notes = check_comparison(catalog, metrics)
+    with progress_bar("evaluating") as report:
+        if model is None and isinstance(catalog, VectorCatalog):
+            scored, compared = score_vectors(catalog, similarity, metrics, eval_dims, report)
+        elif model is not None:
+            if skip:
+                vectors, catalog, skipped = encode_readable(model, catalog, batch_size, report)
+                notes = check_comparison(catalog, metrics)
+            else:
+                with skip_hint():
+                    vectors = encode_catalog(model, catalog, batch_size, report)
+            notes += doubts(model, catalog)
+            scored, compared = score_embedder(
+                model, catalog, metrics, eval_dims, batch_size, report, vectors=vectors
+            )
+        rows = make_rows(methods, next(iter(scored.values())), compared, metrics, report)
+    document: dict[str, Any] = {
+        "embedder": str(embedder) if source else None,
+        "similarity": similarity,
+        "dataset": name,
+        "root": str(catalog.root),
+        "split": chosen,
+        "images": len(catalog),
+        "classes": len(catalog.class_names),
+        **describe(scored, compared, per_class=per_class, confusions=confusions),
+        **({"rows": rows} if rows else {}),
+        "layout": catalog.layout,
+        "notes": [*catalog.notes, *notes],
+        "left_out": skipped,
+    }
+    if out is not None:
+        atomic_write(out, json.dumps(document, indent=2).encode())
+    print_result(as_json, document, as_text(document, Path(data).name or data))
+
+
+def _check_vectors(file: Path) -> None:
+    """Reject anything but a file of vectors."""
+    from proximetry.data.vectors import COLUMN, SUFFIXES, holds_vectors, parquet_columns
+
+    if file.is_file() and holds_vectors(file):
+        return
+    columns = parquet_columns(file) if file.suffix.lower() == ".parquet" else ()
+    if columns:
+        raise UsageError(
+            f"{file} has no column {COLUMN!r} that holds lists of numbers; it has {some(columns)}"
+        )
+    raise UsageError(
+        f"not a file of vectors ({', '.join(SUFFIXES)}): {file}. Evaluate it with images, "
+        "proximetry evaluate EMBEDDER IMAGES, or evaluate a file of vectors."
+    )
+
+
+def describe(
+    queries: "Mapping[int | str, Evaluation]",
+    compared: Mapping[str, Any],
+    *,
+    per_class: bool,
+    confusions: int,
+) -> dict[str, Any]:
+    """Return the metrics with confidence intervals, and optionally classes and confusions."""
+    from proximetry.metrics import retrieve
+    from proximetry.metrics.intervals import INTERVALS
+    from proximetry.training.evaluator import means
+
+    whole = next(iter(queries.values()))
+    document: dict[str, Any] = {
+        "metrics": means(queries),
+        "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
+        "interval_method": INTERVALS,
+    }
+    if (pairs := whole.verification) is not None:
+        document["verification"] = {
+            "accuracy": pairs.accuracy,
+            "standard_error": pairs.standard_error,
+            # JSON has no infinity: such a threshold accepts all pairs or none.
+            "threshold": pairs.threshold if isfinite(pairs.threshold) else None,
+            "folds": len(pairs.fold_accuracies),
+            "pairs": pairs.same_pairs + pairs.different_pairs,
+            "auc": pairs.auc,
+            "eer": pairs.eer,
+        }
+    if per_class:  # a row of metrics for each class, the worst first
+        table = {name: column.tolist() for name, column in whole.per_class().items()}
+        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+        by = "map@r" if "map@r" in table else next(iter(whole.scores))
+        document["per_class"] = sorted(rows, key=lambda row: float(row[by]))
+    if confusions:
+        document["confusions"] = [
+            {"query": str(query), "nearest": str(other), "count": count}
+            for query, other, count in retrieve(**compared, k=1).confusions()[:confusions]
+        ]
+    return document
+
+
+def as_text(document: Mapping[str, Any], name: str) -> str:
+    """Return the tables of an evaluation."""
+    from proximetry.cli import search_methods
+    from proximetry.training.reporting import metrics_table
+
+    scores, split = document["metrics"], document["split"]
+    kind = "vectors" if document["dataset"] == "vectors" else "images"
+    parts = [
+        f"{document['images']} {kind} of {document['classes']} classes, split {split}",
+        *([document["layout"]] if document["layout"] else []),
+        metrics_table({f"{name} ({split})": scores}),
+    ]
+    if intervals := document["intervals"]:
+        bounds = {name: intervals[name] for name in _headline(intervals)}
+        shown = (f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
+        parts.append(f"{document['interval_method']}:\n  {', '.join(shown)}")
+    else:
+        parts.append("No confidence intervals: all queries are of one class.")
+    if "verification" in document:
+        parts.append(_verification_line(document["verification"], document["similarity"]))
+    if "rows" in document:
+        parts += search_methods.as_text(document["rows"])
+    if "per_class" in document:
+        worst = document["per_class"][:WORST_CLASSES]
+        rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}
+        table = metrics_table(rows, _headline(scores))
+        parts.append(f"The worst {len(rows)} classes:\n{table}")
+    if "confusions" in document:
+        lines = [
+            f"{one['count']:6}  {one['query']} → {one['nearest']}" for one in document["confusions"]
+        ]
+        head = "Queries by class → class of the nearest image, if it is another:"
+        parts.append("\n".join([head, *(lines or ["  none"])]))
+    parts += [f"note: {note}" for note in document["notes"]]
+    skipped = [f"skipped {reason}" for reason in document["left_out"]]
+    if skipped:
+        parts.append("\n".join(first_few(skipped, "the document of --out and --json")))
+    return "\n\n".join(parts)
+
+
+def _verification_line(values: Mapping[str, Any], similarity: str) -> str:
+    line = (
+        f"verification: {100 * values['accuracy']:.1f} ± {100 * values['standard_error']:.1f} % "
+        f"of {values['pairs']} pairs (mean and standard error over {values['folds']} folds)"
+    )
+    threshold = values["threshold"]
+    if threshold is None:
+        return line
+    if similarity == "euclidean":
+        return f"{line}; same class at a distance up to {-threshold:.4g}"
+    return f"{line}; same class from a {similarity} similarity of {threshold:.4g}"
+
+
+def _headline(names: Iterable[str]) -> list[str]:
+    """Return the first metric, and MAP@R."""
+    first, *others = names
+    return [first, *(name for name in others if name == "map@r")]

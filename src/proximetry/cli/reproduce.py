@@ -1,0 +1,46 @@
+"""`proximetry reproduce`: run the rows of a published table."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from proximetry._util.errors import UsageError
+from proximetry.cli.output import echo
+from proximetry.reproduce.options import ReproduceOptions
+
+
+def reproduce(
+    table: str | None = None,
+    *,
+    data: Path | None = None,
+    out: Path = Path("results"),
+    options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions(),  # noqa: B008
+    list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
+) -> None:
+    """Run every row of a published table and compare the results with the published figures.
+
+    Finished rows are skipped: repeat an interrupted command to resume it.
+
+    Args:
+        table: name of a table, or a YAML file; see --list.
+        data: folder of the dataset, or one that holds the datasets as cub/, cars/, flowers/.
+        out: parent of the table's folder: results of the runs, README.md, figures.
+        list_: list the tables and exit.
+    """
+    from proximetry.reproduce import ReproduceError, list_tables
+    from proximetry.reproduce import reproduce as run
+    from proximetry.reproduce.table import RunsFailedError
+
+    if list_:
+        echo(list_tables())
+        return
+    if table is None:
+        raise UsageError("TABLE is missing: name it before the options; --list lists the tables")
+    try:
+        folder = run(table, data, out, options, report=echo)
+    except RunsFailedError:
+        raise
+    except ReproduceError as error:
+        raise UsageError(str(error)) from error
+    echo(f"results in {folder / 'README.md'}")

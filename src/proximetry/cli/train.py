@@ -1,0 +1,388 @@
+"""`proximetry train`: options, recipe, run folder, and the summary with the next commands."""
+
+import dataclasses
+import itertools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from cyclopts import Group, Parameter, Token
+
+from proximetry._util.errors import shown, some
+from proximetry.cli.output import COLUMNS_WORD, AsJson, echo, print_result, read_columns, wrap
+from proximetry.data.datasets import list_datasets, not_found, resolve_source
+from proximetry.recipe.loading import (
+    RecipeError,
+    YamlError,
+    merge,
+    parse_yaml,
+    plain_values,
+    read_yaml,
+    resets,
+    shipped_recipes,
+)
+from proximetry.recipe.schema import AUTO, Recipe, Section, recipe_keys
+
+ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
+RUNS = Path("runs")
+WIDTH = 80  # of a command in the summary
+
+
+def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
+    """Read words as YAML; the recipe validates them."""
+    values = []
+    for token in tokens:
+        try:
+            values.append(parse_yaml(token.value) if token.value.strip() else token.value)
+        except YamlError:
+            values.append(token.value)
+    if get_origin(kind) is not tuple:
+        return values[0]
+    return [] if values in ([""], [[]], [None]) else values  # cyclopts turns [] into ""
+
+
+def _text_or_none(kind: Any, tokens: tuple[Token, ...]) -> str | None:
+    """Read a word as text, and null as None."""
+    return None if tokens[0].value == "null" else tokens[0].value
+
+
+def _option(kind: Any, default: Any, about: str) -> Any:
+    """Return the type of the option of a key."""
+    members = [member for member in get_args(kind) if member is not type(None)]
+    optional = type(None) in get_args(kind)
+    kind = members[0] if optional and len(members) == 1 else kind
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    origin = get_origin(kind)
+    if kind is str and optional:
+        return Annotated[Any, Parameter(help=about, metavar="STR", converter=_text_or_none)]
+    if kind is bool and default == AUTO:
+        words = Parameter(help=about, metavar="auto|true|false", converter=_as_yaml)
+        return Annotated[Any, words]
+    if kind in (bool, str) or origin is Literal:
+        return Annotated[kind, Parameter(help=about)]
+    if origin is dict and about.endswith("label=category"):
+        pairs = Parameter(
+            help=about, metavar=COLUMNS_WORD, converter=read_columns, accepts_keys=False, n_tokens=1
+        )
+        return Annotated[Any, pairs]
+    if origin is dict:
+        value: Any = Annotated[Any, Parameter(converter=_as_yaml)]
+        return Annotated[dict[str, value], Parameter(help=about)]
+    hint: Any = tuple[Any, ...] if origin is tuple else Any
+    word = "N" if "int" in str(kind) else "X"
+    return Annotated[hint, Parameter(help=about, metavar=word, converter=_as_yaml)]
+
+
+def key_options(section: Any) -> Any:
+    """Return a dictionary type with an option for each key of a section."""
+    hints: dict[str, Any] = {}
+    if dataclasses.is_dataclass(section):
+        kinds = get_type_hints(section)
+        for field in dataclasses.fields(section):
+            hints[field.name] = _option(kinds[field.name], field.default, field.metadata["help"])
+    else:
+        for name, info in section.model_fields.items():
+            kind: Any = info.annotation
+            nested = dataclasses.is_dataclass(kind) or (
+                isinstance(kind, type) and issubclass(kind, Section)
+            )
+            option = _option(kind, info.default, info.description or "") if not nested else None
+            hints[name] = key_options(kind) if nested else option
+    return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
+
+
+RecipeOptions: Any = Annotated[
+    key_options(Recipe),
+    Parameter(
+        name="*",
+        group=Group(
+            "Keys of the recipe",
+            help="Default: the value of the recipe, which --print-config prints.",
+            sort_key=1,
+        ),
+    ),
+]
+
+
+def train(
+    images: str,
+    out: Path | None = None,
+    /,
+    *,
+    recipe: str | None = None,
+    device: str | None = None,
+    fresh: Annotated[bool, Parameter(negative=())] = False,
+    config: Path | None = None,
+    print_config: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    as_json: AsJson = False,
+    overrides: RecipeOptions = {},  # noqa: B006
+) -> None:
+    """Train an embedder on your images or by a recipe, or resume an interrupted run.
+
+    Every key of the recipe can be overridden, as in: --optimizer.lr 2e-4 --training.epochs 30
+
+    Args:
+        images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
+            name; or vectors instead of images (.npz, .npy, .parquet, as `proximetry embed` writes
+            them); or a recipe, shipped or a YAML file, that names them or gets --data.root.
+        out: folder of the run; a run in it is resumed with its own recipe. Default: below runs/,
+            named after the images or the recipe.
+        recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
+            default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
+        device: cpu, cuda or cuda:1; default: cuda if there is a GPU.
+        fresh: remove the run in the folder, even a complete one, and start over.
+        config: a YAML file with overrides; those on the command line take precedence.
+        print_config: print the recipe with all overrides, and exit.
+        dry_run: validate everything, decode the images (at most 20 000), estimate time, disk and
+            memory; write nothing.
+        overrides: keys of the recipe.
+    """
+    changes = read_yaml(config, "overrides") if config is not None else {}
+    plan = make_plan(images, out, recipe, merge(changes, overrides, whole=False), device, fresh)
+    if print_config:
+        print(plan.recipe.to_yaml(), end="")
+        return
+    from proximetry.training import train as run
+    from proximetry.training.estimate import describe
+    from proximetry.training.estimate import dry_run as estimate
+    from proximetry.training.reporting import make_display
+
+    leads = os.environ.get("RANK", "0") == "0"  # one of several processes prints
+    for line in plan.lines if leads else ():
+        echo(line, to_stderr=as_json)
+    display = make_display(sys.stderr if as_json else None)
+    start = estimate if dry_run else run
+    results = start(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
+    text = describe(results) if dry_run else summary(results, plan)
+    if leads:
+        document = results if dry_run else {"folder": str(plan.out), **results}
+        print_result(as_json, document, text)
+
+
+class Plan(NamedTuple):
+    """What to train and where; ``lines`` describe the choices."""
+
+    recipe: Recipe
+    out: Path
+    lines: tuple[str, ...] = ()
+
+
+def make_plan(
+    source: str,
+    out: Path | None,
+    recipe_name: str | None,
+    changes: Mapping[str, Any],
+    device: str | None,
+    fresh: bool = False,
+) -> Plan:
+    """Choose the recipe and the run folder for the words of a command.
+
+    A run in the folder is resumed with its own recipe, in which overrides are then applied.
+
+    Args:
+        source: a folder, a table, a dataset's name, or a recipe.
+        out: folder of the run, if given.
+        recipe_name: the recipe for images, if given.
+        changes: overrides of the recipe.
+        device: as `train` takes it.
+        fresh: whether a run in the folder will be removed.
+    """
+    word, sign, value = str(out or "").partition("=")
+    for key, _ in recipe_keys() if sign else ():
+        if word.replace("-", "_") in (key, key.rpartition(".")[2]):
+            option = f"--{key.replace('_', '-')}"
+            raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
+    path = Path(source).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") and path.is_file()
+    is_shipped = source in shipped_recipes() and recipe_name is None
+    if is_shipped and path.is_dir():
+        raise RecipeError(
+            f"{source!r} is a shipped recipe and a folder here; write ./{source} to train on the "
+            "folder, or rename it to train with the recipe"
+        )
+    if is_file and recipe_name is not None:
+        raise RecipeError(f"two recipes are given: {source} and --recipe {recipe_name}")
+    recipe = None
+    if is_file or is_shipped:
+        recipe_name, recipe = source, Recipe.load(source, changes)
+        dataset, root, name = recipe.data.dataset, recipe.data.root, recipe.name
+    else:
+        dataset, root = _find_images(source, changes)
+        changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
+        images = Path(os.path.abspath(root or dataset))
+        name = images.stem if images.is_file() else images.name
+    recipe_name = FOR_VECTORS if recipe_name is None and dataset == "vectors" else recipe_name
+    if recipe is None and recipe_name is not None:
+        recipe = Recipe.load(recipe_name, changes)
+    names = (ON_GPU, ON_CPU) if recipe is None else (recipe.name,)
+    folder, lines = out, list[str]()
+    if folder is None:
+        base = RUNS / (re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".- ")[:100] or "run")
+        numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+        candidates = itertools.chain([base], numbered)
+        folder = next(one for one in candidates if _is_available(one, (dataset, root), names))
+        lines.append(f"run folder {folder}")
+    saved, saved_name = (None, "") if fresh else _saved_recipe(folder)
+    reason = ""
+    if recipe_name is None and saved_name in names:
+        recipe_name = saved_name
+    elif recipe_name is None:
+        from proximetry._util.machine import resolve_device
+
+        on_gpu = resolve_device(device).type == "cuda"
+        recipe_name = ON_GPU if on_gpu else ON_CPU
+        if not on_gpu:
+            reason = "on the CPU: " if device else "no CUDA device: "
+            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
+    recipe = recipe or Recipe.load(recipe_name, changes)
+    if saved is not None and saved_name in names:
+        cache = {"data.cache": recipe.data.cache}  # depends on the device
+        requested, reason = recipe, f"run in {folder}: "
+        recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
+        before, now = requested.essence(), recipe.essence()
+        own = [f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])]
+        lines += [f"settings of the run: {some(own, 20)}"] if own else []
+    else:
+        lines += resets(plain_values(recipe_name), changes)
+    size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
+    first = f"{reason}recipe {recipe.name} ({recipe.model.backbone}{size})"
+    return Plan(recipe, folder, (first, *lines))
+
+
+def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the dataset and root of the first word, --data.dataset and --data.root."""
+    data = merge({}, changes).get("data") or {}  # an empty section of a YAML file is None
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"data must be a section of keys, got {shown(data)}")
+    dataset, root = data.get("dataset"), data.get("root")
+    duplicate = f"--data.root {root}" if root is not None else None
+    if source in list_datasets():
+        duplicate = f"--data.dataset {dataset}" if dataset not in (None, source) else None
+    if duplicate:
+        raise RecipeError(f"the images are given twice: {source} and {duplicate}")
+    try:
+        name, path = resolve_source(source, root)
+    except ValueError as error:
+        if Path(source).expanduser().exists():
+            raise RecipeError(str(error)) from None
+        known = [*shipped_recipes(), *list_datasets()]
+        raise RecipeError(not_found(source, known, "recipe or dataset")) from None
+    return dataset or name, None if path is None else str(path.absolute())
+
+
+def _saved_recipe(path: Path) -> tuple[Recipe | None, str]:
+    """Return the recipe of the run in a folder, and its name; of two stages only the name."""
+    from proximetry.training.run_folder import FIRST_STAGE, RunFolder
+
+    saved = RunFolder(path).read_recipe()
+    first = None if saved else RunFolder(path / FIRST_STAGE).read_recipe()
+    name = saved.name if saved else first.name.removesuffix(", first stage") if first else ""
+    return saved, name
+
+
+def _is_available(path: Path, data: tuple[str, str | None], names: tuple[str, ...]) -> bool:
+    """Return whether a folder is free, or holds a run of one of these recipes on these images."""
+    from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
+
+    folder = RunFolder(path)
+    try:
+        saved = folder.read_recipe() or RunFolder(path / FIRST_STAGE).read_recipe()
+        if saved is None:
+            folder.check_place()
+            if not (folder.recipe.exists() and folder.is_held()):
+                return True
+            saved = Recipe.load(folder.recipe)  # of a run that has no checkpoint yet
+    except (RunError, RecipeError):
+        if not path.exists():  # no folder can be created there
+            raise
+        return False
+    roots = [root and Path(root).absolute() for root in (saved.data.root, data[1])]
+    same = saved.data.dataset == data[0] and roots[0] == roots[1]
+    return same and saved.name.removesuffix(", first stage") in names
+
+
+def summary(results: Mapping[str, Any], plan: Plan) -> str:
+    """Return the table of metrics, the paths of the results, and the next commands to type."""
+    from proximetry.models.storage import SECOND_STAGE
+    from proximetry.training.reporting import describe_protocol, metrics_table, result_rows
+    from proximetry.training.run_folder import FIRST_STAGE
+
+    recipe, data, rows = plan.recipe, plan.recipe.data, result_rows(results)
+    table = metrics_table(rows) if rows else ""
+    if not rows:
+        reason = "there is no test set"
+        if not recipe.evaluation.final_test:
+            reason = "evaluation.final_test is false"
+        message = f"Nothing was measured: no classes were held out, and {reason}."
+        if "first_stage" in results:
+            message = (
+                f"The second stage was not measured: it trained on all classes, and {reason}; the "
+                f"figures of the first are in {_short(plan.out / FIRST_STAGE / 'results.json')}."
+            )
+        table = wrap(f"{message} Evaluate the embedder on images of other classes.")
+    folder = plan.out / SECOND_STAGE if recipe.training.two_stages else plan.out
+    run, images = _short(plan.out), _short(Path(data.root or "IMAGES"))
+    pairs = ",".join(f"{field}={column}" for field, column in data.columns.items())
+    reading = ["--columns", shlex.quote(pairs)] if pairs else []
+    reading += ["--bad-images", "skip"] if data.bad_images == "skip" else []
+    tested = ["OTHER_IMAGES"]
+    if "test" in results["selected"]:
+        tested = [data.dataset] if data.root is None else [data.dataset, "--root", images]
+        if data.root is not None and resolve_source(data.root)[0] == data.dataset:
+            tested = [images]
+        tested += reading
+    # `embed` does not overwrite its input.
+    same = Path(data.root or "").absolute() == Path("vectors.npz").absolute()
+    commands = [
+        ["report", run],
+        ["evaluate", run, *tested],
+        ["embed", run, images, "--out", "embeddings.npz" if same else "vectors.npz", *reading],
+        ["export", run, shlex.quote(f"{plan.out.name}.onnx")],
+    ]
+    return "\n".join(
+        [
+            table,
+            "",
+            wrap(describe_protocol(results, recipe.evaluation.select_by)),
+            f"embedder: {_short(folder / 'embedder')}",
+            f"results:  {_short(folder / 'results.json')}",
+            "",
+            "Next:",
+            *map(_command, commands),
+        ]
+    )
+
+
+def _short(path: Path) -> str:
+    """Return a path as one would type it: relative to this folder, or to one's home."""
+    whole = path.absolute()
+    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if whole.is_relative_to(base) and whole != base:
+            return f"{prefix}{shlex.quote(str(whole.relative_to(base)))}"
+    return shlex.quote(str(whole))
+
+
+def _command(words: list[str]) -> str:
+    """Return a command to type, over several lines if it is long."""
+    lines = ["  proximetry"]
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

@@ -1,0 +1,313 @@
+"""Recipe files: YAML, inheritance with ``base``, overrides, and error messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+
+from proximetry._util.errors import UsageError, closest, shorten, shown
+from proximetry._util.files import read_text
+from proximetry.models.names import LARGEST_BITS
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+SHIPPED = Path(__file__).parent / "recipes"
+MAX_FILE_BYTES = 100_000
+
+# Keys that older recipes contain, with the only value that still loads.
+REMOVED = {"loss.center": 0.0, "loss.quantization": 0.0}
+
+# Defaults of the keys whose change resets other keys.
+DEFAULTS: dict[str, Any] = {
+    "model.image_size": None,
+    "model.dim": 512,
+    "loss.name": "proxy_anchor",
+}
+
+# Keys whose value is a dictionary.
+_DICTIONARIES = ("data.columns", "loss.settings", "evaluation.metrics")
+
+
+class RecipeError(UsageError):
+    """An invalid recipe."""
+
+
+class YamlError(ValueError):
+    """Invalid YAML."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that reads 1e-4 as a number and rejects duplicate keys."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = [str(key.value) for key, _ in node.value]
+        for position, (key, _) in enumerate(node.value):
+            if names[position] in names[:position]:
+                problem = f"duplicate key {shown(key.value)}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain values of a YAML text."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise YamlError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise YamlError(f"line {line}: {shorten(error.problem or 'unreadable', 200)}") from error
+    except Exception as error:  # constructors of dates and tags raise anything
+        raise YamlError(f"a value cannot be read: {shorten(str(error), 200)}") from error
+
+
+def read_yaml(path: Path, kind: str) -> dict[str, Any]:
+    """Return the keys and values of a YAML file; ``kind`` names what it should hold."""
+    try:
+        values = parse_yaml(read_text(path, MAX_FILE_BYTES))
+    except YamlError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no {kind}: expected keys and values")
+    return values
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    return {
+        path.relative_to(SHIPPED).with_suffix("").as_posix(): path
+        for path in sorted(SHIPPED.rglob("*.yaml"))
+    }
+
+
+def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, command: str) -> Path:
+    """Return the file at a path, else the shipped one of this name; ``command`` lists those."""
+    path = Path(source) if _is_file(source) else shipped.get(str(source))
+    if path is None:
+        raise RecipeError(
+            f"no {kind} {shown(str(source))}{closest(str(source), shipped)} "
+            f"`proximetry {command}` lists the shipped ones"
+        )
+    return path
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # longer than a name can be
+        return False
+
+
+def plain_values(
+    source: str | Path | Mapping[str, Any], derived: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Return a recipe's nested plain values, merged with those of its base, not validated.
+
+    ``derived`` are the files whose base this one is.
+    """
+    if isinstance(source, Mapping):
+        values, path = dict(source), None
+    else:
+        shipped = shipped_recipes()
+        path = find_file(source, shipped, "recipe", "recipes")
+        if path in derived:
+            names = " → ".join(path.name for path in (*derived, path))
+            raise RecipeError(f"recipes are based on each other in a circle: {names}")
+        name = next((name for name, file in shipped.items() if file == path), path.stem)
+        values = {"name": name} | read_yaml(path, "recipe")
+        derived = (*derived, path)
+    base = values.pop("base", None)
+    if base is None:
+        return overlay({}, values)
+    if not isinstance(base, str):
+        raise RecipeError(f"base must name one recipe, got {shown(base)}")
+    sibling = path.parent / base if path is not None else Path(base)
+    return merge(plain_values(sibling if _is_file(sibling) else base, derived), values)
+
+
+def merge(
+    values: Mapping[str, Any], changes: Mapping[str, Any], *, whole: bool = True
+) -> dict[str, Any]:
+    """Return nested values with changes, and without the keys that the changes make meaningless.
+
+    - another loss resets its settings;
+    - another image size resets the sizes that belong to it;
+    - new bits reset all dimensions; another dimension resets PCA to no fewer dimensions and those
+      `eval_dims` that are not below it; no PCA resets its whitening;
+    - a frozen backbone resets its stochastic depth.
+
+    Args:
+        values: a recipe, or overrides of one.
+        changes: by nested or dotted keys.
+        whole: whether ``values`` is a recipe, in which a missing key has its default.
+    """
+    merged, update = overlay({}, values), overlay({}, changes)
+    model, new = _section(merged, "model"), _section(update, "model")
+    if new.get("bits") is not None:
+        for key in ("dim", "pca_dim", "whitening"):
+            model.pop(key, None)
+        _section(merged, "evaluation").pop("eval_dims", None)
+    if {"dim", "pca_dim"} & new.keys():
+        _reset_dimensions(merged, update, whole)
+    if new.get("image_size") is not None and _differs(merged, update, "model.image_size", whole):
+        model.pop("resize", None)
+        for key in ("crop_size", "short_side"):
+            _section(merged, "data").pop(key, None)
+    if new.get("freeze_backbone"):
+        model.pop("drop_path", None)
+    if _differs(merged, update, "loss.name", whole):
+        _section(merged, "loss").pop("settings", None)
+    merged = overlay(merged, update)
+    bits = _section(merged, "model").get("bits")
+    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS:
+        merged["model"].setdefault("dim", bits)  # one dimension per bit
+    return merged
+
+
+def _reset_dimensions(merged: dict[str, Any], update: dict[str, Any], whole: bool) -> None:
+    """Remove PCA and `eval_dims` that do not fit the new dimensions."""
+    model, new = _section(merged, "model"), _section(update, "model")
+    dim, pca_dim = new.get("dim"), model.get("pca_dim")
+    no_pca = "pca_dim" in new and new["pca_dim"] is None
+    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
+        no_pca = dim <= pca_dim and _differs(merged, update, "model.dim", whole)
+    if no_pca:
+        model.pop("pca_dim", None)
+        model.pop("whitening", None)
+    width = new.get("pca_dim", model.get("pca_dim")) or new.get("dim", model.get("dim"))
+    evaluation = _section(merged, "evaluation")
+    dims = evaluation.get("eval_dims")
+    if type(width) is int and isinstance(dims, list | tuple):
+        evaluation["eval_dims"] = [d for d in dims if type(d) is not int or d < width]
+
+
+def _differs(merged: dict[str, Any], update: dict[str, Any], key: str, whole: bool) -> bool:
+    """Return whether an update changes a key of `DEFAULTS`, as far as its old value is known."""
+    section, _, name = key.partition(".")
+    before, after = _section(merged, section), _section(update, section)
+    if name not in after or not (whole or name in before):
+        return False
+    return bool(after[name] != before.get(name, DEFAULTS[key]))
+
+
+def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
+    """Return one line per change that makes `merge` reset keys that no change names."""
+    before, after = flatten(overlay({}, values)), flatten(merge(values, changes))
+    named, lines = flatten(overlay({}, changes)), []
+    lost = {key: old for key, old in before.items() if key not in named and after.get(key) != old}
+    for cause, value in named.items() if lost else ():
+        alone = flatten(merge(values, {cause: value}))
+        keys = [key for key, old in lost.items() if alone.get(key) != old]
+        if keys:
+            listed = ", ".join(f"{key} ({shown(lost.pop(key))})" for key in keys)
+            lines.append(f"{cause} {shown(value)} also resets {listed}")
+    return lines
+
+
+def overlay(
+    values: dict[str, Any], changes: Mapping[str, Any], *, inside: bool = False
+) -> dict[str, Any]:
+    """Write changes, nested or dotted, into nested values, and return these.
+
+    Dictionaries are merged entry by entry. An empty one ``inside`` a section replaces the old one.
+    """
+    for key, value in changes.items():
+        if not isinstance(key, str):
+            raise RecipeError(f"keys must be text, got {shown(key)}")
+        first, _, rest = key.partition(".")
+        if rest or (isinstance(value, Mapping) and (value or not inside)):
+            old = values.get(first)
+            inner = {rest: value} if rest else value
+            values[first] = overlay(old if isinstance(old, dict) else {}, inner, inside=True)
+        else:
+            values[first] = {} if isinstance(value, Mapping) else value
+    return values
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of nested values; an invalid one is rejected later."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested plain values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in _DICTIONARIES:
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return "key old → new" for each key in which two flat recipes differ."""
+    keys = dict.fromkeys([*now, *before])
+    return [
+        f"{key} {shown(before.get(key))} → {shown(now.get(key))}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first error of a pydantic validation in one sentence, with its key."""
+    first = error.errors()[0]
+    # A part of a location may name the member of a union that was tried, not a key.
+    where = ".".join(
+        str(part) for part in first["loc"] if part not in ("bool", "int", "float", "str")
+    )
+    value, context = first["input"], first.get("ctx", {})
+    match first["type"]:
+        case "missing":
+            return f"{where} is missing"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            section, _, key = where.rpartition(".")
+            return f"unknown key {shown(where)}{closest(key, _known_keys(model, section))}"
+        case "literal_error":
+            allowed = re.findall(r"'([^']+)'", context["expected"])
+            near = closest(value if isinstance(value, str) else "", allowed)
+            return f"{where} is {shown(value)}{near}"
+        case "value_error":  # raised by a validator of ours
+            reason = str(context["error"])
+            if re.split(r"[.: ]", reason, maxsplit=1)[0] in _known_keys(model, where):
+                return f"{where}.{reason}".lstrip(".")
+            if reason.startswith(f"{where} "):
+                return reason
+            joint = " " if reason.startswith(("must ", "is ")) else ": "
+            return f"{where}{joint}{reason}" if where else reason
+    reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    reason = reason.partition(", unable to parse")[0]
+    return f"{where} {reason}, got {shown(value)}"
+
+
+def _known_keys(model: Any, section: str) -> list[str]:
+    for part in filter(None, section.split(".")):
+        if part.isdigit():  # an item of a list
+            model = get_args(model)[0]
+            continue
+        fields = getattr(model, "model_fields", None)
+        if fields is None or part not in fields:
+            return []
+        model = fields[part].annotation
+    if dataclasses.is_dataclass(model):
+        return [field.name for field in dataclasses.fields(model)]
+    return list(getattr(model, "model_fields", ()))
