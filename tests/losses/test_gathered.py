@@ -102,7 +102,7 @@ def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
             assert difference < 2e-5, name
 
 
-def test_one_process_alone_changes_nothing():
+def test_gathered_in_one_process_equals_the_loss():
     x, y = batch(dtype=torch.float32)
     loss = make("proxy_anchor")
     weights = torch.rand(9)

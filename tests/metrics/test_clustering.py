@@ -109,7 +109,7 @@ def test_corner_cases_of_scores():
     assert nmi([0, 0, 1, 1], [0, 1, 0, 1]) == 0.0
 
 
-def test_bad_labels():
+def test_clustering_rejects_invalid_labels():
     with pytest.raises(ValueError, match="labels_pred has 2 entries"):
         nmi([0, 1, 2], [0, 1])
     with pytest.raises(ValueError, match="empty"):
@@ -246,7 +246,7 @@ def test_empty_clusters_are_filled_from_the_farthest_rows():
     assert remaining.tolist() == [0, 0, 0, 0]
 
 
-def test_kmeans_bad_input():
+def test_kmeans_rejects_invalid_input():
     values = torch.randn(5, 3)
     for clusters in (0, 6, 2.5, None):
         with pytest.raises(ValueError, match=rf"clusters .*{clusters}"):

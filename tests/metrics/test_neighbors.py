@@ -124,7 +124,7 @@ def new_thread(task):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_threads_get_what_one_gets_and_leave_torch_alone():
+def test_evaluate_in_threads_restores_torch_settings():
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     new_thread(lambda: torch.set_num_threads(2))  # for new threads; this one keeps its number
     torch.set_float32_matmul_precision("medium")

@@ -245,7 +245,7 @@ def test_slices(result):
         result.top(5)
 
 
-def test_shows_itself(result):
+def test_repr_and_str_of_a_result(result):
     assert repr(result) == (
         "RetrievalResult(12 queries against each other, k=4, similarity='dot', 4 classes)"
     )
@@ -255,7 +255,7 @@ def test_shows_itself(result):
     assert "and 7 more queries" in text
 
 
-def test_values_must_fit_together(result):
+def test_result_rejects_inconsistent_arrays(result):
     from dataclasses import replace
 
     with pytest.raises(ValueError, match="matrices of one shape"):
