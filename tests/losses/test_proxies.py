@@ -4,7 +4,6 @@ import copy
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -131,14 +130,6 @@ def test_growing_several_proxies_covers_the_groups_of_the_examples():
     # Fewer examples than proxies: near, but not the same.
     proxies.grow(1, optimizer=None, init=[axis[:1]])
     assert not torch.equal(proxies.weight[5, 0], proxies.weight[5, 1])
-
-
-def test_growing_from_given_vectors():
-    proxies = Proxies(2, 3, 2)
-    given = torch.randn(3, 2, 3)
-    proxies.grow(np.int64(3), optimizer=None, init=given)
-    same = torch.nn.functional.cosine_similarity(proxies.weight[2:], given, dim=-1)
-    torch.testing.assert_close(same.detach(), torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(
