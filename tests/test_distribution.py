@@ -40,7 +40,7 @@ def files():
     return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
 
 
-def test_the_wheel_holds_every_file_of_the_package(built, files):
+def test_wheel_contains_every_file_of_the_package(built, files):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -48,14 +48,14 @@ def test_the_wheel_holds_every_file_of_the_package(built, files):
     assert {"proximetry/py.typed", "proximetry/reports/report.css"} <= inside
 
 
-def test_the_sdist_holds_every_file_of_the_repository(built, files):
+def test_sdist_contains_every_file(built, files):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert inside - {"PKG-INFO"} == files
 
 
-def test_the_citation_is_that_of_this_version():
+def test_citation_matches_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0"
     assert cited.keys() >= {"message", "title", "authors"}  # which the format asks for
@@ -156,13 +156,13 @@ MISSING = {
 }
 
 
-def test_every_extra_is_tried():
+def test_every_extra_has_a_check():
     assert {*PROMISES, "all", "dev"} == PROJECT["optional-dependencies"].keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", PROMISES)
-def test_an_extra_is_enough_for_what_it_promises(built, tmp_path, extra):
+def test_extra_installs_what_its_feature_needs(built, tmp_path, extra):
     bare, promise = install(built, tmp_path, extra), PROMISES[extra]
     words = promise.split() if promise.startswith("-m") else ["-c", promise]
     done = python(bare, *words)
@@ -170,7 +170,7 @@ def test_an_extra_is_enough_for_what_it_promises(built, tmp_path, extra):
 
 
 @pytest.mark.slow
-def test_without_extras_losses_and_metrics_work_and_the_rest_is_a_sentence(built, tmp_path):
+def test_losses_and_metrics_work_without_extras(built, tmp_path):
     bare = install(built, tmp_path, None)
     done = python(bare, "-m", "proximetry", "--version")
     assert (done.returncode, done.stdout) == (0, f"proximetry {proximetry.__version__}\n")

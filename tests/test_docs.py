@@ -26,7 +26,7 @@ def test_every_loss_has_a_page_with_its_settings():
         assert f"<!-- generated: use {name} -->" in page
 
 
-def test_a_part_is_made_anew_and_the_rest_is_kept():
+def test_generated_part_is_replaced_and_the_rest_is_unchanged():
     text = "a\n<!-- generated: signature proxy_anchor -->\nold\n<!-- end -->\nb\n"
     assert generate.filled(text) == (
         "a\n<!-- generated: signature proxy_anchor -->\n"
@@ -47,7 +47,7 @@ def test_every_citation_is_in_the_bibliography():
                 assert f'<a id="{key}"></a>' in bibliography, f"{page.name} links to {key}"
 
 
-def test_every_test_that_a_promise_names_is_there():
+def test_reliability_page_names_existing_tests():
     text = (generate.DOCS / "reliability.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
     assert len(named) > 50
@@ -77,7 +77,7 @@ ASKED = list(dict.fromkeys(line for page in PAGES for line in COMMAND.findall(pa
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_first_steps_and_the_questions_work(home, monkeypatch, capsys):
+def test_documented_commands_work(home, monkeypatch, capsys):
     assert len(ASKED) >= 15
     monkeypatch.chdir(home)
     monkeypatch.setenv("HOME", str(home))

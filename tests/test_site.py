@@ -38,7 +38,7 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_loads_nothing_from_other_hosts(site):
+def test_site_loads_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -50,7 +50,7 @@ def test_the_site_builds_and_loads_nothing_from_other_hosts(site):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", API)
-def test_the_reference_has_every_public_name(site, name):
+def test_api_reference_lists_every_public_name(site, name):
     package = importlib.import_module(f"proximetry.{name}")
     page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
     missing = [one for one in package.__all__ if f'id="proximetry.{name}.{one}"' not in page]
@@ -62,7 +62,7 @@ def test_the_reference_has_every_public_name(site, name):
 
 
 @pytest.mark.slow
-def test_signatures_that_are_made_when_the_code_runs_are_shown(site):
+def test_generated_signatures_are_documented(site):
     shown = {name: (site / "api" / f"{name}.html").read_text() for name in ("losses", "metrics")}
     text = {name: re.sub(r"<[^>]+>|\s", "", page) for name, page in shown.items()}
     assert "ArcFace(num_classes:int,dim:int,scale:float=64.0," in text["losses"]
@@ -86,7 +86,7 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_links_lead_to_the_files_of_the_repository(project):
+def test_links_resolve_to_repository_files(project):
     page = project / "docs" / "page.md"
     page.write_text("# Page\n\n## A part\n\n[code](../code.py), [results](../results)\n")
     done = build(project, project / "site")

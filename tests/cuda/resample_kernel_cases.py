@@ -91,7 +91,7 @@ def one_window(*values):
     return Windows(*(torch.tensor([value]) for value in values))
 
 
-def test_the_table_has_the_fields_the_kernel_reads():
+def test_window_table_has_the_fields_of_the_kernel():
     pixels = PixelCache.in_memory([image(0, 5, 7), image(1, 6, 8)])
     windows = one_window(*range(5))
     table = window_table(pixels, np.array([1]), windows)

@@ -177,7 +177,7 @@ def test_auto_engine_supports_gradient_penalty_at_any_batch_size(name, size):
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
-def test_proxies_changed_before_backward_are_noticed(name):
+def test_proxies_changed_before_backward_raise(name):
     x, y = batch()
     loss = make(name, k=2, engine="streamed").double()
     value = loss(x.requires_grad_(), y)

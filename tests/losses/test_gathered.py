@@ -1,4 +1,4 @@
-"""`gathered`: two processes in a loop of one's own do what one does with all samples."""
+"""Gathered losses: two processes train as one process with all samples."""
 
 import json
 
@@ -80,11 +80,18 @@ for name in MAKE:
         differences = [abs(a - b) / (1 + abs(b)) for a, b in zip(values, expected)]
         differences += [(a - b).abs().max().item() for a, b in zip(got, parameters)]
         worst[f"{name} {wrapped}"] = max(differences)
-net = losses.ProxyAnchor(5, 4)
-try:
-    gathered(net)(x[:, :4], (y + rank * 9).tolist())
-except ValueError as error:
-    worst["refused"] = str(error)
+loss = gathered(losses.ProxyAnchor(5, 4))
+errors = {}
+for name, labels, weights in (
+    ("range", (y + rank * 9).tolist(), None),
+    ("length", y[: 12 - rank], None),
+    ("weights", y, w if rank else None),
+):
+    try:
+        loss(x[:, :4], labels, weights)
+    except ValueError as error:
+        errors[name] = str(error)
+worst["errors"] = errors
 open(f"{sys.argv[1]}/{rank}.json", "w").write(json.dumps(worst))
 dist.destroy_process_group()
 """
@@ -95,14 +102,16 @@ def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
     assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
     for rank in range(2):
         worst = json.loads((tmp_path / f"{rank}.json").read_text())
-        error = worst.pop("refused")
-        assert "(position 12 of the batch) is outside 0..4" in error, "on both ranks"
+        errors = worst.pop("errors")
+        assert "position 12" in errors["range"]
+        assert ("rank 1", "12 embeddings")[rank] in errors["length"]
+        assert "ranks [1]" in errors["weights"]
         assert len(worst) == 14
         for name, difference in worst.items():
             assert difference < 2e-5, name
 
 
-def test_one_process_alone_changes_nothing():
+def test_gathered_in_one_process_equals_the_loss():
     x, y = batch(dtype=torch.float32)
     loss = make("proxy_anchor")
     weights = torch.rand(9)

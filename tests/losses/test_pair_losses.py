@@ -57,7 +57,7 @@ def test_settings_reach_the_loss():
     assert PairLoss("contrastive", margin=0.1)(x, y) > PairLoss("contrastive", margin=0.9)(x, y)
 
 
-def test_evaluation_mode_leaves_the_memory_alone():
+def test_evaluation_mode_does_not_change_the_memory():
     (x, y), (other, labels) = batches(2)
     loss = PairLoss("contrastive", memory=32, dim=5)
     loss(x, y)

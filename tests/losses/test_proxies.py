@@ -4,7 +4,6 @@ import copy
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -24,14 +23,14 @@ from tests.losses.cases import NAMES, batch, make
         ("small_normal", 0.01),
     ],
 )
-def test_starts_have_the_papers_spread(init, deviation):
+def test_initialization_has_the_published_deviation(init, deviation):
     generator = torch.Generator().manual_seed(0)
     weight = Proxies(200, 64, 3, init=init, generator=generator).weight
     assert weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert weight.mean().abs().item() < deviation * 0.02
 
 
-def test_sphere_start_and_projection():
+def test_sphere_initialization_and_projection():
     proxies = Proxies(50, 8, 2, init="sphere")
     torch.testing.assert_close(proxies.weight.norm(dim=-1), torch.ones(50, 2))
     with torch.no_grad():
@@ -42,7 +41,7 @@ def test_sphere_start_and_projection():
     assert proxies.weight.requires_grad
 
 
-def test_default_starts_of_the_losses():
+def test_default_initialization_of_losses():
     inits = {name: make(name).proxies.init for name in NAMES}
     assert inits["proxy_anchor"] == inits["mpa"] == "kaiming_normal"
     assert inits["soft_triple"] == "kaiming_uniform"
@@ -131,14 +130,6 @@ def test_growing_several_proxies_covers_the_groups_of_the_examples():
     # Fewer examples than proxies: near, but not the same.
     proxies.grow(1, optimizer=None, init=[axis[:1]])
     assert not torch.equal(proxies.weight[5, 0], proxies.weight[5, 1])
-
-
-def test_growing_from_given_vectors():
-    proxies = Proxies(2, 3, 2)
-    given = torch.randn(3, 2, 3)
-    proxies.grow(np.int64(3), optimizer=None, init=given)
-    same = torch.nn.functional.cosine_similarity(proxies.weight[2:], given, dim=-1)
-    torch.testing.assert_close(same.detach(), torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(

@@ -247,17 +247,6 @@ def test_compiles_as_one_graph(name):
     torch.testing.assert_close(loss.proxies.weight.grad, expected[2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["proxy_anchor", "mpa_ap", "sphereface"])
-def test_compiles_to_machine_code(name):
-    x, y = batch(dtype=torch.float32)
-    loss = make(name, k=2).eval()
-    expected, _, _ = value_and_gradients(loss, x, y)
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True)
-    torch.testing.assert_close(compiled(x, y).detach(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_moves_between_devices(name, engine):

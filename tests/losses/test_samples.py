@@ -243,7 +243,7 @@ def test_smoothed_labels_are_those_of_cross_entropy(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (torch.ones(8), r"weights .*\[8\]"),
+        (torch.ones(8), r"weights.*\[8\]"),
         (torch.ones(9, 1), r"got \[9, 1\]"),
         ([1.0] * 8 + [-0.5], r"weight -0.5 \(position 8"),
         ([1.0] * 8 + [float("nan")], "weight nan"),

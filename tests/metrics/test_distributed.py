@@ -215,7 +215,7 @@ def test_codes_equal_one_process(reports, candidates):
     np.testing.assert_array_equal(reports[0][f"codes {candidates}"], expected)
 
 
-def test_every_process_hears_of_an_error_in_one(reports):
+def test_error_on_one_process_raises_on_all(reports):
     for report in reports:
         assert "process 1: embeddings has NaN" in report["error nan"]
         assert "process 0: 8 dimensions" in report["error width"]

@@ -117,7 +117,7 @@ def test_equals_brute_force_with_ties(data, similarity, own, closed):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), similarity=st.sampled_from(SIMILARITIES), closed=st.booleans())
-def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarity, closed):
+def test_probe_in_the_gallery_is_excluded(seed, similarity, closed):
     rng = np.random.default_rng(seed)
     rows = rng.integers(-2, 3, (14, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 14)
@@ -147,7 +147,7 @@ def test_a_probe_that_stands_in_the_gallery_is_no_mate_of_itself(seed, similarit
     assert result.impostor_pairs == pairs
 
 
-def test_groups_keep_distractors_away_too():
+def test_groups_exclude_distractors():
     rows, labels, groups = np.eye(3, dtype=np.float32)[[0, 0, 0, 1]], [0, 0, 1, 0], [5, 6, 5, 7]
     ranks = {(i, j): rank for i, j, rank in as_rows(identify(rows, labels, ignore_groups=groups))}
     assert ranks[0, 1] == 1  # the third row is as near, but of the first one's group
@@ -213,7 +213,7 @@ def test_copies_of_the_mate_tie_and_count_against_the_probe():
     assert (against >= 2).all()
 
 
-def test_near_misses_are_told_apart():
+def test_near_ties_are_ordered_exactly():
     """Distractors one float32 step from the mate are on the right side of it."""
     torch.manual_seed(1)
     probe, mate = torch.ones(1, 64), torch.rand(1, 64) + 1

@@ -47,7 +47,7 @@ def test_copies_lie_in_one_place():
     assert (map_embeddings(torch.ones(40, 8)) == 0.5).all()
 
 
-def test_what_cannot_be_mapped_is_refused():
+def test_map_embeddings_rejects_invalid_input():
     with pytest.raises(ValueError, match="choose one of cosine, euclidean"):
         map_embeddings(torch.randn(5, 3), similarity="hamming")
     with pytest.raises(ValueError, match="rows: 1"):

@@ -104,6 +104,6 @@ def test_expanded_queries_equal_loops(seed, alpha, n):
         (lambda x: expand_queries(x, x[:, None], alpha=-1), "alpha must not be negative"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, message):
+def test_reranking_rejects_invalid_input(call, message):
     with pytest.raises(ValueError, match=message):
         call(np.ones((4, 3)))

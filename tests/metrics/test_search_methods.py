@@ -113,7 +113,7 @@ def test_codes_then_vectors(apart, seed, candidates):
 @pytest.mark.parametrize("apart", [False, True])
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), n=st.sampled_from([1, 3, 100]))
-def test_expansion_leaves_the_query_itself_out(apart, seed, n):
+def test_expansion_excludes_the_query(apart, seed, n):
     given, query_rows, gallery_rows = problem(seed, apart)
     queries = given.get("queries", given["embeddings"]).astype(np.float64)
     gallery, moved = given["embeddings"].astype(np.float64), []
@@ -148,7 +148,7 @@ def test_re_ranking_orders_the_nearest_as_loops_do(apart):
     check(evaluate(**given, rerank=True, metrics=CHOSEN), expected, given)
 
 
-def test_what_is_behind_the_candidates_stays_behind_them():
+def test_items_behind_the_candidates_keep_their_rank():
     """A positive that is not among the candidates keeps its place, however far behind."""
     draw = np.random.default_rng(0)
     vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))
@@ -188,6 +188,6 @@ def test_second_stage_rejects_invalid_options(options, message):
         ({"metrics": Metrics(clustering=True)}, "clustering"),
     ],
 )
-def test_evaluate_codes_rejects_invalid_options(options, message):
+def test_binary_evaluation_rejects_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         evaluate(np.eye(4), [0, 0, 1, 1], binary=True, **options)

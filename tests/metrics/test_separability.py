@@ -43,7 +43,7 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
 
 @pytest.mark.parametrize("block", [2, 8, None])
 @pytest.mark.parametrize("per_class", [1, 2])
-def test_equally_near_rivals_go_by_index(block, per_class):
+def test_equally_near_classes_are_ordered_by_index(block, per_class):
     """Few directions: every row has copies in many classes."""
     rows = torch.eye(4, dtype=torch.float64)[np.random.default_rng(0).integers(0, 4, 60)]
     cosines, nearest_rows = nearest_other_class(rows, per_class, block)

@@ -140,7 +140,7 @@ def test_perfect_and_reversed():
     assert auc(np.zeros(40), same) == eer(np.zeros(40), same) == 0.5
 
 
-def test_neighbouring_floats_are_separated():
+def test_neighboring_floats_are_separated():
     low = 0.1
     high = np.nextafter(low, 1)
     same = np.tile([True, False], 4)
@@ -221,7 +221,7 @@ def test_read_pairs(tmp_path):
         (GOOD, "\n", "is empty"),
     ],
 )
-def test_malformed_pairs_are_named(tmp_path, old, new, message):
+def test_read_pairs_rejects_malformed_lines(tmp_path, old, new, message):
     path = tmp_path / "pairs.txt"
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):

@@ -26,14 +26,14 @@ _STYLE: Any = {
 
 
 def draw_figure(paint: Callable[[Axes], None], kind: str = "svg") -> bytes:
-    """Return a picture as SVG or PNG, the same bytes from the same numbers."""
-    matplotlib = need("matplotlib", "glyphs", "Drawing pictures")
+    """Return a figure as SVG or PNG; the same data give the same bytes."""
+    matplotlib = need("matplotlib", "glyphs", "Drawing figures")
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
         canvas = Figure(figsize=(6.4, 4.0), layout="constrained")
         paint(canvas.add_subplot())
         buffer = io.BytesIO()
-        unsaid = {"svg": ("Date", "Creator"), "png": ("Software",)}[kind]
-        canvas.savefig(buffer, format=kind, dpi=150, metadata=dict.fromkeys(unsaid))
+        omitted = {"svg": ("Date", "Creator"), "png": ("Software",)}[kind]
+        canvas.savefig(buffer, format=kind, dpi=150, metadata=dict.fromkeys(omitted))
     return buffer.getvalue()

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from proximetry.kernels.sharing import CHANNELS, SIZES, program_channels
+from proximetry.kernels.channels import CHANNELS, SIZES, program_channels
 
 _ROWS = 128  # per program and step
 # Programs of a reduction over rows: four per multiprocessor of an H200. Each writes partial sums.
@@ -125,6 +125,7 @@ def _forward_norm(
     eps, rows, C,
     ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """y = act((x − mean) · weight / √(variance + eps) + bias)."""
     c, part = program_channels(C, BC)
     mask, offsets = _tile(part * BM, rows, C, c, BM)
     scale, offset, mu, _ = _load_affine(weight, bias, mean, variance, eps, C, c)
@@ -143,6 +144,7 @@ def _backward_norm(
     eps, parts, rows, C, programs,
     MOVING: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Partial sums of dweight = Σ dz · x̂ and dbias = Σ dz; dx = scale · dz if not MOVING."""
     c, part = program_channels(C, BC)
     scale, offset, mu, inverse_std = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from proximetry.kernels.sharing import CHANNELS, SIZES, program_channels
+from proximetry.kernels.channels import CHANNELS, SIZES, program_channels
 
 # A strip is four neighbors in a row of the result, which share their inputs.
 _STRIPS = 16  # per program

@@ -37,16 +37,10 @@ def resample_fused(
     tiles = triton.cdiv(height, _ROWS) * triton.cdiv(width, _COLUMNS)
     with torch.cuda.device(flat.get_device()):  # Triton launches on the current device
         _resample[(len(table) * tiles,)](
-            flat,
-            table.contiguous(),
-            batch,
-            HEIGHT=height,
-            WIDTH=width,
-            SUPPORT=1 if interpolation == "bilinear" else 2,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            flat, table.contiguous(), batch, HEIGHT=height, WIDTH=width,
+            SUPPORT=1 if interpolation == "bilinear" else 2, ROWS=_ROWS, COLUMNS=_COLUMNS,
             num_warps=_WARPS,
-        )
+        )  # fmt: skip
     return batch
 
 
@@ -57,15 +51,15 @@ def find_driver() -> None:
 
 @triton.jit
 def _resample(
-    flat,
-    table,
-    batch,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SUPPORT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    flat, table, batch,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SUPPORT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """batch[y, x] = Σ_j Σ_i w(y, j) · w(x, i) · window[j, i] / (Σ w · Σ w), separable filter w.
+
+    SUPPORT 1 is the triangle filter (bilinear), 2 the cubic filter with a = −1/2 (bicubic), both
+    widened by the scale when shrinking (antialiasing).
+    """
     tiles_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     tiles: tl.constexpr = tiles_per_row * ((HEIGHT + ROWS - 1) // ROWS)
     image = (tl.program_id(0) // tiles).to(tl.int64)

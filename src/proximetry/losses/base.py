@@ -114,7 +114,8 @@ class ProxyLoss(Declared):
         """
         _reduction("reduction", reduction)
         labels = checks.batch(embeddings, labels, self.proxies.dim)
-        weights = checks.sample_weights(embeddings, weights)
+        if weights is not None:
+            weights = checks.sample_weights(embeddings, weights)
         if self.check_labels and not torch.compiler.is_compiling():
             checks.label_range(labels, self.proxies.num_classes)
             if weights is not None:

@@ -120,10 +120,13 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
 def batch(embeddings: Tensor, labels: Labels, dim: int | None = None) -> Tensor:
     """Return the labels as int64; raise if shapes or types of the batch do not match."""
     check_embeddings(embeddings, dim)
-    labels = as_labels(embeddings, labels)
+    if not isinstance(labels, Tensor):
+        labels = as_labels(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
-    _check_length("labels", labels, len(embeddings))
+    if labels.shape != embeddings.shape[:1]:
+        got = list(labels.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
     return labels.long()
 
 
@@ -135,12 +138,6 @@ def as_labels(embeddings: Tensor, labels: Labels) -> Tensor:
     if array.dtype.kind != "i":
         raise ValueError("labels must be integers (class indices), got strings")
     return torch.from_numpy(array).to(embeddings.device)
-
-
-def _check_length(name: str, values: Tensor, length: int) -> None:
-    if list(values.shape) != [length]:
-        got = list(values.shape)
-        raise ValueError(f"{length} embeddings need {name} of shape [{length}], got {got}")
 
 
 def label_range(labels: Tensor, num_classes: int) -> None:
@@ -155,10 +152,8 @@ def label_range(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None:
+def sample_weights(embeddings: Tensor, weights: Weights) -> Tensor:
     """Return the weights as a tensor [B] on the device of the embeddings."""
-    if weights is None:
-        return None
     if not isinstance(weights, Tensor):
         try:
             weights = torch.from_numpy(np.asarray(weights, np.float64))
@@ -166,7 +161,9 @@ def sample_weights(embeddings: Tensor, weights: Weights | None) -> Tensor | None
             raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
     if weights.is_complex():
         raise ValueError(f"weights must be real numbers, got {weights.dtype}")
-    _check_length("weights", weights, len(embeddings))
+    if weights.shape != embeddings.shape[:1]:
+        got = list(weights.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {got}")
     return weights.detach().to(embeddings.device)
 
 

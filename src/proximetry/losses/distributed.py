@@ -45,7 +45,8 @@ class Gathered(nn.Module):
         problem: ValueError | None = None
         try:
             labels = _rows(embeddings, labels)
-            weights = checks.sample_weights(embeddings, weights)
+            if weights is not None:
+                weights = checks.sample_weights(embeddings, weights)
         except ValueError as error:
             problem = error
         several = dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Embeddings as points on a plane, to look at."""
+"""Projection of embeddings to a plane by t-SNE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proximetry.metrics._search.inputs import Embeddings, as_embeddings, check_s
 _Compared = Literal["cosine", "euclidean"]
 
 _DIM = 50
-"""t-SNE is given so many principal components, as van der Maaten and Hinton 2008 do."""
+"""Principal components that t-SNE starts from (van der Maaten and Hinton 2008)."""
 _PERPLEXITY = 30.0
 _FEWEST = 10
 
@@ -26,13 +26,13 @@ def map_embeddings(
 ) -> npt.NDArray[np.float32]:
     """Place embeddings on a plane so that neighbors stay neighbors, by t-SNE.
 
-    Distances between groups, and how large they are, mean little: what lies beside what does.
-    Fewer than ten embeddings are placed by their two principal components.
+    Distances between groups and their sizes mean little. Fewer than ten embeddings are placed by
+    their two principal components.
 
     Args:
         embeddings: [N, D].
         similarity: how they are compared, "cosine" or "euclidean".
-        seed: of what t-SNE draws at random.
+        seed: of t-SNE.
 
     Returns:
         [N, 2], within the unit square and of one scale along both axes.
@@ -48,7 +48,7 @@ def map_embeddings(
         perplexity=min(_PERPLEXITY, (len(vectors) - 1) / 3),
         initialization="pca",
         random_state=seed,
-        # Threads wait for each other some thousand times: of few points that is most of the time.
+        # Threads synchronize thousands of times, which dominates for few points.
         n_jobs=max(1, min(cores(), len(vectors) // 4000)),
     )
     return _fit_square(np.asarray(tsne.fit(components.numpy())))
@@ -59,7 +59,7 @@ def _principal_components(vectors: Tensor, count: int) -> Tensor:
     centered = vectors - vectors.mean(0)
     _, directions = torch.linalg.eigh(centered.T @ centered)
     directions = directions.flip(1)[:, :count]
-    # A direction and its opposite are equally good; one of them is chosen for good.
+    # The sign of a direction is arbitrary: fix it.
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     coordinates = centered @ (directions * largest.sign())
     return torch.nn.functional.pad(coordinates, (0, max(0, count - coordinates.shape[1])))

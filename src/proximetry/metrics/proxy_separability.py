@@ -50,7 +50,7 @@ def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Ten
     joined = joined | torch.eye(shape[1], dtype=torch.bool, device=joined.device)
     for _ in range(shape[1].bit_length()):  # each time, ways of twice the length
         joined = joined.float() @ joined.float() > 0
-    return (~joined.tril(-1).any(2)).sum(1)  # of those that are one, the first stands for all
+    return (~joined.tril(-1).any(2)).sum(1)  # the first of each component counts
 
 
 def separability(proxies: Embeddings) -> Separability:

@@ -75,8 +75,8 @@ class Lists:
 class Score(NamedTuple):
     """One number per query.
 
-    ``reads`` says what the formula needs: the place of the first positive ("first"), the first
-    k places ("k"), or as many as the query has positives ("R").
+    ``reads`` is the input of the formula: the rank of the first positive ("first"), the first k
+    places ("k"), or the first R, the number of positives ("R").
     """
 
     name: str
