@@ -1,5 +1,8 @@
 """Pooling of feature maps [B, C, H, W] to vectors [B, C]."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -49,12 +52,12 @@ class GeM(nn.Module):
 
 def make_pooling(kind: str) -> nn.Module:
     """Return the module of a pooling; identity for poolings of the backbone itself."""
-    modules: dict[str, nn.Module] = {
-        "avg": Average(),
-        "max": Maximum(),
-        "avg+max": AveragePlusMaximum(),
-        "gem": GeM(),
-        "gem-learned": GeM(learned=True),
-        "flatten": nn.Flatten(),
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "avg": Average,
+        "max": Maximum,
+        "avg+max": AveragePlusMaximum,
+        "gem": GeM,
+        "gem-learned": partial(GeM, learned=True),
+        "flatten": nn.Flatten,
     }
-    return modules.get(kind, nn.Identity())
+    return modules.get(kind, nn.Identity)()
