@@ -393,6 +393,14 @@ class Embedder(nn.Module):
             digest.update(plain.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
+    def replace_head(self, weight: Tensor, bias: Tensor) -> None:
+        """Replace the head by a linear one [dim, width]; binary codes become plain vectors."""
+        self.dim, self.bits = len(weight), None
+        self.architecture = replace(self.architecture, dim=self.dim, binary=False)
+        # On "meta" the initialization draws no random numbers.
+        self.head = nn.Linear(self.width, self.dim, device="meta").to_empty(device=weight.device)
+        self.head.load_state_dict({"weight": weight, "bias": bias})
+
     def keep_frozen(self) -> None:
         """Exclude the currently frozen parameters of the backbone from `parameter_parts`."""
         named = self.backbone.named_parameters()
