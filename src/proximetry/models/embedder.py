@@ -34,7 +34,7 @@ from proximetry.models.backbones import (
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
 from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
-from proximetry.models.pooling import make_pooling
+from proximetry.models.pooling import POOLING_LAYERS
 from proximetry.models.preprocessing import (
     ImageSource,
     Input,
@@ -82,7 +82,13 @@ class Embedder(nn.Module):
         tta = architecture.flip_tta or architecture.tta_crops
         if tta and not isinstance(preprocessing, Preprocessing):
             raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
-        features = _prepare(model, architecture, preprocessing)
+        if architecture.backbone.startswith(OWN):
+            features = _probe_custom(model, preprocessing)
+        elif isinstance(preprocessing, Tensors):
+            features = Features(preprocessing.shape[0], "token")
+        else:
+            name, pooling = architecture.backbone, architecture.pooling
+            features = prepare(model, name, preprocessing.crop, pooling)
         if architecture.dim * features.width > _LARGEST_HEAD:
             raise ValueError(
                 f"head too large: {features.width} features × {architecture.dim} dimensions. Use "
@@ -98,15 +104,14 @@ class Embedder(nn.Module):
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
         self.backbone = model
-        self.pooling = make_pooling(features.pooling)
+        self.pooling = POOLING_LAYERS.get(features.pooling, nn.Identity)()
         self.head: nn.Module = nn.Identity()
         if architecture.dim:
             self.head = nn.Linear(features.width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
         self._channels_last, self._dropped = features.channels_last, features.dropped
-        self._frozen: set[str] = set()
-        self.keep_frozen()
+        self._frozen = {n for n, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
     @torch.inference_mode(False)  # inference tensors cannot be trained
@@ -563,17 +568,12 @@ def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _prepare(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
-    """Return the pooled output of the network."""
-    name = architecture.backbone
-    if name.startswith(OWN):
-        sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
-        device = next((value.device for value in model.parameters()), torch.device("cpu"))
-        batch = preprocessing.normalize(sample).to(device)
-        return Features(check_vectors(type(model).__name__, model, batch), "token")
-    if isinstance(preprocessing, Tensors):
-        return Features(preprocessing.shape[0], "token")
-    return prepare(model, name, preprocessing.crop, architecture.pooling)
+def _probe_custom(model: nn.Module, preprocessing: Input) -> Features:
+    """Return the output of a custom network for two random inputs."""
+    sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
+    batch = preprocessing.normalize(sample).to(device)
+    return Features(check_vectors(type(model).__name__, model, batch), "token")
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:
