@@ -1,11 +1,11 @@
 """`proximetry faces align` beside its bare detector.
 
-python -m benchmarks.faces_align PICTURES [--detector FILE.onnx] [--images 400] [--side 640]
+python -m benchmarks.faces_align IMAGES [--detector FILE.onnx] [--images 400] [--side 640]
 
 The bare detector runs on inputs that are in memory already, on all cores, and what it finds is
 thrown away: once on inputs of 640 × 640, as SCRFD was published, once on those that `align` makes
-of the pictures, which are no larger than these. `align` decodes the pictures, detects, warps,
-encodes and writes. With --side the pictures are first scaled to so many pixels on the longer side.
+of the files, which are no larger than these. `align` decodes the files, detects, warps,
+encodes and writes. --side first scales the longer side of the images to this many pixels.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from proximetry.data.images import open_image
 from proximetry.faces import Detector, align_folder, find_detector
 from proximetry.faces.detector import BATCH, LARGEST, Floats
 
-PREPARED = 64  # pictures that the bare detector runs on; their inputs are kept in memory
+PREPARED = 64  # files that the bare detector runs on; their inputs are kept in memory
 
 
-def copy_pictures(source: Path, home: Path, count: int, side: int | None) -> list[Path]:
+def copy_images(source: Path, home: Path, count: int, side: int | None) -> list[Path]:
     files = [source / path for path in images_below(source)[0]]
     chosen = files[:: max(1, len(files) // count)][:count]
     copies = []
@@ -50,7 +50,7 @@ def copy_pictures(source: Path, home: Path, count: int, side: int | None) -> lis
 
 
 class Recording(Detector):
-    """Keeps the inputs that it makes of pictures."""
+    """Keeps the inputs that it makes of files."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
@@ -62,10 +62,10 @@ class Recording(Detector):
         return super().run(inputs)
 
 
-def prepare(file: Path, pictures: list[Path]) -> list[Floats]:
+def prepare(file: Path, files: list[Path]) -> list[Floats]:
     detector = Recording(file)
-    for part in chunks(len(pictures), BATCH):
-        detector([np.asarray(open_image(picture)) for picture in pictures[part]])
+    for part in chunks(len(files), BATCH):
+        detector([np.asarray(open_image(image)) for image in files[part]])
     return detector.inputs
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pictures", type=Path)
+    parser.add_argument("files", type=Path)
     parser.add_argument("--detector", type=Path)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--side", type=int)
@@ -102,10 +102,10 @@ def main() -> None:
     detector = Detector(file)
     with tempfile.TemporaryDirectory(prefix="faces-align-") as place:
         home = Path(place)
-        pictures = copy_pictures(arguments.pictures, home / "in", arguments.images, arguments.side)
-        ours = prepare(file, pictures[:PREPARED])
+        files = copy_images(arguments.files, home / "in", arguments.images, arguments.side)
+        ours = prepare(file, files[:PREPARED])
         full = [np.zeros((BATCH, 3, LARGEST, LARGEST), np.float32)] * (PREPARED // BATCH)
-        images = len(pictures)
+        images = len(files)
 
         def align() -> None:
             align_folder(home / "in", tempfile.mkdtemp(dir=home), detector=file)
@@ -122,7 +122,7 @@ def main() -> None:
         )
     counts = {published: PREPARED, own: PREPARED, "`align`": images}
     shapes = sorted({given.shape[2:] for given in ours})
-    print(f"{images} pictures, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
+    print(f"{images} files, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
     print(f"{versions()}, onnxruntime {onnxruntime.__version__}\n")
     print("| | images/s | `align` over it | processor time per image | over that of `align` |")
     print("|---|---|---|---|---|")

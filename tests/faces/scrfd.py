@@ -1,4 +1,4 @@
-"""A small ONNX model with the inputs and outputs of SCRFD, and pictures with faces for it.
+"""A small ONNX model with the inputs and outputs of SCRFD, and images with faces for it.
 
 It looks at one pixel in each cell of 8, 16 or 32: red is the score, green and blue stretch box and
 points. So what it must find in an image can be worked out by hand.
@@ -70,8 +70,8 @@ def save(path, graph):
     return path
 
 
-def picture(height=100, width=120, faces=((56, 40),), seed=0):
-    """A dark picture with something to see in it; a face is a red spot at (x, y).
+def draw_image(height=100, width=120, faces=((56, 40),), seed=0):
+    """Draw a dark, textured image; a face is a red spot at (x, y).
 
     These are multiples of 8, but not both of 16: then only the anchors of one cell see it.
     """

@@ -23,7 +23,7 @@ from proximetry.faces.align import COLUMNS, ambiguous, choose, output_name
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from tests.faces.scrfd import make_detector, picture
+from tests.faces.scrfd import draw_image, make_detector
 from tests.interrupt import completes, kill_at
 
 TWO = ((24, 24), (88, 56))
@@ -52,7 +52,7 @@ def images(tmp_path):
 
 
 def draw(file, size="", **how):
-    image = Image.fromarray(picture(**how))
+    image = Image.fromarray(draw_image(**how))
     image = image.resize(tuple(map(int, size.split("x")))[::-1]) if size else image
     image.save(file, quality=95)
 
@@ -161,7 +161,7 @@ def test_resume_skips_finished_images(images, tmp_path, detector, monkeypatch):
     seen.clear()
     (out / "person0" / "1.png").unlink()
     (out / "person0" / "2.png").write_bytes(b"")  # as a power cut may leave it
-    draw(images / "person0" / "two.png", faces=((88, 56),), seed=9)  # another picture
+    draw(images / "person0" / "two.png", faces=((88, 56),), seed=9)  # another image
     draw(images / "person0" / "new.png", seed=10)
     align_folder(images, out, detector=detector)
     assert sum(seen) == 4

@@ -113,7 +113,7 @@ def test_warp_equals_scikit_image(seed):
         image, theirs.inverse, output_shape=(112, 112), order=1, preserve_range=True
     )
     difference = np.abs(warp(image, matrix, 112, 112) - expected)
-    assert difference.mean() < 0.5  # rounding to whole grey levels alone makes 0.25
+    assert difference.mean() < 0.5  # rounding to whole gray levels alone makes 0.25
     assert difference.max() <= 1.0
 
 

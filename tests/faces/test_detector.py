@@ -17,7 +17,7 @@ pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
 
-from tests.faces.scrfd import STRIDES, make_detector, picture, save, weights  # noqa: E402
+from tests.faces.scrfd import STRIDES, draw_image, make_detector, save, weights  # noqa: E402
 
 KINDS = {
     "any size, any batch": {},
@@ -52,8 +52,8 @@ def slow_faces(image, room, shrink=1):
     small = image
     if scale < 1:
         size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
-        picture = Image.fromarray(image)
-        small = np.asarray(picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0))
+        whole = Image.fromarray(image)
+        small = np.asarray(whole.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0))
     back = np.array([image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]])
     candidates = []
     for stride in STRIDES:
@@ -114,7 +114,7 @@ def test_faces_equal_a_slow_reference(models, kind, shapes):
 def test_large_images_are_scaled_down(models, monkeypatch, height, width):
     monkeypatch.setattr(detector, "SMALLEST", 10**9)
     monkeypatch.setattr(detector, "LARGEST", 64)
-    image = picture(height, width, faces=()) if height > 1 else noise(height, width, 0)
+    image = draw_image(height, width, faces=()) if height > 1 else noise(height, width, 0)
     image[..., 0] = np.linspace(0, 255, height * width).reshape(height, width)
     for kind in ("any size, any batch", "one size, one image"):
         expected = slow_faces(image, KINDS[kind].get("size", (64, 64)))
@@ -129,7 +129,9 @@ def test_images_of_one_size_share_a_batch(models, monkeypatch):
     runs = []
     run = model.run
     monkeypatch.setattr(model, "run", lambda inputs: runs.append(inputs.shape) or run(inputs))
-    images = [picture(100, 120, seed=seed) for seed in range(6)] + [picture(40, 64, ((24, 24),))]
+    images = [draw_image(100, 120, seed=seed) for seed in range(6)] + [
+        draw_image(40, 64, ((24, 24),))
+    ]
     found = model(images)
     assert runs == [(4, 3, 128, 128), (2, 3, 128, 128), (1, 3, 64, 64)]
     for image, faces in zip(images, found, strict=True):
@@ -144,10 +146,10 @@ def test_image_without_large_face_is_halved(models, monkeypatch):
     sizes = []
     run = model.run
     monkeypatch.setattr(model, "run", lambda inputs: sizes.append(inputs.shape[2:]) or run(inputs))
-    assert len(model([picture(500, 1280, faces=())])[0]) == 0
+    assert len(model([draw_image(500, 1280, faces=())])[0]) == 0
     assert sizes == [(256, 640), (128, 320), (64, 160), (32, 96)]
     # Dark in every eighth row, which the model samples; visible once rows are averaged.
-    striped = picture(256, 256, faces=())
+    striped = draw_image(256, 256, faces=())
     striped[64:192, 64:192] = (255, 90, 120)
     striped[::8] = 20
     sizes.clear()

@@ -154,7 +154,7 @@ def test_other_networks_raise(tmp_path, options, message):
         ('{"range": [1, 0]}', "range"),
         ('{"mean": [1, 2]}', r"mean .*\[1, 2\]"),
         ('{"std": 0}', "std"),
-        ('{"colour": 1}', "'colour'"),
+        ('{"shade": 1}', "'shade'"),
         ("{8}", "not JSON"),
         ("nothing.json", r"nothing\.json"),
     ],

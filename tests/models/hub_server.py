@@ -1,4 +1,4 @@
-"""The smallest server that speaks what the hub's client says to push and to download."""
+"""A minimal hub server for push and download."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ class Hub:
     """Repositories in memory: a list of commits each, of which every one is a dict of files."""
 
     def __init__(self):
-        self.commits, self.private, self.stored, self.asked = {}, set(), {}, []
+        self.commits, self.private, self.stored, self.requests = {}, set(), {}, []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server.hub
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
-        hub.asked.append(f"{self.command} {path}")
+        hub.requests.append(f"{self.command} {path}")
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in ("", WRITER, READER):
             return self._answer(401, {"error": "Invalid credentials in Authorization header"})
@@ -91,13 +91,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200)
 
     def _create(self, hub, body):
-        asked = json.loads(body)
-        repo = f"{asked['organization']}/{asked['name']}"
+        request = json.loads(body)
+        repo = f"{request['organization']}/{request['name']}"
         url = {"url": f"{hub.address}/{repo}"}
         if repo in hub.commits:
             return self._answer(409, {"error": "You already created this model repo", **url})
         hub.commit(repo, {".gitattributes": b"*.safetensors filter=lfs\n"})
-        if asked.get("private") or asked.get("visibility") == "private":
+        if request.get("private") or request.get("visibility") == "private":
             hub.private.add(repo)
         return self._answer(200, url)
 

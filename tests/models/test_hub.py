@@ -1,10 +1,6 @@
 """Push to and download from a hub server in this process."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,15 +52,19 @@ def trained(**settings):
     return embedder
 
 
-def test_push_and_download(server):
+def test_push_and_download(server, tmp_path):
     embedder = trained(flip_tta=True)
     assert embedder.push_to_hub(REPO, license="apache-2.0") == f"{server.address}/{REPO}"
-    assert any(line.startswith("PUT /lfs/") for line in server.asked)
+    assert any(line.startswith("PUT /lfs/") for line in server.requests)
     found = Embedder.from_hub(REPO)
     assert equal(embedder, found)
     assert not found.training
     assert found.fingerprint() == embedder.fingerprint()
     assert (found.recipe, found.class_names) == (RECIPE, embedder.class_names)
+    server.commit(REPO, {**server.files(REPO), "run.py": b"1 / 0", "embedder/embedder.json": b"{"})
+    assert equal(Embedder.from_hub(REPO), embedder)
+    files = {path.name for path in tmp_path.glob("cache/*/snapshots/*/*")}
+    assert {name.partition("-")[0] for name in files} == {"embedder", "embedder.json"}
     images = [np.full((40, 30, 3), gray, np.uint8) for gray in (0, 200)]
     assert torch.equal(found.encode(images), embedder.encode(images))
 
@@ -125,12 +125,11 @@ def test_model_card(server):
 
 
 @pytest.mark.parametrize("odd", ["a|b", "x\n---\ny: z", "<script>", "`rm`", {"deep": [1]}, 7, None])
-def test_model_card_escapes_recipe_values(server, odd):
+def test_model_card_escapes_recipe_values(odd):
     embedder = make(backbone="small_convnet")
     embedder.recipe = {"name": odd, "data": odd, "loss": {"name": odd}, "training": []}
     embedder.metrics = {str(odd): {"recall@1": 0.5}, "test": {str(odd): 1}}
-    embedder.push_to_hub(REPO)
-    text = server.files(REPO)["README.md"].decode()
+    text = hub.make_card(embedder, REPO, None)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert yaml.safe_load(front)["library_name"] == "proximetry"
     assert "<script>" not in body
@@ -144,7 +143,7 @@ def test_tokens_and_private_repositories(server, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="hf auth login"):
         embedder.push_to_hub(REPO)
-    assert server.asked == []
+    assert server.requests == []
     monkeypatch.setenv("HF_TOKEN", READER)
     with pytest.raises(ValueError, match=r"lab/jays: .*403"):
         embedder.push_to_hub(REPO)
@@ -158,21 +157,21 @@ def test_tokens_and_private_repositories(server, monkeypatch, tmp_path):
     assert equal(Embedder.from_hub(REPO), embedder)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match="lab/jays not found, or private"):
+    with pytest.raises(ValueError, match="lab/jays"):
         Embedder.from_hub(REPO)
 
 
-@pytest.mark.parametrize("name", ["jays", "a/b/c", "lab/", "", "../lab/jays", "lab/j ays", "a/é"])
-def test_invalid_repo_ids(server, name):
-    with pytest.raises(ValueError, match="owner/name"):
-        Embedder.from_hub(name)
-    with pytest.raises(ValueError, match="owner/name"):
-        make(backbone="small_convnet").push_to_hub(name)
-    assert server.asked == []
+def test_invalid_repo_ids(server):
+    embedder = make(backbone="small_convnet")
+    for name in ("jays", "a/b/c", "lab/", "", "../lab/jays", "lab/j ays", "a/é"):
+        for call in (Embedder.from_hub, embedder.push_to_hub):
+            with pytest.raises(ValueError, match="owner/name"):
+                call(name)
+    assert server.requests == []
 
 
 def test_missing_repository_revision_and_embedder(server):
-    with pytest.raises(ValueError, match="lab/none not found"):
+    with pytest.raises(ValueError, match="lab/none"):
         Embedder.from_hub("lab/none")
     make(backbone="small_convnet").push_to_hub(REPO)
     with pytest.raises(ValueError, match=r"lab/jays: .*404"):
@@ -189,12 +188,12 @@ def test_offline_download_uses_the_cache(server, monkeypatch):
     embedder = make(backbone="small_convnet")
     embedder.push_to_hub(REPO)
     Embedder.from_hub(REPO)
-    asked = len(server.asked)
+    requests = len(server.requests)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert equal(Embedder.from_hub(REPO), embedder)
     with pytest.raises(OSError, match=r"HF_HUB_OFFLINE .*lab/new"):
         Embedder.from_hub("lab/new")
-    assert len(server.asked) == asked
+    assert len(server.requests) == requests
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     nowhere = "http://127.0.0.1:9"
     monkeypatch.setattr(constants, "ENDPOINT", nowhere)
@@ -232,20 +231,11 @@ def test_download_rejects_damaged_and_oversized_files(server, monkeypatch):
         with pytest.raises(ValueError, match=message):
             Embedder.from_hub(REPO)
     server.commit(REPO, good)
-    asked = len(server.asked)
+    requests = len(server.requests)
     monkeypatch.setattr(hub, "LARGEST_DESCRIPTION", 10)
     with pytest.raises(ValueError, match="was not downloaded"):
         Embedder.from_hub(REPO)
-    assert not any(line.startswith("GET") for line in server.asked[asked:])
-
-
-def test_download_fetches_two_files_only(server, tmp_path):
-    embedder = make(backbone="small_convnet")
-    embedder.push_to_hub(REPO)
-    server.commit(REPO, {**server.files(REPO), "run.py": b"1 / 0", "embedder/embedder.json": b"{"})
-    assert equal(Embedder.from_hub(REPO), embedder)
-    found = {path.name for path in tmp_path.glob("cache/*/snapshots/*/*")}
-    assert {name.partition("-")[0] for name in found} == {"embedder", "embedder.json"}
+    assert not any(line.startswith("GET") for line in server.requests[requests:])
 
 
 def test_push_rejects_concurrent_commits(server, monkeypatch):
@@ -277,28 +267,3 @@ def test_cli_push_and_hub_addresses(server, tmp_path, capsys):
         open_embedder(f"hub:{REPO}").embed(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)),
         Embedder.load(folder).embed(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)),
     )
-
-
-@pytest.mark.slow
-def test_cli_downloads_from_hf_endpoint(server, tmp_path):
-    embedder = make(backbone="small_convnet")
-    embedder.push_to_hub(REPO)
-    out = tmp_path / "vectors.npz"
-    image = tmp_path / "one.png"
-    hub_at = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}
-    from PIL import Image
-
-    Image.new("RGB", (70, 90), "teal").save(image)
-    words = ["embed", f"hub:{REPO}@main", image, "--out", out]
-    done = subprocess.run(
-        [sys.executable, "-m", "proximetry", *map(str, words)],
-        env={**os.environ, **hub_at, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITER},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    expected = embedder.encode([image]).numpy()
-    assert np.array_equal(np.load(out)["vectors"], expected)
-    assert list(Path(tmp_path / "home").rglob("embedder.json"))

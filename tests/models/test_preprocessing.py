@@ -38,12 +38,14 @@ def test_normalize_equals_torchvision(dtype):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_normalize_bgr():
+def test_normalize_bgr_and_channels_last():
+    values = {"channels": "BGR", "scale": 1.0, "mean": (104.0, 117.0, 128.0), "std": (1.0,) * 3}
+    bgr = replace(IMAGENET, **values)
     pixels = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)
-    wanted = replace(
-        IMAGENET, channels="BGR", scale=1.0, mean=(104.0, 117.0, 128.0), std=(1.0, 1.0, 1.0)
-    )
-    assert wanted.normalize(pixels).flatten().tolist() == [30 - 104, 20 - 117, 10 - 128]
+    assert bgr.normalize(pixels).flatten().tolist() == [30 - 104, 20 - 117, 10 - 128]
+    pixels = torch.zeros(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    for each in (IMAGENET, bgr):
+        assert each.normalize(pixels).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_preprocessing_of_custom_backbones():
@@ -64,17 +66,21 @@ def test_squash_keeps_the_whole_image():
     def made(backbone, **settings):
         return Embedder.create(backbone, weights="none", squash=True, **settings).preprocessing
 
-    wanted = made("small_convnet", image_size=32)
-    assert (wanted.crop, wanted.resize, wanted.short_side) == ((32, 32), (32, 32), 32)
+    preprocessing = made("small_convnet", image_size=32)
+    assert (preprocessing.crop, preprocessing.resize, preprocessing.short_side) == (
+        (32, 32),
+        (32, 32),
+        32,
+    )
     assert made("small_convnet", image_size=32, resize=40).resize == (40, 40)
     assert made("sphereface20").resize == (112, 96)
     assert made("sphereface20", resize=101).resize == (117, 101)
-    assert wanted.size_at(48) == (48, 48)
+    assert preprocessing.size_at(48) == (48, 48)
     assert replace(IMAGENET, resize=(448, 336), crop=(40, 40)).size_at(48) == (64, 48)
     assert IMAGENET.size_at(48) == 48
     pixels = np.zeros((20, 60, 3), np.uint8)
     pixels[:, :10] = 255  # outside a center crop
-    assert wanted.pixels(pixels)[:, :, 0].min() == 255
+    assert preprocessing.pixels(pixels)[:, :, 0].min() == 255
 
 
 def from_timm(name, resize=None, squash=None):
@@ -110,8 +116,8 @@ def test_squash_overrides_crop_mode_of_timm():
 def test_border_crop_mode_warns_and_crops_the_center():
     name = "deepseek_vit_412m.deepseek_v4_flash_vision_exp"
     with pytest.warns(UserWarning, match="crop_mode"):
-        wanted = from_timm(name)
-    assert (wanted.resize, wanted.crop) == (392, (392, 392))
+        preprocessing = from_timm(name)
+    assert (preprocessing.resize, preprocessing.crop) == (392, (392, 392))
     assert from_timm(name, squash=True).resize == (392, 392)
 
 
@@ -138,17 +144,10 @@ def test_preprocessing_rejects_bad_values(values, message):
 
 
 def test_from_json_rejects_unknown_and_missing_keys():
-    with pytest.raises(ValueError, match="keys: colour"):
-        Preprocessing.from_json({**asdict(IMAGENET), "colour": 1})
+    with pytest.raises(ValueError, match="keys: shade"):
+        Preprocessing.from_json({**asdict(IMAGENET), "shade": 1})
     with pytest.raises(ValueError, match="keys: crop"):
         Preprocessing.from_json({k: v for k, v in asdict(IMAGENET).items() if k != "crop"})
-
-
-@pytest.mark.parametrize("channels", ["RGB", "BGR"])
-def test_normalize_keeps_the_memory_layout(channels):
-    pixels = torch.zeros(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
-    found = replace(IMAGENET, channels=channels).normalize(pixels)
-    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -160,11 +159,8 @@ def test_float_pixels_between_zero_and_one_are_rejected(dtype):
     IMAGENET.normalize(torch.zeros(2, 3, 8, 8, dtype=dtype))  # black
     IMAGENET.normalize(torch.zeros(0, 3, 8, 8, dtype=dtype))
     IMAGENET.normalize((pixels > 0.5).to(torch.uint8))
-
-
-def test_normalize_rejects_other_shapes():
-    with pytest.raises(ValueError, match=r"\[3, 4, 4\]"):
-        IMAGENET.normalize(torch.zeros(3, 4, 4))
+    with pytest.raises(ValueError, match=r"\[3, 8, 8\]"):
+        IMAGENET.normalize(pixels[0])
 
 
 @settings(max_examples=40, deadline=None)
@@ -178,16 +174,16 @@ def test_normalize_rejects_other_shapes():
 def test_pixels_equal_torchvision(height, width, side, crop, kind):
     pixels = np.random.default_rng(height * 91 + width).integers(0, 256, (height, width, 3))
     image = Image.fromarray(pixels.astype(np.uint8))
-    wanted = replace(IMAGENET, resize=max(side, min(crop)), crop=crop, interpolation=kind)
-    resize = T.Resize(wanted.resize, InterpolationMode(kind), antialias=True)
+    preprocessing = replace(IMAGENET, resize=max(side, min(crop)), crop=crop, interpolation=kind)
+    resize = T.Resize(preprocessing.resize, InterpolationMode(kind), antialias=True)
     resized = resize(image)
     if resized.height < crop[0] or resized.width < crop[1]:
         size = f"{resized.height}×{resized.width}, too few for a crop of {crop[0]}×{crop[1]}"
         with pytest.raises(ValueError, match=size):
-            wanted.pixels(image)
+            preprocessing.pixels(image)
         return
     expected = T.PILToTensor()(T.CenterCrop(crop)(resized))
-    found = wanted.pixels(image)
+    found = preprocessing.pixels(image)
     assert found.dtype == torch.uint8
     assert torch.equal(found, expected)
 
@@ -206,6 +202,6 @@ def test_documented_load_pixels_equals_preprocessing(size, side, crop, kind, tmp
     exec(code, names)
     noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
-    wanted = replace(IMAGENET, resize=side, crop=crop, interpolation=kind)
+    preprocessing = replace(IMAGENET, resize=side, crop=crop, interpolation=kind)
     found = names["load_pixels"](tmp_path / "a.png", side, crop, kind)
-    assert np.array_equal(found, wanted.pixels(tmp_path / "a.png").numpy())
+    assert np.array_equal(found, preprocessing.pixels(tmp_path / "a.png").numpy())

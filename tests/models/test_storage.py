@@ -1,6 +1,5 @@
 import json
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
+from tests.interrupt import completes, kill_at
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
-from tests.processes import Process
 
 
 def make(seed=0, backbone="test_resnet", **settings):
@@ -90,81 +89,39 @@ def test_load_preserves_random_state_in_threads_and_needs_no_hub(tmp_path, monke
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_save_replaces_an_embedder(tmp_path):
-    first, second = make(1), make(2)
-    first.save(tmp_path / "e")
-    second.save(tmp_path / "e")
-    assert equal(Embedder.load(tmp_path / "e"), second)
-    assert len(list((tmp_path / "e").iterdir())) == 2
-    second.save(tmp_path / "e")
-    assert equal(Embedder.load(tmp_path / "e"), second)
+def test_killed_save_keeps_the_old_embedder_or_the_new(tmp_path):
+    old, new, folder = make(1), make(2), tmp_path / "e"
+    loaded = []
+    for event in range(1, 20):
+        old.save(folder)
+
+        def work(event=event):
+            kill_at(event, folder)
+            new.save(folder)
+
+        if completes(work):
+            break
+        loaded.append(Embedder.load(folder))
+    assert len(loaded) >= 5  # two files, their renames, one removal
+    assert {equal(one, old) + 2 * equal(one, new) for one in loaded} == {1, 2}
+    assert equal(Embedder.load(folder), new)
+    assert len(list(folder.iterdir())) == 2  # partial files were removed
 
 
-@pytest.mark.parametrize("call", range(2))
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_failed_save_keeps_the_old_embedder(tmp_path, monkeypatch, function, call):
+def test_failed_save_keeps_the_old_embedder(tmp_path, monkeypatch):
     old, new = make(1), make(2)
     old.save(tmp_path / "e", metrics={"a": 1})
-    real, count = getattr(os, function), iter(range(100))
 
     def fail(*args):
-        if next(count) == (2 * call if function == "fsync" else call):
-            raise OSError("disk full")
-        return real(*args)
+        raise OSError("disk full")
 
-    monkeypatch.setattr(os, function, fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         new.save(tmp_path / "e", metrics={"a": 2})
     monkeypatch.undo()
     loaded = Embedder.load(tmp_path / "e")
     assert equal(loaded, old)
     assert loaded.metrics == {"a": 1}
-    new.save(tmp_path / "e")
-    assert len(list((tmp_path / "e").iterdir())) == 2
-
-
-KILLED = """
-import os, signal, sys
-import torch
-from proximetry.models import Embedder
-folder, at = sys.argv[1], int(sys.argv[2])
-embedder = Embedder.load(folder)
-with torch.no_grad():
-    embedder.head.bias.fill_(7)
-count, real = 0, {}
-def stop(name):
-    real[name] = getattr(os, name)
-    def call(*args):
-        global count
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        count += 1
-        return real[name](*args)
-    setattr(os, name, call)
-stop("fsync"), stop("replace")
-embedder.save(folder)
-"""
-
-
-@pytest.mark.parametrize("at", [1, 4])
-def test_killed_save_keeps_the_old_embedder(server, tmp_path, at):
-    old = make(1)
-    old.save(tmp_path / "e")
-    process = Process(server, tmp_path / "log", KILLED, tmp_path / "e", at)
-    assert process.ended() == -signal.SIGKILL, process.said()
-    assert equal(Embedder.load(tmp_path / "e"), old)
-    make(2).save(tmp_path / "e")
-    assert len(list((tmp_path / "e").iterdir())) == 2
-
-
-def test_save_removes_partial_files_of_a_killed_save(tmp_path):
-    embedder = make()
-    (tmp_path / "e").mkdir()
-    for name in ("embedder.json", f"embedder-{16 * 'a'}.safetensors"):
-        (tmp_path / "e" / f".proximetry-{32 * 'b'}-{name}.part").write_bytes(b"half")
-    embedder.save(tmp_path / "e")
-    assert equal(Embedder.load(tmp_path / "e"), embedder)
-    assert len(list((tmp_path / "e").iterdir())) == 2
 
 
 def test_save_rejects_folders_with_other_files(tmp_path):
@@ -208,13 +165,15 @@ def test_load_rejects_damaged_descriptions(tmp_path):
     architecture = json.loads(good)["architecture"]
 
     for changes, message in (
-        ({"version": 99}, "format version 99"),
-        ({"format": "other"}, "does not describe an embedder"),
-        ({"tensors": {"file": "../../etc/passwd"}}, "names no weights file"),
-        ({"tensors": None}, "names no weights file"),
+        ({"version": 99}, "version 99"),
+        ({"format": "other"}, "embedder"),
+        ({"tensors": {"file": "../../etc/passwd"}}, "weights file"),
+        ({"tensors": None}, "weights file"),
         ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
-        ({"architecture": {**architecture, "similarity": "?"}}, "damaged: similarity"),
-        ({"architecture": {**architecture, "tta_crops": [2]}}, "damaged: tta_crops"),
+        ({"architecture": {**architecture, "similarity": "?"}}, "similarity"),
+        ({"architecture": {**architecture, "tta_crops": [2]}}, "tta_crops"),
+        ({"architecture": {**architecture, "backbone": "hf-hub:x/y"}}, "unknown backbone"),
+        ({"architecture": {**architecture, "backbone": "test_efficientnet"}}, "do not fit"),
         ({"architecture": None}, "architecture"),
         ({"class_names": 7}, "class_names"),
         ({"preprocessing": {}}, "damaged"),
@@ -228,16 +187,6 @@ def test_load_rejects_damaged_descriptions(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"embedder\.json"):
             Embedder.load(tmp_path / "e")
-
-    path.write_text(good)
-    changed = {**json.loads(good)["architecture"], "backbone": "hf-hub:someone/model"}
-    describe(tmp_path / "e", architecture=changed)
-    with pytest.raises(ValueError, match="unknown backbone"):
-        Embedder.load(tmp_path / "e")
-    path.write_text(good)
-    describe(tmp_path / "e", architecture={**changed, "backbone": "test_efficientnet"})
-    with pytest.raises(ValueError, match="do not fit test_efficientnet"):
-        Embedder.load(tmp_path / "e")
 
 
 def test_load_rejects_damaged_weights(tmp_path):
@@ -253,17 +202,14 @@ def test_load_rejects_damaged_weights(tmp_path):
         Embedder.load(tmp_path / "e")
 
 
-def test_half_precision_weights_load_as_float32(tmp_path):
-    embedder = make().to(torch.bfloat16)
-    embedder.save(tmp_path / "e")
-    loaded = Embedder.load(tmp_path / "e")
+def test_half_precision_and_channels_last_weights(tmp_path):
+    half = make().to(torch.bfloat16)
+    half.save(tmp_path / "half")
+    loaded = Embedder.load(tmp_path / "half")
     assert loaded.head.weight.dtype == torch.float32
-    assert torch.equal(loaded.head.weight, embedder.head.weight.float())
-
-
-def test_channels_last_weights_are_saved(tmp_path):
+    assert torch.equal(loaded.head.weight, half.head.weight.float())
     model = Embedder.create("small_convnet", 8, weights="none")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model.to(memory_format=torch.channels_last).save(tmp_path / "e")
-    found = Embedder.load(tmp_path / "e").state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    state = Embedder.load(tmp_path / "e").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())

@@ -34,7 +34,7 @@ from proximetry.models.backbones import (
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
 from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
-from proximetry.models.pooling import make_pooling
+from proximetry.models.pooling import POOLING_LAYERS
 from proximetry.models.preprocessing import (
     ImageSource,
     Input,
@@ -82,7 +82,13 @@ class Embedder(nn.Module):
         tta = architecture.flip_tta or architecture.tta_crops
         if tta and not isinstance(preprocessing, Preprocessing):
             raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
-        features = _prepare(model, architecture, preprocessing)
+        if architecture.backbone.startswith(OWN):
+            features = _probe_custom(model, preprocessing)
+        elif isinstance(preprocessing, Tensors):
+            features = Features(preprocessing.shape[0], "token")
+        else:
+            name, pooling = architecture.backbone, architecture.pooling
+            features = prepare(model, name, preprocessing.crop, pooling)
         if architecture.dim * features.width > _LARGEST_HEAD:
             raise ValueError(
                 f"head too large: {features.width} features × {architecture.dim} dimensions. Use "
@@ -98,15 +104,14 @@ class Embedder(nn.Module):
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
         self.backbone = model
-        self.pooling = make_pooling(features.pooling)
+        self.pooling = POOLING_LAYERS.get(features.pooling, nn.Identity)()
         self.head: nn.Module = nn.Identity()
         if architecture.dim:
             self.head = nn.Linear(features.width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
         self._channels_last, self._dropped = features.channels_last, features.dropped
-        self._frozen: set[str] = set()
-        self.keep_frozen()
+        self._frozen = {n for n, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
     @torch.inference_mode(False)  # inference tensors cannot be trained
@@ -347,7 +352,7 @@ class Embedder(nn.Module):
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if concat_flip and self.architecture.flip_tta:
-            raise ValueError("concat_flip has no effect with flip_tta: both flips have one vector")
+            raise ValueError("concat_flip has no effect with flip_tta")
         if not is_whole(batch_size):
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         convert = binary_codes if binary else lambda vectors: vectors
@@ -392,6 +397,14 @@ class Embedder(nn.Module):
             digest.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
             digest.update(plain.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
+
+    def replace_head(self, weight: Tensor, bias: Tensor) -> None:
+        """Replace the head by a linear one [dim, width]; binary codes become plain vectors."""
+        self.dim, self.bits = len(weight), None
+        self.architecture = replace(self.architecture, dim=self.dim, binary=False)
+        # On "meta" the initialization draws no random numbers.
+        self.head = nn.Linear(self.width, self.dim, device="meta").to_empty(device=weight.device)
+        self.head.load_state_dict({"weight": weight, "bias": bias})
 
     def keep_frozen(self) -> None:
         """Exclude the currently frozen parameters of the backbone from `parameter_parts`."""
@@ -477,18 +490,11 @@ class Embedder(nn.Module):
                     _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
-        except (
-            ArithmeticError,
-            AssertionError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:
-            # timm raises most of these for an impossible image size.
+        except Exception as error:  # timm raises many types for an impossible image size
             problem = "embedder.json is damaged" if module is None else "module does not fit"
-            reason = shorten(f"{e} is missing" if isinstance(e, KeyError) else str(e), 500)
-            raise ValueError(f"{home}: {problem}: {reason}") from e
+            missing = " is missing" if isinstance(error, KeyError) else ""
+            reason = shorten(f"{error}{missing}", 500)
+            raise ValueError(f"{home}: {problem}: {reason}") from error
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
@@ -505,8 +511,6 @@ class Embedder(nn.Module):
         self, repo_id: str, *, license: str | None = None, private: bool = False
     ) -> str:
         """Upload the embedder and a model card to the Hugging Face Hub, in one commit.
-
-        Class names, metrics and recipe are included, as in `save`.
 
         Args:
             repo_id: owner/name; created if it does not exist.
@@ -564,17 +568,12 @@ def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _prepare(model: nn.Module, architecture: Architecture, preprocessing: Input) -> Features:
-    """Return the pooled output of the network."""
-    name = architecture.backbone
-    if name.startswith(OWN):
-        sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
-        device = next((value.device for value in model.parameters()), torch.device("cpu"))
-        batch = preprocessing.normalize(sample).to(device)
-        return Features(check_vectors(type(model).__name__, model, batch), "token")
-    if isinstance(preprocessing, Tensors):
-        return Features(preprocessing.shape[0], "token")
-    return prepare(model, name, preprocessing.crop, architecture.pooling)
+def _probe_custom(model: nn.Module, preprocessing: Input) -> Features:
+    """Return the output of a custom network for two random inputs."""
+    sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
+    batch = preprocessing.normalize(sample).to(device)
+    return Features(check_vectors(type(model).__name__, model, batch), "token")
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:
@@ -605,29 +604,31 @@ def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
     except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)
         raise ValueError(f"{call}, raises {type(error).__name__}: {reason}") from error
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"{call}, returns {kind}, not a float tensor [batch, dim]")
-    if output.ndim != 2 or len(output) != len(batch) or output.shape[1] == 0:
-        raise ValueError(f"{call}, returns {list(output.shape)}, not [{len(batch)}, dim]")
-    if not torch.isfinite(output).all():
-        raise ValueError(f"{call}, returns NaN or infinite values")
+    if not isinstance(output, Tensor):
+        raise ValueError(f"{call}, returns {type(output).__name__}, not a tensor [batch, dim]")
+    valid = output.ndim == 2 and len(output) == len(batch) and output.shape[1] > 0
+    if not valid or not output.is_floating_point() or not torch.isfinite(output).all():
+        raise ValueError(
+            f"{call}, returns {list(output.shape)} {output.dtype}, not finite floats "
+            f"[{len(batch)}, dim]"
+        )
     return output.shape[1]
 
 
 def _check_module(folder: Path, backbone: object, module: nn.Module | None) -> None:
     """Raise if a custom network lacks its module, or another network has one."""
     custom = isinstance(backbone, str) and backbone.startswith(OWN)
+    if not isinstance(module, nn.Module | None) or (module is not None and not custom):
+        raise ValueError(
+            f"module must be a torch.nn.Module for a custom network, got {shown(module)} for "
+            f"{shown(backbone)}"
+        )
     if custom and module is None:
         kind = str(backbone).removeprefix(OWN)
         raise UsageError(
             f"{folder} contains a custom network, {shown(kind)}, whose code is not saved. Load it "
             f"in Python: Embedder.load({str(folder)!r}, module={kind}(…))"
         )
-    if module is not None and not custom:
-        raise ValueError(f"{folder} contains {shown(backbone)}, not a custom network: omit module")
-    if module is not None and not isinstance(module, nn.Module):
-        raise ValueError(f"module must be a torch.nn.Module, got {shown(module)}")
 
 
 def versions() -> dict[str, str]:
@@ -643,14 +644,8 @@ def why_not_finite(embedder: Embedder) -> str:
         if value.is_floating_point() and not torch.isfinite(value).all()
     ]
     if bad:
-        return (
-            f"so have its weights {some(bad)}. Train again with a smaller learning rate, gradient "
-            "clipping or float32."
-        )
-    return (
-        "its weights are finite: an activation overflows, or the input is not finite. Use float32 "
-        "and check mean, std and scale of the preprocessing."
-    )
+        return f"so have its weights {some(bad)}. Train again with a smaller learning rate."
+    return "its weights are finite, so an activation overflows or the input is not finite."
 
 
 def _check_not_one_image(images: object) -> None:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError, shorten, shown
@@ -90,13 +90,11 @@ def _explained(repo_id: str) -> Iterator[None]:
     """Turn errors of the hub's client into short messages."""
     try:
         yield
-    except GatedRepoError as error:
-        raise UsageError(f"{repo_id} is gated. Request access on its page. {_LOGIN}") from error
-    except RepositoryNotFoundError as error:
-        raise UsageError(f"repository {repo_id} not found, or private. {_LOGIN}") from error
     except HfHubHTTPError as error:
         reason = shorten(" ".join(str(error).split()), 300)
-        raise UsageError(f"the hub rejected the request for {repo_id}: {reason}") from error
+        raise UsageError(
+            f"the hub rejected the request for {repo_id}: {reason}. {_LOGIN}"
+        ) from error
     except (OSError, ValueError):  # messages of ours, or of the client about the model card
         raise
     except Exception as error:  # of the client's transport

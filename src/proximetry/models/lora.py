@@ -4,7 +4,6 @@ Only the embedder in training has adapters. A plain copy, into whose weights the
 evaluated and saved.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from proximetry._util.machine import preserve_rng_state
 from proximetry.models.backbones import build
 from proximetry.models.batchnorm import evaluating
 from proximetry.models.embedder import Embedder
-
-_BLOCKS = "blocks"  # timm's name of the list of blocks
 
 
 def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embedder:
@@ -76,11 +73,11 @@ def merge_lora(trained: Embedder, plain: Embedder) -> None:
 @torch.no_grad()
 def _linear_layers(embedder: Embedder) -> list[str]:
     """Return the names of linear layers in the backbone's blocks that are called as modules."""
-    called: list[str] = []
+    called: dict[str, None] = {}
     hooks = [
-        layer.register_forward_hook(partial(_record, called, name))
+        layer.register_forward_hook(lambda *_, name=name: called.setdefault(name))
         for name, layer in embedder.backbone.named_modules()
-        if isinstance(layer, nn.Linear) and _BLOCKS in name.split(".")
+        if isinstance(layer, nn.Linear) and "blocks" in name.split(".")  # timm's name
     ]
     try:
         if hooks:
@@ -90,8 +87,4 @@ def _linear_layers(embedder: Embedder) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(dict.fromkeys(called))
-
-
-def _record(called: list[str], name: str, *_: Any) -> None:
-    called.append(name)
+    return list(called)

@@ -3,8 +3,6 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -66,8 +64,8 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
 
 def _metadata(embedder: Embedder) -> dict[str, str]:
     """Return the description of input, output and embedder for a deployment."""
-    made = embedder.architecture
-    length = "of unit length" if made.normalize else "not normalized"
+    network = embedder.architecture
+    length = "of unit length" if network.normalize else "not normalized"
     codes = (
         f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > 0, "
         "axis=1), compared by Hamming distance."
@@ -78,20 +76,9 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
         "proximetry": "embedder",
         **_input(embedder),
         "output": f"float32 [batch, {embedder.dim}]: embeddings, {length}, to be compared by "
-        f"{made.similarity} similarity.{codes}",
-        "graph": json.dumps(
-            {
-                "normalization": embedder.takes_images,
-                "flip_tta": made.flip_tta,
-                "tta_crops": list(made.tta_crops),
-                "layer_norm": made.layer_norm,
-                "pca_dim": _pca_dim(embedder),
-                "unit_length": made.normalize,
-                "bits": embedder.bits,
-            }
-        ),
-        "similarity": made.similarity,
-        "architecture": json.dumps(made.to_json()),
+        f"{network.similarity} similarity.{codes}",
+        "similarity": network.similarity,
+        "architecture": json.dumps(network.to_json()),
         "versions": json.dumps(versions()),
         "fingerprint": embedder.fingerprint(),
     }
@@ -121,16 +108,12 @@ def _input(embedder: Embedder) -> dict[str, str]:
     }
 
 
-def _pca_dim(embedder: Embedder) -> int | None:
-    """Return the recipe's `pca_dim`: PCA is folded into the head."""
-    model = (embedder.recipe or {}).get("model")
-    dim = model.get("pca_dim") if isinstance(model, dict) else None
-    return dim if dim == embedder.dim else None
-
-
 def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), _quiet("onnxscript"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the exporter's internals
             program = torch.onnx.export(
                 network,
@@ -148,15 +131,6 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"
         ) from error
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
         logger.setLevel(level)
 

@@ -6,7 +6,6 @@ variance, so prefixes of the vectors can be used directly.
 """
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -101,15 +100,9 @@ def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
     The pooled features stay the same: `project` of the copy maps them to the reduced vectors.
     """
     reduced, head = copy.deepcopy(embedder), embedder.head
-    reduced.dim, reduced.bits = len(axes), None  # the signs of other dimensions
-    reduced.architecture = replace(embedder.architecture, dim=reduced.dim, binary=False)
-    # On "meta" the initialization draws no random numbers.
-    linear = nn.Linear(embedder.width, reduced.dim, device="meta").to_empty(device=axes.device)
-    reduced.head = linear
+    weight, bias = axes, axes.new_zeros(len(axes))
     if isinstance(head, nn.Linear):
-        linear.weight.copy_(torch.mm(axes.double(), head.weight.double()))
-        linear.bias.copy_(torch.mv(axes.double(), head.bias.double()))
-    else:
-        linear.weight.copy_(axes)
-        linear.bias.zero_()
+        weight = torch.mm(axes.double(), head.weight.double())
+        bias = torch.mv(axes.double(), head.bias.double())
+    reduced.replace_head(weight, bias)
     return reduced

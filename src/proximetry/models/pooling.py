@@ -1,5 +1,8 @@
 """Pooling of feature maps [B, C, H, W] to vectors [B, C]."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -47,14 +50,12 @@ class GeM(nn.Module):
             return features.clamp(min=self.eps).pow(self.p).mean((2, 3)).pow(1 / self.p)
 
 
-def make_pooling(kind: str) -> nn.Module:
-    """Return the module of a pooling; identity for poolings of the backbone itself."""
-    modules: dict[str, nn.Module] = {
-        "avg": Average(),
-        "max": Maximum(),
-        "avg+max": AveragePlusMaximum(),
-        "gem": GeM(),
-        "gem-learned": GeM(learned=True),
-        "flatten": nn.Flatten(),
-    }
-    return modules.get(kind, nn.Identity())
+POOLING_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "avg": Average,
+    "max": Maximum,
+    "avg+max": AveragePlusMaximum,
+    "gem": GeM,
+    "gem-learned": partial(GeM, learned=True),
+    "flatten": nn.Flatten,
+}
+"""Layers of the poolings; for all others the backbone pools."""

@@ -124,19 +124,16 @@ def _plain(value: object) -> Any:
 
 
 def _reject_foreign(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, and an embedder is a folder")
-    foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path))
-    if not foreign:
-        return
+    foreign = [path.name for path in folder.glob("*") if not is_ours(path)]
     try:
-        read_description(folder)
+        if foreign:
+            read_description(folder)
     except ValueError as error:
         raise ValueError(
-            f"{folder} contains other files ({some(foreign, 3)}) and no embedder. Use a new or "
-            "empty folder."
+            f"{folder} contains other files ({some(sorted(foreign), 3)}) and no embedder. Use a "
+            "new or empty folder."
         ) from error
 
 
