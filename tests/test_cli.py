@@ -328,10 +328,10 @@ def test_recipe_name_cannot_leave_the_runs_folder(capsys, tmp_path, monkeypatch)
         assert len(plan.out.name) <= 100
 
 
-# Paths that cannot be written, in a folder that holds `kept`, a folder, and `file`.
+# Paths that cannot be written, in a folder that holds `existing`, a folder, and `file`.
 BLOCKED = {
     "no folder": "none/out",
-    "a folder": "kept",
+    "a folder": "existing",
     "no folder but a file": "file/out",
     "a device": "/dev/null",
     "too long": 300 * "x",
@@ -353,7 +353,7 @@ def test_unwritable_output_is_rejected_before_the_work(
     capsys, run, images, tmp_path, monkeypatch, words, suffix, kind
 ):
     monkeypatch.setattr(Embedder, "load", lambda *_, **__: pytest.fail("the work has begun"))
-    (tmp_path / f"kept{suffix}").mkdir()
+    (tmp_path / f"existing{suffix}").mkdir()
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.iterdir())
     out = tmp_path / BLOCKED[kind]

@@ -190,19 +190,19 @@ def test_table_and_dataset_as_images(capsys, home):
     rows = [f"{path},{path.parent.name}" for path in (home / "flowers").rglob("*.png")]
     table = home / "roses.csv"
     table.write_text("\n".join(["path,label", *rows]))
-    found = config(capsys, table)
-    assert (found["data"]["dataset"], found["data"]["root"]) == ("csv", str(table))
-    found = config(capsys, "cub", "--data.root", home)
-    assert (found["data"]["dataset"], found["data"]["root"]) == ("cub", str(home))
-    assert found["name"].startswith("default")
+    result = config(capsys, table)
+    assert (result["data"]["dataset"], result["data"]["root"]) == ("csv", str(table))
+    result = config(capsys, "cub", "--data.root", home)
+    assert (result["data"]["dataset"], result["data"]["root"]) == ("cub", str(home))
+    assert result["name"].startswith("default")
 
 
 def test_recipe_by_name_or_file(capsys, home):
     assert config(capsys, "glyphs") == Recipe.load("glyphs").to_dict()
     (home / "mine.yaml").write_text("base: glyphs\nmodel.dim: 16\n")
     assert config(capsys, home / "mine.yaml")["model"]["dim"] == 16
-    found = config(capsys, home / "flowers", "--recipe", home / "mine.yaml")
-    assert (found["name"], found["data"]["dataset"]) == ("mine", "folder")
+    result = config(capsys, home / "flowers", "--recipe", home / "mine.yaml")
+    assert (result["name"], result["data"]["dataset"]) == ("mine", "folder")
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_dry_run_estimates_and_writes_nothing(capsys, home):
     ):
         assert text in out
     out = call(capsys, *words, "--json")
-    found = json.loads(out)
-    assert found["data"]["held_out"] == {"images": 12, "classes": 3}
-    assert found["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
-    assert found["seconds"]["training"] == pytest.approx(7 * 32 / found["images_per_second"])
+    result = json.loads(out)
+    assert result["data"]["held_out"] == {"images": 12, "classes": 3}
+    assert result["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
+    assert result["seconds"]["training"] == pytest.approx(7 * 32 / result["images_per_second"])
     assert files(home) == before
 
 
@@ -309,9 +309,9 @@ def test_dry_run_decodes_the_images(capsys, home, monkeypatch):
     (images / "class03" / "0.png").write_bytes((images / "class04" / "0.png").read_bytes())
     assert "in another class" in call(capsys, *words)
     monkeypatch.setattr("proximetry.training.estimate.MOST_DECODED", 16)  # of 48, class00/0 first
-    found = json.loads(call(capsys, *words, "--json"))
-    assert found["decoded"] == 16
-    assert [reason.partition(":")[0] for reason in found["left_out"]] == ["class00/0.png"]
+    result = json.loads(call(capsys, *words, "--json"))
+    assert result["decoded"] == 16
+    assert [reason.partition(":")[0] for reason in result["left_out"]] == ["class00/0.png"]
     assert files(home / "here") == []
 
 
@@ -409,23 +409,23 @@ def test_fresh_reports_the_complete_run_that_it_removes(capsys, home):
 
 @pytest.mark.parametrize("word", ["auto", "true", "false"])
 def test_auto_key_takes_auto_or_a_flag(capsys, home, word):
-    found = config(capsys, home / "flowers", "--training.cuda-graph", word)
-    assert found["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
+    result = config(capsys, home / "flowers", "--training.cuda-graph", word)
+    assert result["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
 
 
 def test_dry_run_reports_the_state_of_the_run(capsys, home):
     words = [home / "flowers", *small(training_epochs=2)]
     call(capsys, *words)
-    found = json.loads(call(capsys, *words, "--dry-run", "--json"))
-    assert found["folder"]["state"] == "complete already"
-    assert found["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
-    assert found["decoded"] == 0, "there is nothing left to decode them for"
+    result = json.loads(call(capsys, *words, "--dry-run", "--json"))
+    assert result["folder"]["state"] == "complete already"
+    assert result["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
+    assert result["decoded"] == 0, "there is nothing left to decode them for"
     longer = [home / "flowers", *small(training_epochs=3), "--dry-run", "--json"]
-    found = json.loads(call(capsys, *longer))
-    assert found["folder"]["state"] == "continued"
-    assert found["seconds"]["training"] == pytest.approx(32 / found["images_per_second"])
-    found = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json"))
-    assert found["folder"]["state"] == "new; the complete run there will be removed"
+    result = json.loads(call(capsys, *longer))
+    assert result["folder"]["state"] == "continued"
+    assert result["seconds"]["training"] == pytest.approx(32 / result["images_per_second"])
+    result = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json"))
+    assert result["folder"]["state"] == "new; the complete run there will be removed"
 
 
 def test_next_commands_name_images_as_evaluate_takes_them(home):
@@ -456,8 +456,8 @@ def test_next_commands_are_quoted(home):
 
 def test_config_with_an_empty_section_and_home_in_a_path(capsys, home, monkeypatch):
     (home / "config.yaml").write_text("data:\nmodel.dim: 16\n")
-    found = config(capsys, home / "flowers", "--config", home / "config.yaml")
-    assert (found["data"]["dataset"], found["model"]["dim"]) == ("folder", 16)
+    result = config(capsys, home / "flowers", "--config", home / "config.yaml")
+    assert (result["data"]["dataset"], result["model"]["dim"]) == ("folder", 16)
     monkeypatch.setenv("HOME", str(home))
     (home / "mine.yaml").write_text("base: glyphs\ndata: {dataset: folder, root: ~/flowers}\n")
     assert config(capsys, home / "mine.yaml")["data"]["root"] == str(home / "flowers")

@@ -265,7 +265,7 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     if source in list_datasets():
         duplicate = f"--data.dataset {dataset}" if dataset not in (None, source) else None
     if duplicate:
-        raise RecipeError(f"the images are given twice: {source} and {duplicate}")
+        raise RecipeError(f"duplicate images: {source} and {duplicate}. Give one of them.")
     try:
         name, path = resolve_source(source, root)
     except ValueError as error:
