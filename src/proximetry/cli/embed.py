@@ -169,7 +169,7 @@ def _embed_files(
 def _write_npz(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
     import numpy as np
 
-    arrays = {name: np.array(values) for name, values in _columns(images).items()}
+    arrays: dict[str, Any] = {key: np.array(column) for key, column in _columns(images).items()}
     buffer = io.BytesIO()
     np.savez(buffer, vectors=vectors, **arrays)
     atomic_write(out, buffer.getvalue())
