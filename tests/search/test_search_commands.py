@@ -59,7 +59,7 @@ def test_from_pictures_to_results(home, call):
         "label=x",
     )
     assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
-    where = ["--where", "label=class04", "label=class05", "--where=label=x"]
+    where = ["--where", "label=class04", "--where=label=class05", "--where=label=x"]
     assert call("search", *where, query) == other
     ordered = call("search", query, "--rerank", "--expand", "2")
     assert "ordered by" in ordered
