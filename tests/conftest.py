@@ -1,4 +1,4 @@
-"""For all tests: one thread per worker, hypothesis without deadlines, quick processes."""
+"""Fixtures of all tests: one thread per worker, hypothesis without deadlines, fast processes."""
 
 import signal
 from collections import Counter
@@ -13,14 +13,14 @@ from tests.processes import Server
 
 torch.set_num_threads(1)
 with suppress(ValueError):  # not in the main thread
-    # A shell lets what it starts in the background ignore Ctrl-C, and processes pass that on.
+    # Background jobs of a shell ignore Ctrl-C, and their children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "proximetry",
     deadline=None,
     max_examples=50,
-    derandomize=True,  # the same examples everywhere: a red run can be repeated
+    derandomize=True,  # the same examples everywhere
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("proximetry")
@@ -28,7 +28,7 @@ settings.load_profile("proximetry")
 
 @pytest.fixture(scope="session")
 def server():
-    """Starts processes that have loaded everything."""
+    """Start processes that have loaded everything."""
     running = Server()
     yield running
     running.close()
@@ -36,7 +36,7 @@ def server():
 
 @pytest.fixture
 def call(capsys):
-    """Runs a command in this process; returns what it prints or, of a mistake, its one line."""
+    """Run a command in this process; return what it prints, or its error message."""
 
     def run(*words, code=0):
         got = cli.main([str(word) for word in words])
@@ -52,7 +52,7 @@ def call(capsys):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take long: at the end no process waits for another one's."""
+    """Start with the slowest files, so that no worker waits at the end."""
     tests = Counter(item.path for item in items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))

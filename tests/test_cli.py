@@ -35,10 +35,16 @@ def run(images, tmp_path_factory):
     return home
 
 
-def call(capsys, *words):
+def run_command(capsys, *words):
     code = cli.main([str(word) for word in words])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+    return code, *capsys.readouterr()
+
+
+def call(capsys, *words, code=0):
+    """Run a command; return what it prints, or its error message."""
+    got, out, err = run_command(capsys, *words)
+    assert got == code, err
+    return err if code else out
 
 
 def run_python(code, *words):
@@ -90,8 +96,7 @@ assert not {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
 
 def help_of(capsys, monkeypatch, *words, width=80):
     monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = call(capsys, *words, "--help")
-    assert code == 0
+    out = call(capsys, *words, "--help")
     return out
 
 
@@ -116,8 +121,7 @@ def test_help_fills_its_lines(capsys, monkeypatch, width):
 
 def config(capsys, *words):
     """The recipe that a command would train."""
-    code, out, err = call(capsys, "train", *words, "--print-config")
-    assert code == 0, err
+    out = call(capsys, "train", *words, "--print-config")
     return yaml.safe_load(out)
 
 
@@ -177,8 +181,7 @@ def test_every_key_is_an_option(capsys, words, changes):
     ],
 )
 def test_list_option_never_takes_a_path(capsys, words, message):
-    code, _, err = call(capsys, "evaluate", *words)
-    assert code == 2
+    err = call(capsys, "evaluate", *words, code=2)
     assert message in err
 
 
@@ -224,15 +227,14 @@ def test_list_option_never_takes_a_path(capsys, words, message):
 )
 def test_usage_errors_are_one_line(capsys, run, tmp_path, words, message):
     paths = {"EMBEDDER": run / "out" / "embedder", "OUT": tmp_path / "out"}
-    code, _, err = call(capsys, *[paths.get(word, word) for word in words])
-    assert code == 2, err
+    err = call(capsys, *[paths.get(word, word) for word in words], code=2)
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_no_arguments_prints_help(capsys):
-    code, out, _ = call(capsys)
+    code, out, _ = run_command(capsys)
     assert code == 2
     assert "Usage: proximetry" in out
 
@@ -240,8 +242,7 @@ def test_no_arguments_prints_help(capsys):
 def test_evaluate_prints_and_writes_metrics(capsys, run, images):
     words = ["evaluate", "--recall-at", "1,5", run / "out", "folder", "--root", images]
     words += ["--split", "all", "--precision-at", "3", "--map-at", "3", "--clustering"]
-    code, out, err = call(capsys, *words, "--out", run / "scores.json", "--eval-dims", "2")
-    assert code == 0, err
+    out = call(capsys, *words, "--out", run / "scores.json", "--eval-dims", "2")
     for name in ("recall@5", "precision@3", "map@3", "first 2 dimensions", "nmi_geometric"):
         assert name in out
     scores = json.loads((run / "scores.json").read_text())["metrics"]
@@ -252,22 +253,19 @@ def test_evaluate_prints_and_writes_metrics(capsys, run, images):
 
 def test_only_the_first_of_several_processes_prints(capsys, run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    code, out, _ = call(capsys, "train", run / "tiny.yaml", run / "out")
-    assert code == 0
+    out = call(capsys, "train", run / "tiny.yaml", run / "out")
     assert "protocol" not in out
 
 
 def test_run_of_two_stages_can_be_evaluated(capsys, run, images):
     words = ["train", run / "tiny.yaml", run / "two", "--training.two-stages"]
-    assert call(capsys, *words)[0] == 0
-    code, out, err = call(capsys, "evaluate", run / "two", images, "--split", "all")
-    assert code == 0, err
+    call(capsys, *words)
+    out = call(capsys, "evaluate", run / "two", images, "--split", "all")
     assert "(all)" in out
 
 
 def test_export_writes_onnx(capsys, run):
-    code, out, err = call(capsys, "export", run / "out" / "embedder", run / "m.onnx")
-    assert code == 0, err
+    out = call(capsys, "export", run / "out" / "embedder", run / "m.onnx")
     assert "checked" in out
     assert (run / "m.onnx").stat().st_size > 1000
 
@@ -315,8 +313,7 @@ def test_unknown_devices_are_rejected(capsys, run, images, tmp_path, device):
         ["embed", run / "out", images, "--out", tmp_path / "v.npz"],
         ["reproduce", "mpa-table4", "--data", images, "--out", tmp_path / "out"],
     ):
-        code, _, err = call(capsys, *words, "--device", device)
-        assert code == 2
+        err = call(capsys, *words, "--device", device, code=2)
         assert f"'{device}'" in err
     assert not list(tmp_path.iterdir())
 
@@ -331,10 +328,10 @@ def test_recipe_name_cannot_leave_the_runs_folder(capsys, tmp_path, monkeypatch)
         assert len(plan.out.name) <= 100
 
 
-# Paths that cannot be written, in a folder that holds `kept`, a folder, and `file`.
+# Paths that cannot be written, in a folder that holds `existing`, a folder, and `file`.
 BLOCKED = {
     "no folder": "none/out",
-    "a folder": "kept",
+    "a folder": "existing",
     "no folder but a file": "file/out",
     "a device": "/dev/null",
     "too long": 300 * "x",
@@ -356,15 +353,14 @@ def test_unwritable_output_is_rejected_before_the_work(
     capsys, run, images, tmp_path, monkeypatch, words, suffix, kind
 ):
     monkeypatch.setattr(Embedder, "load", lambda *_, **__: pytest.fail("the work has begun"))
-    (tmp_path / f"kept{suffix}").mkdir()
+    (tmp_path / f"existing{suffix}").mkdir()
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.iterdir())
     out = tmp_path / BLOCKED[kind]
     if kind != "a device":
         out = out.with_name(f"{out.name}{suffix}")
     places = {"RUN": run / "out", "IMAGES": images}
-    code, _, err = call(capsys, *[places.get(word, word) for word in words], out)
-    assert code == 2
+    err = call(capsys, *[places.get(word, word) for word in words], out, code=2)
     assert str(out) in err
     assert sorted(tmp_path.iterdir()) == before
 
@@ -373,8 +369,7 @@ def test_output_must_not_be_the_input(capsys, run, images, tmp_path):
     table = tmp_path / "t.parquet"
     Catalog.from_folder(images).to_parquet(table)
     before = table.read_bytes()
-    code, _, err = call(capsys, "embed", run / "out", table, "--out", table)
-    assert code == 2
+    err = call(capsys, "embed", run / "out", table, "--out", table, code=2)
     assert str(table) in err
     assert table.read_bytes() == before
 
@@ -466,12 +461,11 @@ def test_json_is_ascii_in_any_encoding(tmp_path):
 
 
 def test_error_messages_are_bounded_and_wrapped(capsys, monkeypatch):
-    code, _, err = call(capsys, "train", "x" * 100_000)
+    code, _, err = run_command(capsys, "train", "x" * 100_000)
     assert code > 0
     assert len(err) < 3000
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
-    code, _, err = call(capsys, "losses", "nonsense")
-    assert code == 2
+    err = call(capsys, "losses", "nonsense", code=2)
     assert len(err.splitlines()) > 3
     assert max(map(len, err.splitlines())) <= 60

@@ -46,21 +46,24 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def call(capsys, *words):
+def run_command(capsys, *words):
     code = cli.main(["train", *(str(word) for word in words)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+    return code, *capsys.readouterr()
+
+
+def call(capsys, *words, code=0):
+    """Run a command; return what it prints, or its error message."""
+    got, out, err = run_command(capsys, *words)
+    assert got == code, err
+    return err if code else out
 
 
 def config(capsys, *words):
-    code, out, err = call(capsys, *words, "--print-config")
-    assert code == 0, err
-    return yaml.safe_load(out)
+    return yaml.safe_load(call(capsys, *words, "--print-config"))
 
 
 def test_train_needs_only_images(capsys, home):
-    code, out, err = call(capsys, home / "flowers", *small())
-    assert code == 0, err
+    out = call(capsys, home / "flowers", *small())
     assert "on the CPU: recipe default-cpu (small_convnet, 24 px)\n" in out, "what will run"
     assert "run folder runs/flowers\n" in out
     for line in (
@@ -75,8 +78,7 @@ def test_train_needs_only_images(capsys, home):
     assert Embedder.load("runs/flowers/embedder").dim == 8
     recipe = Recipe.load("runs/flowers/recipe.yaml")
     assert recipe.data.root == str(home / "flowers")
-    code, out, _ = call(capsys, home / "flowers", *small())
-    assert code == 0
+    out = call(capsys, home / "flowers", *small())
     assert "runs/flowers is complete already" in out
 
 
@@ -94,8 +96,7 @@ def test_other_images_of_the_same_name_get_another_folder(capsys, home):
         (home / "other" / "flowers", "runs/flowers-2"),
         (home / "flowers", "runs/flowers"),
     ):
-        code, out, err = call(capsys, images, *small())
-        assert code == 0, err
+        out = call(capsys, images, *small())
         assert f"run folder {folder}\n" in out
 
 
@@ -120,52 +121,45 @@ def test_run_resumes_with_its_own_recipe(capsys, home, way):
         "first word": [home / "mine.yaml", "mine"],
     }[way]
     more = ["--device", "cpu"]
-    code, _, err = call(capsys, *words, *small(optimizer_lr="2e-4"))
-    assert code == 0, err
-    code, out, err = call(capsys, *words, *more)
-    assert code == 0, err
+    call(capsys, *words, *small(optimizer_lr="2e-4"))
+    out = call(capsys, *words, *more)
     assert "run in mine: recipe" in out
     assert "(small_convnet, 24 px)" in out
     assert "optimizer.lr 0.0002" in out, "which differs from the recipe"
     assert "is complete already" in out
-    code, out, err = call(capsys, *words, "--training.epochs", "2", *more)
-    assert code == 0, err
+    out = call(capsys, *words, "--training.epochs", "2", *more)
     assert "extended from 1 to 2 epochs" in out
-    code, _, err = call(capsys, *words, "--optimizer.lr", "0.5", *more)
-    assert code == 1
+    err = call(capsys, *words, "--optimizer.lr", "0.5", *more, code=1)
     assert "optimizer.lr 0.0002 → 0.5; continue" in err, "and nothing else"
 
 
 def test_complete_run_rejects_other_images(capsys, home):
     images = home / "flowers"
-    assert call(capsys, images, "mine", *small())[0] == 0
+    call(capsys, images, "mine", *small())
     shutil.rmtree(images / "class03")
     for more in ([], ["--dry-run"]):
-        code, _, err = call(capsys, images, "mine", *small(), *more)
-        assert code == 1
+        err = call(capsys, images, "mine", *small(), *more, code=1)
         assert "class03" in err
 
 
 def test_another_recipe_gets_another_folder(capsys, home):
     images = home / "flowers"
-    assert call(capsys, images, *small())[0] == 0
-    assert "run folder runs/flowers-2" in call(capsys, images, *small(), "--recipe", "default")[1]
-    assert "run folder runs/flowers\n" in call(capsys, images, *small())[1]
+    call(capsys, images, *small())
+    assert "run folder runs/flowers-2" in call(capsys, images, *small(), "--recipe", "default")
+    assert "run folder runs/flowers\n" in call(capsys, images, *small())
 
 
 def test_folder_with_other_files_is_not_used(capsys, home):
     place = home / "here" / "runs" / "flowers"
     place.mkdir(parents=True)
     (place / "letter.txt").write_text("mine")
-    code, out, err = call(capsys, home / "flowers", *small())
-    assert code == 0, err
+    out = call(capsys, home / "flowers", *small())
     assert "run folder runs/flowers-2" in out
 
 
 def test_runs_folder_that_cannot_be_created(capsys, home):
     (home / "here" / "runs").write_text("a file")
-    code, _, err = call(capsys, home / "flowers", *small())
-    assert code == 2
+    err = call(capsys, home / "flowers", *small(), code=2)
     assert "runs is a file" in err
 
 
@@ -186,9 +180,8 @@ def test_default_recipe_depends_on_the_device(home, monkeypatch, cuda, device, r
 
 def test_run_resumes_with_the_default_of_another_device(capsys, home):
     words = [home / "flowers", "mine", *small()]
-    assert call(capsys, *words, "--recipe", "default")[0] == 0
-    code, out, err = call(capsys, *words)
-    assert code == 0, err
+    call(capsys, *words, "--recipe", "default")
+    out = call(capsys, *words)
     assert "run in mine: recipe default (" in out
     assert "mine is complete already" in out
 
@@ -197,19 +190,19 @@ def test_table_and_dataset_as_images(capsys, home):
     rows = [f"{path},{path.parent.name}" for path in (home / "flowers").rglob("*.png")]
     table = home / "roses.csv"
     table.write_text("\n".join(["path,label", *rows]))
-    found = config(capsys, table)
-    assert (found["data"]["dataset"], found["data"]["root"]) == ("csv", str(table))
-    found = config(capsys, "cub", "--data.root", home)
-    assert (found["data"]["dataset"], found["data"]["root"]) == ("cub", str(home))
-    assert found["name"].startswith("default")
+    result = config(capsys, table)
+    assert (result["data"]["dataset"], result["data"]["root"]) == ("csv", str(table))
+    result = config(capsys, "cub", "--data.root", home)
+    assert (result["data"]["dataset"], result["data"]["root"]) == ("cub", str(home))
+    assert result["name"].startswith("default")
 
 
 def test_recipe_by_name_or_file(capsys, home):
     assert config(capsys, "glyphs") == Recipe.load("glyphs").to_dict()
     (home / "mine.yaml").write_text("base: glyphs\nmodel.dim: 16\n")
     assert config(capsys, home / "mine.yaml")["model"]["dim"] == 16
-    found = config(capsys, home / "flowers", "--recipe", home / "mine.yaml")
-    assert (found["name"], found["data"]["dataset"]) == ("mine", "folder")
+    result = config(capsys, home / "flowers", "--recipe", home / "mine.yaml")
+    assert (result["name"], result["data"]["dataset"]) == ("mine", "folder")
 
 
 @pytest.mark.parametrize(
@@ -236,14 +229,13 @@ def test_ambiguous_or_missing_images_are_usage_errors(capsys, home, words, messa
     (home / "here" / "config.yaml").write_text("data: photos\n")
     (home / "here" / "link").symlink_to(home / "unplugged")
     places = {"IMAGES": home / "flowers"}
-    code, _, err = call(capsys, *(places.get(word, word) for word in words))
-    assert code == 2
+    err = call(capsys, *(places.get(word, word) for word in words), code=2)
     assert message in err
     assert not (home / "here" / "runs").exists()
 
 
 def test_json_prints_only_the_document(capsys, home):
-    code, out, err = call(capsys, home / "flowers", *small(), "--json")
+    code, out, err = run_command(capsys, home / "flowers", *small(), "--json")
     assert code == 0
     assert json.loads(out)["selected"]["epoch"] == 1
     assert json.loads(out)["folder"] == "runs/flowers"
@@ -257,8 +249,7 @@ def files(folder):
 def test_dry_run_estimates_and_writes_nothing(capsys, home):
     words = [home / "flowers", *small(training_epochs=7), "--dry-run"]
     before = files(home)
-    code, out, err = call(capsys, *words)
-    assert code == 0, err
+    out = call(capsys, *words)
     for text in (
         "36 images of 9 classes",
         "small_convnet, 24 px, 8-d, proxy_anchor",
@@ -268,21 +259,20 @@ def test_dry_run_estimates_and_writes_nothing(capsys, home):
         "images/s",
     ):
         assert text in out
-    code, out, _ = call(capsys, *words, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["data"]["held_out"] == {"images": 12, "classes": 3}
-    assert found["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
-    assert found["seconds"]["training"] == pytest.approx(7 * 32 / found["images_per_second"])
+    out = call(capsys, *words, "--json")
+    result = json.loads(out)
+    assert result["data"]["held_out"] == {"images": 12, "classes": 3}
+    assert result["cache"]["missing_bytes"] == 48 * 24 * 24 * 3
+    assert result["seconds"]["training"] == pytest.approx(7 * 32 / result["images_per_second"])
     assert files(home) == before
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_backbone_frozen_for_all_epochs_warns(capsys, home, more):
-    _, out, _ = call(capsys, home / "flowers", *small(training_epochs=1), *more)
+    out = call(capsys, home / "flowers", *small(training_epochs=1), *more)
     assert "the backbone is frozen for all epochs: 1" in out
     trained = small(training_epochs=1, schedule_freeze_backbone_epochs=0)
-    _, out, _ = call(capsys, home / "flowers", "other", *trained, *more)
+    out = call(capsys, home / "flowers", "other", *trained, *more)
     assert "the backbone is frozen" not in out
 
 
@@ -297,7 +287,7 @@ def test_backbone_frozen_for_all_epochs_warns(capsys, home, more):
 )
 def test_dry_run_rejects_the_same_as_the_run(capsys, home, wrong):
     start = [home / "flowers", "out", *small(**wrong)]
-    run, dry = (call(capsys, *start, *more) for more in ([], ["--dry-run"]))
+    run, dry = (run_command(capsys, *start, *more) for more in ([], ["--dry-run"]))
     assert run[0] == dry[0] > 0
     assert run[2] == dry[2]
 
@@ -308,22 +298,20 @@ def test_dry_run_decodes_the_images(capsys, home, monkeypatch):
     (images / "class02" / "2.png").write_bytes(whole[: len(whole) // 2])
     (images / "class00" / "0.png").write_bytes(b"oops")
     words = [images, *small(), "--dry-run"]
-    code, _, err = call(capsys, *words)
-    assert code == 1
+    err = call(capsys, *words, code=1)
     assert "class00/0.png" in err
     assert "class02/2.png" in err
     assert "--data.bad-images skip" in err
     words += ["--data.bad-images", "skip"]
-    code, out, err = call(capsys, *words)
-    assert code == 0, err
+    out = call(capsys, *words)
     assert "34 images of 9 classes" in out
     assert "class02/2.png" in out
     (images / "class03" / "0.png").write_bytes((images / "class04" / "0.png").read_bytes())
-    assert "in another class" in call(capsys, *words)[1]
+    assert "in another class" in call(capsys, *words)
     monkeypatch.setattr("proximetry.training.estimate.MOST_DECODED", 16)  # of 48, class00/0 first
-    found = json.loads(call(capsys, *words, "--json")[1])
-    assert found["decoded"] == 16
-    assert [reason.partition(":")[0] for reason in found["left_out"]] == ["class00/0.png"]
+    result = json.loads(call(capsys, *words, "--json"))
+    assert result["decoded"] == 16
+    assert [reason.partition(":")[0] for reason in result["left_out"]] == ["class00/0.png"]
     assert files(home / "here") == []
 
 
@@ -331,13 +319,11 @@ def test_full_disk_is_reported_before_decoding(capsys, home, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000}))
     for more in ([], ["--dry-run"]):
         start = [home / "flowers", *small(data_cache="pixels")]
-        code, _, err = call(capsys, *start, *more)
-        assert code == 1
+        err = call(capsys, *start, *more, code=1)
         assert "83 kB" in err
         assert "data.cache none" in err
     assert not (home / "here" / "runs").exists()
-    code, out, err = call(capsys, home / "flowers", *small(), "--dry-run")
-    assert code == 0, err
+    out = call(capsys, home / "flowers", *small(), "--dry-run")
     assert "cache    none" in out
 
 
@@ -347,19 +333,17 @@ def test_crop_size_adapts_to_a_backbone_of_one_size(capsys, home, more):
     (home / "mine.yaml").write_text(f"base: default-cpu\n{sizes}")
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
     words = [home / "flowers", *small(**changes), "--recipe", home / "mine.yaml"]
-    code, out, err = call(capsys, *words, *more)
-    assert code == 0, err
+    out = call(capsys, *words, *more)
     assert "training crops of 32×32 instead of 16: vit_tiny_patch16_224 takes one size" in out
     if not more:
-        assert "is complete already" in call(capsys, *words)[1]
+        assert "is complete already" in call(capsys, *words)
 
 
 def test_overrides_print_what_they_reset(capsys, home):
     words = [home / "flowers", "--model.image-size", "24", "--model.dim", "8", "--loss", "arcface"]
     more = ["--model.backbone", "small_convnet", "--model.weights", "none", "--dry-run"]
     for recipe in ([], ["--recipe", "default-cpu"]):
-        code, out, err = call(capsys, *words, *more, *recipe, "--device", "cpu")
-        assert code == 0, err
+        out = call(capsys, *words, *more, *recipe, "--device", "cpu")
         lines = out.splitlines()
         assert "model.image_size 24 also resets data.crop_size (160), model.resize (256)" in lines
         assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in lines
@@ -368,18 +352,16 @@ def test_overrides_print_what_they_reset(capsys, home):
 
 def test_transformer_replaces_the_pooling(capsys, home):
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
-    code, out, err = call(capsys, home / "flowers", *small(**changes))
-    assert code == 0, err
+    out = call(capsys, home / "flowers", *small(**changes))
     assert "pooling token instead of gem" in out
     assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
 def test_weights_from_another_run(capsys, home):
     images = home / "flowers"
-    assert call(capsys, images, *small())[0] == 0
+    call(capsys, images, *small())
     for number, folder in enumerate(("runs/flowers", "runs/flowers/embedder")):
-        code, _, err = call(capsys, images, f"next{number}", *small(model_weights=folder))
-        assert code == 0, err
+        call(capsys, images, f"next{number}", *small(model_weights=folder))
         results = json.loads((home / "here" / f"next{number}" / "results.json").read_text())
         assert results["weights"]["source"] == "file"
     for wrong, message in (
@@ -389,8 +371,7 @@ def test_weights_from_another_run(capsys, home):
         ),
         ({"model_weights": "runs"}, "runs is not a saved embedder"),
     ):
-        code, _, err = call(capsys, images, "out", *small(**wrong))
-        assert code == 2
+        err = call(capsys, images, "out", *small(**wrong), code=2)
         assert message in err
 
 
@@ -401,21 +382,18 @@ def test_data_dataset_decides_how_a_folder_is_read(capsys, home):
 
 def test_damaged_recipe_of_a_run_can_be_replaced(capsys, home):
     place = home / "here" / "runs" / "flowers"
-    assert call(capsys, home / "flowers", *small())[0] == 0
+    call(capsys, home / "flowers", *small())
     recipe = (place / "recipe.yaml").read_text()
     (place / "recipe.yaml").write_text(f"{recipe}\ngone: 1\n")
-    code, out, err = call(capsys, home / "flowers", *small())
-    assert code == 0, err
+    out = call(capsys, home / "flowers", *small())
     assert "run folder runs/flowers-2" in out
-    code, out, err = call(capsys, home / "flowers", place, *small(), "--fresh")
-    assert code == 0, err
+    out = call(capsys, home / "flowers", place, *small(), "--fresh")
 
 
 def test_fresh_ignores_the_recipe_of_the_run(capsys, home):
     words = [home / "flowers", "mine", *small()]
-    assert call(capsys, *words, "--recipe", "default")[0] == 0
-    code, out, err = call(capsys, *words, "--fresh")
-    assert code == 0, err
+    call(capsys, *words, "--recipe", "default")
+    out = call(capsys, *words, "--fresh")
     assert "recipe default-cpu" in out
 
 
@@ -423,32 +401,31 @@ def test_fresh_reports_the_complete_run_that_it_removes(capsys, home):
     words = [home / "flowers", "mine", *small(schedule_freeze_backbone_epochs=0), "--fresh"]
     words.append("--training.two-stages")
     message = "removing the complete run in mine"
-    assert message not in call(capsys, *words)[1]
-    assert call(capsys, *words)[1].count(message) == 1
+    assert message not in call(capsys, *words)
+    assert call(capsys, *words).count(message) == 1
     assert Embedder.load("mine").dim == 8
-    code, _, err = call(capsys, home / "flowers", "more", *small(model_weights="mine"))
-    assert code == 0, err
+    call(capsys, home / "flowers", "more", *small(model_weights="mine"))
 
 
 @pytest.mark.parametrize("word", ["auto", "true", "false"])
 def test_auto_key_takes_auto_or_a_flag(capsys, home, word):
-    found = config(capsys, home / "flowers", "--training.cuda-graph", word)
-    assert found["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
+    result = config(capsys, home / "flowers", "--training.cuda-graph", word)
+    assert result["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
 
 
 def test_dry_run_reports_the_state_of_the_run(capsys, home):
     words = [home / "flowers", *small(training_epochs=2)]
-    assert call(capsys, *words)[0] == 0
-    found = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
-    assert found["folder"]["state"] == "complete already"
-    assert found["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
-    assert found["decoded"] == 0, "there is nothing left to decode them for"
+    call(capsys, *words)
+    result = json.loads(call(capsys, *words, "--dry-run", "--json"))
+    assert result["folder"]["state"] == "complete already"
+    assert result["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
+    assert result["decoded"] == 0, "there is nothing left to decode them for"
     longer = [home / "flowers", *small(training_epochs=3), "--dry-run", "--json"]
-    found = json.loads(call(capsys, *longer)[1])
-    assert found["folder"]["state"] == "continued"
-    assert found["seconds"]["training"] == pytest.approx(32 / found["images_per_second"])
-    found = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json")[1])
-    assert found["folder"]["state"] == "new; the complete run there will be removed"
+    result = json.loads(call(capsys, *longer))
+    assert result["folder"]["state"] == "continued"
+    assert result["seconds"]["training"] == pytest.approx(32 / result["images_per_second"])
+    result = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json"))
+    assert result["folder"]["state"] == "new; the complete run there will be removed"
 
 
 def test_next_commands_name_images_as_evaluate_takes_them(home):
@@ -479,8 +456,8 @@ def test_next_commands_are_quoted(home):
 
 def test_config_with_an_empty_section_and_home_in_a_path(capsys, home, monkeypatch):
     (home / "config.yaml").write_text("data:\nmodel.dim: 16\n")
-    found = config(capsys, home / "flowers", "--config", home / "config.yaml")
-    assert (found["data"]["dataset"], found["model"]["dim"]) == ("folder", 16)
+    result = config(capsys, home / "flowers", "--config", home / "config.yaml")
+    assert (result["data"]["dataset"], result["model"]["dim"]) == ("folder", 16)
     monkeypatch.setenv("HOME", str(home))
     (home / "mine.yaml").write_text("base: glyphs\ndata: {dataset: folder, root: ~/flowers}\n")
     assert config(capsys, home / "mine.yaml")["data"]["root"] == str(home / "flowers")
@@ -508,8 +485,7 @@ def test_summary_without_metrics_gives_the_reason(capsys, home, images, more, me
     make_images(home / "few", classes=4)
     make_images(home / "split" / "train", classes=4)
     make_images(home / "split" / "test", classes=2, seed=1)
-    code, out, err = call(capsys, home / images, "mine", *small(), *more)
-    assert code == 0, err
+    out = call(capsys, home / images, "mine", *small(), *more)
     assert message in " ".join(out.split())
 
 
@@ -531,15 +507,14 @@ LAYOUT = "images: 3 classes in train/, 2 classes in test/"
 def test_layout_of_a_folder_is_printed_first(capsys, home):
     words = [hostile(home), "mine", *small()]
     for more, begins in (["--dry-run"], "checking"), ([], "decoding"):
-        code, out, err = call(capsys, *words, *more)
+        code, out, err = run_command(capsys, *words, *more)
         assert code == 1
         assert out.index(LAYOUT) < out.index(begins)
         for name, reason in (("class00/pipe", "a named pipe"), ("class01/zero", "a device")):
             assert f"train/{name}.png: cannot be opened: {reason}" in err
         assert "--data.bad-images skip" in err
     assert not (home / "here" / "mine").exists()
-    code, out, err = call(capsys, *words, "--data.bad-images", "skip")
-    assert code == 0, err
+    out = call(capsys, *words, "--data.bad-images", "skip")
     assert "train/class00/pipe.png" in out
     assert "--bad-images skip" in out.partition("Next:")[2]
     notes = json.loads((home / "here" / "mine" / "results.json").read_text())["notes"]
@@ -553,6 +528,5 @@ def test_names_that_are_not_utf8(capsys, home):
     (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
     (root / "class01" / "0.png").rename(root / "class01" / os.fsdecode(b"\xff.png"))
     for _ in range(2):  # the second time from its results
-        code, _, err = call(capsys, root, "mine", *small(evaluation_protocol="last"))
-        assert code == 0, err
+        call(capsys, root, "mine", *small(evaluation_protocol="last"))
     assert "cl\udce4ss" in Embedder.load(home / "here" / "mine").class_names

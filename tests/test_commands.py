@@ -30,8 +30,8 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
     torch.manual_seed(0)
-    made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
-    return made.save(tmp_path_factory.mktemp("saved") / "embedder")
+    model = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    return model.save(tmp_path_factory.mktemp("saved") / "embedder")
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,15 @@ def test_lists_name_everything_in_80_columns(call, words, names):
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "sphereface", "pairs/margin"])
 def test_loss_is_shown_with_its_settings(call, name):
-    text, found = call("losses", name), data(call, "losses", name)
+    text, result = call("losses", name), data(call, "losses", name)
     assert max(map(len, text.splitlines())) <= 80
-    assert found["about"]
-    assert " ".join(found["use"].split()) in " ".join(text.split())
-    assert found["use"]
-    assert {key: one["default"] for key, one in found["settings"].items()} == {
+    assert result["about"]
+    assert " ".join(result["use"].split()) in " ".join(text.split())
+    assert result["use"]
+    assert {key: one["default"] for key, one in result["settings"].items()} == {
         key: one.default for key, one in loss_settings(name).items()
     }
-    assert all(f"\n{key} " in text for key in found["settings"])
+    assert all(f"\n{key} " in text for key in result["settings"])
 
 
 def test_recipe_is_printed_as_its_file(call):
@@ -102,8 +102,8 @@ def test_dataset_is_described_by_name_or_path(call, images):
     assert "100 classes for training" in call("datasets", "cub")
     for words in ([images], ["folder", images], ["folder", "--root", images]):
         assert "48 images of 12 classes" in call("datasets", *words)
-    found = data(call, "datasets", images)
-    assert (found["images"], found["splits"]) == (48, {"all": 48})
+    result = data(call, "datasets", images)
+    assert (result["images"], result["splits"]) == (48, {"all": 48})
     assert "nothing" in call("datasets", images / "nothing", code=2)
 
 
@@ -132,16 +132,16 @@ def sources(images, tmp_path_factory):
 @pytest.mark.parametrize("form", ["folder", "name", "csv", "parquet", "tar", "shards"])
 def test_evaluate_reads_images_in_any_form(call, embedder, sources, vectors, images, form):
     words, split = sources[form]
-    found = data(call, "evaluate", embedder, *words)
+    result = data(call, "evaluate", embedder, *words)
     labels = np.asarray(Catalog.from_folder(images).labels)
     chosen = labels >= "class04" if split == "test" else labels >= ""
     expected = evaluate(vectors[chosen], labels[chosen])
-    assert found["split"] == split
-    assert found["images"] == chosen.sum()
-    assert found["metrics"] == pytest.approx(expected.mean(), abs=1e-6)
-    low, high = found["intervals"]["map@r"]
+    assert result["split"] == split
+    assert result["images"] == chosen.sum()
+    assert result["metrics"] == pytest.approx(expected.mean(), abs=1e-6)
+    low, high = result["intervals"]["map@r"]
     assert (low, high) == pytest.approx(expected.bootstrap()["map@r"][1:], abs=1e-6)
-    assert "resampled by class" in found["interval_method"]
+    assert "resampled by class" in result["interval_method"]
     assert split in call("evaluate", embedder, *words).splitlines()[0]
 
 
@@ -151,13 +151,13 @@ def test_evaluate_per_class_and_confusions(call, embedder, tmp_path):
         copy = (images / "class00" / f"{i}.png").read_bytes()
         (images / "class02" / f"copy{i}.png").write_bytes(copy)
     words = ["evaluate", embedder, images, "--per-class", "--confusions", "99"]
-    found = data(call, *words, "--out", tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text()) == found
-    counts = {(one["query"], one["nearest"]): one["count"] for one in found["confusions"]}
+    result = data(call, *words, "--out", tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == result
+    counts = {(one["query"], one["nearest"]): one["count"] for one in result["confusions"]}
     assert counts["class00", "class02"] == counts["class02", "class00"] == 2
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
     assert len(data(call, *words[:-1], "1")["confusions"]) == 1
-    rows = found["per_class"]
+    rows = result["per_class"]
     assert {row["label"] for row in rows} == {f"class{number:02d}" for number in range(12)}
     recall = {row["label"]: row["recall@1"] for row in rows}
     assert recall["class00"] <= 0.5
@@ -183,12 +183,12 @@ def test_query_in_the_gallery_does_not_match_itself(call, embedder, images):
     plain = dataclasses.replace(catalog, labels=shuffled)
     both = dataclasses.replace(plain, queries=(True,) * 48, galleries=(True,) * 48)
     words = ["--per-class", "--confusions", "99", "--clustering"]
-    found = []
+    result = []
     for number, table in enumerate((plain, both)):
         table.to_csv(images / f"roles{number}.csv")
-        found.append(data(call, "evaluate", embedder, images / f"roles{number}.csv", *words))
-    assert found[0] == found[1]
-    assert found[0]["metrics"]["recall@1"] < 0.5
+        result.append(data(call, "evaluate", embedder, images / f"roles{number}.csv", *words))
+    assert result[0] == result[1]
+    assert result[0]["metrics"]["recall@1"] < 0.5
 
 
 def test_evaluate_notes_saturated_recall(call, embedder, tmp_path):
@@ -226,13 +226,13 @@ def hostile(tmp_path):
 def test_evaluate_prints_layout_and_notes(call, embedder, hostile):
     assert "test/class01/zero.png" in call("evaluate", embedder, hostile, code=1)
     (hostile / "test" / "class01" / "zero.png").unlink()
-    found = data(call, "evaluate", embedder, hostile)
-    assert (found["split"], found["images"]) == ("test", 9)
-    assert found["layout"].startswith("images: 4 classes in train/, 3 classes in test/")
-    assert "share 3 classes" in found["notes"][0]
+    result = data(call, "evaluate", embedder, hostile)
+    assert (result["split"], result["images"]) == ("test", 9)
+    assert result["layout"].startswith("images: 4 classes in train/, 3 classes in test/")
+    assert "share 3 classes" in result["notes"][0]
     text = call("evaluate", embedder, hostile)
-    assert found["layout"] in text
-    assert f"note: {found['notes'][0]}" in text
+    assert result["layout"] in text
+    assert f"note: {result['notes'][0]}" in text
 
 
 def test_evaluate_warns_about_training_classes_and_duplicates(call, embedder, images, tmp_path):
@@ -265,10 +265,10 @@ def test_embed_skips_endless_files(call, embedder, hostile, tmp_path):
     Image.new("1", (1, 4_000_000)).save(hostile / "docs" / "line.png")
     (hostile / "loop").symlink_to(".")
     words = ["embed", embedder, hostile, "--out", tmp_path / "v.npz", "--bad-images", "skip"]
-    found = data(call, *words)
-    assert found["images"] == 21
-    assert "loop (leads to" in found["notes"][0]
-    for message, reason in zip(found["left_out"], ("65535", "pipe", "device"), strict=True):
+    result = data(call, *words)
+    assert result["images"] == 21
+    assert "loop (leads to" in result["notes"][0]
+    for message, reason in zip(result["left_out"], ("65535", "pipe", "device"), strict=True):
         assert reason in message
     labels = read_npz(tmp_path / "v.npz")["labels"]
     assert set(labels) == {f"class0{i}" for i in range(4)}
@@ -277,9 +277,9 @@ def test_embed_skips_endless_files(call, embedder, hostile, tmp_path):
 def test_embed_without_classes_in_an_ambiguous_folder(call, embedder, tmp_path):
     root = make_images(tmp_path / "mixed" / "train", classes=2, each=2).parent
     make_images(root / "others", classes=1, each=2)
-    found = data(call, "embed", embedder, root, "--out", tmp_path / "v.npz")
-    assert found["images"] == 6
-    assert "without classes" in found["notes"][0]
+    result = data(call, "embed", embedder, root, "--out", tmp_path / "v.npz")
+    assert result["images"] == 6
+    assert "without classes" in result["notes"][0]
     assert "labels" not in read_npz(tmp_path / "v.npz")
 
 
@@ -288,16 +288,16 @@ def test_names_that_are_not_utf8_reach_every_file(call, tmp_path, suffix):
     sys.stdout.reconfigure(errors="backslashreplace")
     root = make_images(tmp_path / "images", classes=2, each=2)
     (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
-    made = Embedder.create("small_convnet", 8, weights="none", image_size=24)
+    model = Embedder.create("small_convnet", 8, weights="none", image_size=24)
     names = Catalog.from_folder(root).class_names
-    made.save(tmp_path / "embedder", class_names=names)
+    model.save(tmp_path / "embedder", class_names=names)
     assert Embedder.load(tmp_path / "embedder").class_names == list(names)
     out = tmp_path / f"v.{suffix}"
     call("embed", tmp_path / "embedder", root, "--out", out)
-    found = {"npz": read_npz, "npy": read_npy, "parquet": read_parquet}[suffix](out)
-    labels = [os.fsencode(label) for label in found["labels"]]
+    result = {"npz": read_npz, "npy": read_npy, "parquet": read_parquet}[suffix](out)
+    labels = [os.fsencode(label) for label in result["labels"]]
     assert labels == [b"class01", b"class01", b"cl\xe4ss", b"cl\xe4ss"]
-    assert os.path.exists(found["paths"][-1])
+    assert os.path.exists(result["paths"][-1])
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_impossible_evaluations_are_rejected_before_embedding(
     lines = [f"{images}/class00/{number}.png,{row}" for number, row in enumerate(rows.splitlines())]
     (tmp_path / "t.csv").write_text("\n".join(["path,label,query,gallery", *lines]))
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("embedded"))
-    found = call("evaluate", embedder, tmp_path / "t.csv", code=1)
-    assert message in found
+    result = call("evaluate", embedder, tmp_path / "t.csv", code=1)
+    assert message in result
 
 
 def read_npz(out):
@@ -332,8 +332,8 @@ def read_parquet(out):
     from pyarrow import parquet
 
     table = parquet.read_table(out).to_pydict()
-    found = {"vectors": np.array(table.pop("vector")), "paths": table.pop("path")}
-    return found | ({"labels": table.pop("label")} if table else {})
+    result = {"vectors": np.array(table.pop("vector")), "paths": table.pop("path")}
+    return result | ({"labels": table.pop("label")} if table else {})
 
 
 @pytest.mark.parametrize(
@@ -345,15 +345,15 @@ def test_embed_writes_the_format_of_the_suffix(
     out = tmp_path / f"v.{suffix}"
     document = data(call, "embed", embedder, images, "--out", out)
     assert document == {"out": str(out), "images": 48, "dim": 8, "left_out": [], "notes": []}
-    found = read(out)
+    result = read(out)
     catalog = Catalog.from_folder(images)
-    assert list(found["paths"]) == [catalog.file(row) for row in range(48)]
-    assert list(found["labels"]) == list(catalog.labels)
-    np.testing.assert_allclose(found["vectors"], vectors, atol=1e-6)
+    assert list(result["paths"]) == [catalog.file(row) for row in range(48)]
+    assert list(result["labels"]) == list(catalog.labels)
+    np.testing.assert_allclose(result["vectors"], vectors, atol=1e-6)
     call("embed", embedder, images / "class00", images / "class01" / "0.png", "--out", out)
-    found = read(out)
-    assert "labels" not in found
-    assert len(found["vectors"]) == len(found["paths"]) == 5
+    result = read(out)
+    assert "labels" not in result
+    assert len(result["vectors"]) == len(result["paths"]) == 5
 
 
 def test_embed_reads_tables_and_shards(call, embedder, sources, tmp_path):
@@ -379,12 +379,12 @@ def test_embed_rejects_or_skips_a_bad_image(call, embedder, tmp_path):
     text = call(*words)
     assert "class00/1.png: not an image" in text.splitlines()[0]
     assert "wrote 5 embeddings" in text
-    found = read_npz(out)
+    result = read_npz(out)
     files = [f"{images}/{label}/{i}.png" for label in ("class00", "class01") for i in range(3)]
     del files[1]
-    assert found["paths"].tolist() == files
+    assert result["paths"].tolist() == files
     np.testing.assert_allclose(
-        found["vectors"], Embedder.load(embedder).encode(files).numpy(), atol=1e-6
+        result["vectors"], Embedder.load(embedder).encode(files).numpy(), atol=1e-6
     )
     (only,) = data(call, *words)["left_out"]
     assert "class00/1.png" in only
@@ -412,10 +412,10 @@ def test_nan_embeddings_write_nothing(call, embedder, images, tmp_path):
 
 def test_null_is_none_for_text_keys(call):
     words = ["--data.root", "null", "--training.wandb=null", "--data.cache-dir", "12"]
-    found = yaml.safe_load(call("train", "folder", "out", *words, "--print-config"))
-    assert found["data"]["root"] is None
-    assert found["training"]["wandb"] is None
-    assert found["data"]["cache_dir"] == "12"
+    result = yaml.safe_load(call("train", "folder", "out", *words, "--print-config"))
+    assert result["data"]["root"] is None
+    assert result["training"]["wandb"] is None
+    assert result["data"]["cache_dir"] == "12"
 
 
 def test_names_are_escaped_on_the_terminal(call, tmp_path, monkeypatch, embedder):

@@ -1,4 +1,4 @@
-"""The examples run, and show what they claim."""
+"""The examples run and show their claims."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ NOTEBOOKS = sorted(Path(lightning_example.__file__).parent.glob("*.ipynb"))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebooks_run(notebook, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where they put their pictures and runs
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for their images and runs
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # other tests need the cores too
     cells = nbformat.read(notebook, 4)

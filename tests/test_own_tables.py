@@ -99,8 +99,8 @@ def test_commands_skip_and_list_bad_images(call, home, printed, words, tmp_path)
     ] == [True] * 8
     if words[0] == "embed":
         assert json.loads((home / "v.npz.left_out.json").read_text()) == document["left_out"]
-        found = np.load(home / "v.npz")
-        assert found["labels"].tolist() == [
+        result = np.load(home / "v.npz")
+        assert result["labels"].tolist() == [
             str(row // 5) for row in range(60) if row >= 35 or row % 5
         ]
 
@@ -148,10 +148,10 @@ def test_wrong_columns_are_one_line_errors(call, home, command, words, code, mes
 def test_labels_of_any_type(tmp_path, values, labels):
     table = arrow.table({"path": ["a", "b", "c", "d"][: len(labels)], "label": values})
     parquet.write_table(table, tmp_path / "t.parquet", row_group_size=2)
-    found = Catalog.from_parquet(tmp_path / "t.parquet", check_files=False)
-    assert found.labels == labels
-    assert found.class_names == tuple(sorted(set(labels)))
-    found.to_csv(tmp_path / "t.csv")
+    result = Catalog.from_parquet(tmp_path / "t.parquet", check_files=False)
+    assert result.labels == labels
+    assert result.class_names == tuple(sorted(set(labels)))
+    result.to_csv(tmp_path / "t.csv")
     assert Catalog.from_csv(tmp_path / "t.csv", check_files=False).labels == labels
 
 
@@ -168,8 +168,8 @@ def test_columns_by_other_names(tmp_path, form):
     else:
         parquet.write_table(arrow.table(columns), file)
     names = {"path": "file", "label": "kind", "split": "part"}
-    found = getattr(Catalog, f"from_{form}")(file, columns=names, check_files=False)
-    assert found == Catalog(
+    result = getattr(Catalog, f"from_{form}")(file, columns=names, check_files=False)
+    assert result == Catalog(
         ("a", "b"), ("x", "y"), ("train", "test"), tmp_path, columns={"year": (1, 2)}
     )
 

@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a package when it is first asked for: `import proximetry` alone loads none."""
+    """Import a package on first access; `import proximetry` loads none."""
     if name in _PACKAGES:
         return import_module(f"proximetry.{name}")
     raise AttributeError(f"module 'proximetry' has no attribute {name!r}")

@@ -160,7 +160,7 @@ def test_a_wrong_table_is_refused(tmp_path, changes, message):
 
 def test_a_table_that_is_no_table(tmp_path):
     path = tmp_path / "t.yaml"
-    wrong = {"[1, 2]": "holds no table", "{{{": "is no valid YAML", "title: only": "is no table"}
+    wrong = {"[1, 2]": "holds no table", "{{{": "is not valid YAML", "title: only": "is no table"}
     for text, message in wrong.items():
         path.write_text(text)
         with pytest.raises(ReproduceError, match=rf"t\.yaml {message}"):

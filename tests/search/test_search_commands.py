@@ -48,9 +48,18 @@ def test_from_pictures_to_results(home, call):
         "path": str(home / "pictures/class00/copy.png"),
         "label": "class00",
     }
-    other = call("search", query, "--where", "label=class04", "label=class05", "--where", "label=x")
+    other = call(
+        "search",
+        query,
+        "--where",
+        "label=class04",
+        "--where",
+        "label=class05",
+        "--where",
+        "label=x",
+    )
     assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
-    where = ["--where", "label=class04", "label=class05", "--where=label=x"]
+    where = ["--where", "label=class04", "--where=label=class05", "--where=label=x"]
     assert call("search", *where, query) == other
     ordered = call("search", query, "--rerank", "--expand", "2")
     assert "ordered by" in ordered
@@ -159,7 +168,7 @@ def test_mistakes_with_a_gallery_that_is_there(home, call):
     for words, code, told in (
         (["index", "pictures", "--model", "other"], 2, "network, preprocessing or weights differ"),
         (["index", "pictures", "--index", "HNSW32"], 2, "was made with --index auto"),
-        (["index", "bad.jpg"], 1, "--bad-images skip leaves such images out"),
+        (["index", "bad.jpg"], 1, "--bad-images skip"),
         (["search", "bad.jpg"], 2, "bad.jpg: not an image in a known format"),
         (["search", "pictures/class00/0.png", "--where", "label"], 2, "must be COLUMN=VALUE"),
         (["search", "--where", "label", "pictures/class00/0.png"], 2, "must be COLUMN=VALUE"),

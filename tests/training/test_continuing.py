@@ -191,7 +191,7 @@ def test_complete_run_without_checkpoints_is_not_trained_again(recipe, whole, tm
 
 def test_a_damaged_recipe_is_a_sentence(recipe, run):
     run.recipe.write_text("data: [")
-    with pytest.raises(RunError, match=r"(?s)recipe.yaml is no valid YAML.*put.*back,.*--fresh"):
+    with pytest.raises(RunError, match=r"(?s)recipe.yaml is not valid YAML.*put.*back,.*--fresh"):
         train(recipe, run.path)
 
 

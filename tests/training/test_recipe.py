@@ -196,8 +196,8 @@ def test_change_resets_keys_it_makes_meaningless(changes, left, tmp_path):
         Recipe.load(tmp_path / "mine.yaml"),
     ):
         m = recipe.model
-        found = m.dim, m.pca_dim, m.whitening, m.drop_path, recipe.evaluation.eval_dims
-        assert found == left
+        result = m.dim, m.pca_dim, m.whitening, m.drop_path, recipe.evaluation.eval_dims
+        assert result == left
 
 
 def test_resets_lists_keys_that_no_change_names():
@@ -205,8 +205,8 @@ def test_resets_lists_keys_that_no_change_names():
     assert resets(values, {"optimizer.lr": 1, "model": {"image_size": 288}}) == []
     sizes = {"model.image_size": 320, "model.resize": 340, "data": {"crop_size": 256}}
     assert resets(values, sizes) == []
-    found = resets(values, {"model": {"pca_dim": None, "image_size": 320}, "model.resize": 320})
-    assert found == [
+    result = resets(values, {"model": {"pca_dim": None, "image_size": 320}, "model.resize": 320})
+    assert result == [
         "model.pca_dim None also resets model.whitening (0.25)",
         "model.image_size 320 also resets data.crop_size (256)",
     ]

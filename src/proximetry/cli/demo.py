@@ -3,7 +3,7 @@
 import itertools
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from proximetry._util.files import atomic_write
 from proximetry.recipe import Recipe
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from proximetry.data import Catalog
     from proximetry.models import Embedder
-    from proximetry.training.reporting import Display
 
 COLUMNS = ("recall@1", "recall@2", "recall@4", "recall@8", "map@r", "ndcg@4", "ndcg@8")
 
@@ -28,13 +27,6 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
         out: folder of the run; default: a new one below runs/.
         seed: random seed of the run.
     """
-    from proximetry.training.reporting import make_display
-
-    run_demo(out, seed, make_display())
-
-
-def run_demo(out: Path | None, seed: int, display: "Display") -> dict[str, dict[str, Any]]:
-    """Train and evaluate; return the rows of the table."""
     import numpy as np
 
     from proximetry.data import glyphs
@@ -42,9 +34,9 @@ def run_demo(out: Path | None, seed: int, display: "Display") -> dict[str, dict[
     from proximetry.models import Embedder
     from proximetry.search.manifest import MANIFEST
     from proximetry.training import train
-    from proximetry.training.reporting import metrics_table
+    from proximetry.training.reporting import make_display, metrics_table
 
-    started = time.monotonic()
+    started, display = time.monotonic(), make_display()
     numbered = (Path("runs") / f"demo-{number}" for number in itertools.count(1))
     folder = out or next(path for path in numbered if not path.exists())
     recipe = Recipe.load("glyphs", {"training.seed": seed})
@@ -79,7 +71,6 @@ def run_demo(out: Path | None, seed: int, display: "Display") -> dict[str, dict[
         f"  proximetry evaluate {folder} glyphs\n"
         f"  proximetry embed {folder} IMAGES --out vectors.npz"
     )
-    return rows
 
 
 def make_gallery(

@@ -3,7 +3,6 @@
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +80,7 @@ def embed(
     if not len(vectors):
         raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")
     readable = [image for i, image in enumerate(files) if i not in bad]
-    WRITERS[out.suffix](Embedded(readable, vectors), out)
+    WRITERS[out.suffix](readable, vectors, out)
     skipped = [bad[i] for i in sorted(bad)]
     if skipped:
         atomic_write(skipped_file, json.dumps(skipped, indent=1).encode())
@@ -167,64 +166,48 @@ def _embed_files(
     return gathered.numpy(), bad
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """Embeddings and their images."""
-
-    images: Sequence[Image]
-    vectors: "npt.NDArray[np.float32]"
-
-    @property
-    def paths(self) -> list[str]:
-        """The path of each image."""
-        return [path for path, _ in self.images]
-
-    @property
-    def labels(self) -> list[str | None]:
-        """The class of each image; empty if none is known."""
-        labels = [label for _, label in self.images]
-        return labels if any(labels) else []
-
-
-def _write_npz(embedded: Embedded, out: Path) -> None:
+def _write_npz(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
     import numpy as np
 
-    arrays: dict[str, Any] = {"vectors": embedded.vectors, "paths": np.array(embedded.paths)}
-    if embedded.labels:
-        arrays["labels"] = np.array([label or "" for label in embedded.labels])
+    arrays: dict[str, Any] = {key: np.array(column) for key, column in _columns(images).items()}
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, vectors=vectors, **arrays)
     atomic_write(out, buffer.getvalue())
 
 
-def _write_npy(embedded: Embedded, out: Path) -> None:
+def _write_npy(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
     import numpy as np
 
     from proximetry.data.vectors import rows_file
 
-    rows = {"paths": embedded.paths} | ({"labels": embedded.labels} if embedded.labels else {})
-    atomic_write(rows_file(out), json.dumps(rows, indent=1).encode())
+    atomic_write(rows_file(out), json.dumps(_columns(images, None), indent=1).encode())
     buffer = io.BytesIO()
-    np.save(buffer, embedded.vectors)
+    np.save(buffer, vectors)
     atomic_write(out, buffer.getvalue())
 
 
-def _write_parquet(embedded: Embedded, out: Path) -> None:
+def _write_parquet(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
     from proximetry.data.tables import text_array
 
     arrow = need("pyarrow", "parquet", "Writing Parquet")
     parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
-    flat = arrow.array(embedded.vectors.ravel())
-    columns = {"path": text_array(embedded.paths)}
-    if embedded.labels:
-        columns["label"] = text_array(embedded.labels)
-    columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, embedded.vectors.shape[1])
+    columns = {name[:-1]: text_array(values) for name, values in _columns(images, None).items()}
+    flat = arrow.array(vectors.ravel())
+    columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     buffer = io.BytesIO()
     parquet.write_table(arrow.table(columns), buffer)
     atomic_write(out, buffer.getvalue())
 
 
-WRITERS: dict[str, Callable[[Embedded, Path], None]] = {
+def _columns(images: Sequence[Image], missing: str | None = "") -> dict[str, list[Any]]:
+    """Return the paths of images and, if any is known, their labels."""
+    columns: dict[str, list[Any]] = {"paths": [path for path, _ in images]}
+    if any(label for _, label in images):
+        columns["labels"] = [missing if label is None else label for _, label in images]
+    return columns
+
+
+WRITERS: dict[str, Callable[..., None]] = {
     ".npz": _write_npz,
     ".npy": _write_npy,
     ".parquet": _write_parquet,

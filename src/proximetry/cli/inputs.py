@@ -53,7 +53,7 @@ def open_images(
 def check_there(path: Path) -> None:
     """Reject a path that does not exist."""
     if not path.exists():
-        raise UsageError(f"no image or folder {path}")
+        raise UsageError(f"there is no image or folder {path}")
 
 
 def find_catalog(

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +16,49 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
     Args:
         name: the loss to show.
     """
-    from proximetry.losses import LOSSES, PAIR_LOSSES
-
-    if name is not None:
-        found = _loss(name)
-        print_result(as_json, found, _loss_page(name, found))
-        return
-    names = [*LOSSES, *(f"pairs/{pair}" for pair in PAIR_LOSSES)]
-    every = {name: _loss(name) for name in names}
-    print_result(
-        as_json, every, columns({name: _loss_entry(found) for name, found in every.items()})
-    )
-
-
-def _loss(name: str) -> dict[str, Any]:
-    """Return the declaration of a loss; an unknown name is an error."""
     from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
     from proximetry.losses.pairs import USE
 
-    settings = {
-        key: {
-            "default": one.default,
-            "type": one.check.kind,
-            "about": one.help.replace("**", ""),  # the documentation is in Markdown
+    pairs = {f"pairs/{pair}": one for pair, one in PAIR_LOSSES.items()}
+    document: dict[str, Any] = {}
+    for one in [*LOSSES, *pairs] if name is None else [name]:
+        settings = loss_settings(one)  # an unknown name is an error
+        source: Any = LOSSES.get(one) or pairs[one].make
+        about, *more = (inspect.getdoc(source) or "").replace("``", "").split("\n\n")
+        document[one] = {
+            "about": about,
+            "more": more,
+            "use": LOSSES[one].use if one in LOSSES else USE,
+            "settings": {
+                # The help is Markdown for the documentation.
+                key: {"default": s.default, "type": s.check.kind, "about": s.help.replace("**", "")}
+                for key, s in settings.items()
+            },
         }
-        for key, one in loss_settings(name).items()
+    if name is None:
+        entries = {
+            one: [
+                loss["about"],
+                ", ".join(
+                    f"{key} {_short(setting['default'])}"
+                    for key, setting in loss["settings"].items()
+                    if key != "engine"
+                ),
+            ]
+            for one, loss in document.items()
+        }
+        print_result(as_json, document, columns(entries))
+        return
+    loss = document[name]
+    paragraphs = [f"{name}: {loss['about']}", *loss["more"], f"When to use it: {loss['use']}"]
+    parts = [wrap(text) for text in paragraphs]
+    rows = {
+        key: [f"{one['about']} ({one['type']}) [default: {_short(one['default'])}]"]
+        for key, one in loss["settings"].items()
     }
-    own = LOSSES.get(name)
-    source: Any = own or PAIR_LOSSES[name.removeprefix("pairs/")].make
-    about, *more = (inspect.getdoc(source) or "").replace("``", "").split("\n\n")
-    use = own.use if own else USE
-    return {"about": about, "more": more, "use": use, "settings": settings}
-
-
-def _loss_entry(found: Mapping[str, Any]) -> list[str]:
-    """Return the description and the settings of a loss, except its engine."""
-    settings = {key: one["default"] for key, one in found["settings"].items() if key != "engine"}
-    return [found["about"], ", ".join(f"{key} {_short(v)}" for key, v in settings.items())]
-
-
-def _loss_page(name: str, found: Mapping[str, Any]) -> str:
-    parts = [wrap(text) for text in (f"{name}: {found['about']}", *found["more"])]
-    if found["use"]:
-        parts.append(wrap(f"When to use it: {found['use']}"))
-    if found["settings"]:
-        settings = {
-            key: [f"{one['about']} ({one['type']}) [default: {_short(one['default'])}]"]
-            for key, one in found["settings"].items()
-        }
-        example = next(iter(settings))
-        parts.append(f"Settings (--loss.settings.{example} …):")
-        parts.append(columns(settings))
-    return "\n\n".join(parts)
+    if rows:
+        parts += [f"Settings (--loss.settings.{next(iter(rows))} …):", columns(rows)]
+    print_result(as_json, loss, "\n\n".join(parts))
 
 
 def _short(value: Any) -> str:
@@ -76,7 +66,7 @@ def _short(value: Any) -> str:
 
 
 def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
-    """List our own backbones, and those of timm that match a pattern.
+    """List the built-in backbones, and those of timm that match a pattern.
 
     Args:
         pattern: part of a name, or a name with wildcards, such as 'vit*dinov2*'.
@@ -95,14 +85,14 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
     if not names:
         raise UsageError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
-    found = {name: about for name, about in known.items() if name in names}
+    listed = {name: about for name, about in known.items() if name in names}
     if pattern is not None or as_json:
-        found |= {name: known.get(name, "") for name in names}
-    text = columns({name: [about] for name, about in found.items()})
+        listed |= {name: known.get(name, "") for name in names}
+    text = columns({name: [about] for name, about in listed.items()})
     if pattern is None:
-        more = len(names) - len(found)
+        more = len(names) - len(listed)
         text += f"\n\nand {more} more of timm: proximetry backbones 'resnet*'"
-    print_result(as_json, {name: {"about": about} for name, about in found.items()}, text)
+    print_result(as_json, {name: {"about": about} for name, about in listed.items()}, text)
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:

@@ -8,16 +8,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin
+from typing import get_type_hints as type_hints
 
 from cyclopts import Group, Parameter, Token
 
@@ -90,7 +82,7 @@ def key_options(section: Any) -> Any:
     """Return a dictionary type with an option for each key of a section."""
     hints: dict[str, Any] = {}
     if dataclasses.is_dataclass(section):
-        kinds = get_type_hints(section)
+        kinds = type_hints(section)
         for field in dataclasses.fields(section):
             hints[field.name] = _option(kinds[field.name], field.default, field.metadata["help"])
     else:
@@ -222,7 +214,7 @@ def make_plan(
         dataset, root, name = recipe.data.dataset, recipe.data.root, recipe.name
     else:
         dataset, root = _find_images(source, changes)
-        changes = merge(changes, {"data": {"dataset": dataset, "root": root}})
+        changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
         images = Path(os.path.abspath(root or dataset))
         name = images.stem if images.is_file() else images.name
     recipe_name = FOR_VECTORS if recipe_name is None and dataset == "vectors" else recipe_name
@@ -273,7 +265,7 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     if source in list_datasets():
         duplicate = f"--data.dataset {dataset}" if dataset not in (None, source) else None
     if duplicate:
-        raise RecipeError(f"the images are given twice: {source} and {duplicate}")
+        raise RecipeError(f"duplicate images: {source} and {duplicate}. Give one of them.")
     try:
         name, path = resolve_source(source, root)
     except ValueError as error:

@@ -42,16 +42,7 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a choice depends on.
-
-    Attributes:
-        name: for messages.
-        cuda: whether it is a CUDA GPU.
-        capability: its compute capability.
-        free: bytes of its free memory.
-        triton: whether Triton is installed.
-        processes: number of processes of the run.
-    """
+    """The device: compute capability, bytes of free memory, number of processes of the run."""
 
     name: str
     cuda: bool = False
@@ -63,14 +54,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """What the choice of an image cache depends on.
-
-    Attributes:
-        pixels: bytes of all pixel caches of the run.
-        missing: bytes of those that do not exist yet.
-        disk: free bytes of the cache folder's disk.
-        memory: free bytes of memory.
-    """
+    """Bytes of all pixel caches, of those that do not exist yet, of free disk and memory."""
 
     pixels: int
     missing: int
@@ -185,24 +169,17 @@ def _choose_cache(recipe: Recipe, device: DeviceFacts, storage: StorageFacts) ->
     """Return `data.cache`, and a description of where images are read from."""
     cache, size = recipe.data.cache, readable_size(storage.pixels)
     limit = min(MAX_CACHE_BYTES, int(DISK_SHARE * storage.disk))
-    reason = ""
     if cache != AUTO:
         in_memory = cache == "gpu" and not device.cuda
         return cache, "pixels in memory" if in_memory else _CACHES[cache]
     if recipe.model.freeze_backbone:
         return "none", f"{_CACHES['none']}, once"
     if storage.missing > limit:
-        cache = "none"
-        reason = (
-            f"a pixel cache of {size} exceeds the limit of {readable_size(limit)}; "
-            "--data.cache pixels writes it"
-        )
-    elif device.cuda and storage.pixels <= PIXELS_SHARE * device.free:
-        cache, reason = "gpu", size
-    elif storage.missing and storage.pixels > MEMORY_SHARE * storage.memory:
-        cache, reason = "none", f"{size} of pixels exceed the memory"
-    else:
-        cache = "pixels"
-        if device.cuda:
-            reason = f"{size} exceed the GPU's free memory of {readable_size(device.free)}"
-    return cache, f"{_CACHES[cache]} ({reason})" if reason else _CACHES[cache]
+        reason = f"a pixel cache of {size} exceeds the limit of {readable_size(limit)}"
+        return "none", f"{_CACHES['none']} ({reason}; --data.cache pixels writes it)"
+    if device.cuda and storage.pixels <= PIXELS_SHARE * device.free:
+        return "gpu", f"{_CACHES['gpu']} ({size})"
+    if storage.missing and storage.pixels > MEMORY_SHARE * storage.memory:
+        return "none", f"{_CACHES['none']} ({size} of pixels exceed the memory)"
+    reason = f" ({size} exceed the GPU's free memory of {readable_size(device.free)})"
+    return "pixels", _CACHES["pixels"] + (reason if device.cuda else "")

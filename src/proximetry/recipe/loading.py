@@ -146,16 +146,9 @@ def merge(
 ) -> dict[str, Any]:
     """Return nested values with changes, and without the keys that the changes make meaningless.
 
-    - another loss resets its settings;
-    - another image size resets the sizes that belong to it;
-    - new bits reset all dimensions; another dimension resets PCA to no fewer dimensions and those
-      `eval_dims` that are not below it; no PCA resets its whitening;
-    - a frozen backbone resets its stochastic depth.
-
-    Args:
-        values: a recipe, or overrides of one.
-        changes: by nested or dotted keys.
-        whole: whether ``values`` is a recipe, in which a missing key has its default.
+    Another loss resets its settings, another image size the sizes that belong to it, new bits or
+    dimensions those that do not fit, a frozen backbone its stochastic depth. In a ``whole`` recipe,
+    unlike in overrides of one, a missing key has its default.
     """
     merged, update = overlay({}, values), overlay({}, changes)
     model, new = _section(merged, "model"), _section(update, "model")
@@ -223,10 +216,7 @@ def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
 def overlay(
     values: dict[str, Any], changes: Mapping[str, Any], *, inside: bool = False
 ) -> dict[str, Any]:
-    """Write changes, nested or dotted, into nested values, and return these.
-
-    Dictionaries are merged entry by entry. An empty one ``inside`` a section replaces the old one.
-    """
+    """Write changes, nested or dotted, into nested values; an empty dictionary replaces one."""
     for key, value in changes.items():
         if not isinstance(key, str):
             raise RecipeError(f"keys must be text, got {shown(key)}")
