@@ -143,7 +143,7 @@ def test_unreadable_images_are_refused_or_skipped_and_listed(call, crowd):
         (["PROBES", "--distractors", "broken.npz"], 1, "broken.npz is no NumPy file"),
         (["PROBES", "--distractors", "renamed.npz"], 1, "renamed.npz is a .npy file; rename it"),
         (["PROBES", "--distractors", "nan.npy"], 1, "NaN or infinite values in 1 of 50 rows: 7"),
-        (["PROBES", "--cmc", "x.gif"], 2, "--cmc x.gif must end in .png or .svg"),
+        (["PROBES", "--cmc", "x.gif"], 2, "--cmc x.gif must end in .svg"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

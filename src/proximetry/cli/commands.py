@@ -29,7 +29,7 @@ from proximetry.cli.output import (
 from proximetry.cli.recipe_options import MetricsOptions, RecipeOptions
 from proximetry.cli.serve import serve
 from proximetry.models.names import LARGEST_DIM, Similarity
-from proximetry.reproduce.options import ReproduceOptions
+from proximetry.reproduce import ReproduceOptions
 
 
 def demo(*, out: Path | None = None, seed: int = 0) -> None:

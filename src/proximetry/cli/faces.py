@@ -100,7 +100,7 @@ def verify(
             pairs out and list them.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
-        roc: draw the ROC curve to this file, .png or .svg.
+        roc: draw the ROC curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.embedder import open_embedder
@@ -159,7 +159,7 @@ def identify(
         bad_images: stop at images that cannot be read, or leave them out and list them.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
-        cmc: draw the cumulative match curve to this file, .png or .svg.
+        cmc: draw the cumulative match curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.embedder import open_embedder
@@ -222,8 +222,8 @@ def _processes(
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
     """Refuse files that cannot be written, before the work."""
-    if figure is not None and figure.suffix.lower() not in (".png", ".svg"):
-        raise UsageError(f"{option} {figure} must end in .png or .svg")
+    if figure is not None and figure.suffix.lower() != ".svg":
+        raise UsageError(f"{option} {figure} must end in .svg")
     check_document(out, sources)
     if figure is not None:
         check_out(figure, sources)

@@ -1,53 +1,38 @@
-"""The curves of verification and identification, as SVG or PNG."""
+"""The curves of verification and identification, as SVG."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from proximetry._util.figures import draw_figure
+from proximetry._util.charts import line_chart
 from proximetry._util.files import atomic_write
 from proximetry.metrics import Identification, Verification
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def draw_roc(result: Verification, label: str, out: Path) -> None:
     """Draw TAR against FAR, from one in the number of different pairs on."""
     least = 1 / result.different_pairs
-    # A step holds until the next point; FAR 0 has no place on a logarithmic axis.
-    far, tar = np.maximum(result.roc.far, least / 2), result.roc.tar
-    # Good models differ near the top: the axis begins where the curve does.
-    missed = 100 * max(1 - float(tar[far <= least].max()), 0.01)
-
-    def paint(axes: "Axes") -> None:
-        axes.step(far, 100 * tar, where="post", color="#0072B2", label=label)
-        axes.set_xscale("log")
-        axes.set_xlim(least, 1)
-        axes.set_ylim(max(0, 100 - 1.2 * missed), 100 + 0.05 * missed)
-        axes.set_xlabel("false accept rate")
-        axes.set_ylabel("true accept rate (%)")
-        axes.legend(loc="lower right")
-
-    _write(paint, out)
+    # A step extends to the next point; FAR 0 has no place on a logarithmic axis.
+    far, first = np.maximum(result.roc.far, least), int(np.sum(result.roc.far <= least)) - 1
+    points = _steps([*far[first:].tolist(), 1.0], [*result.roc.tar[first:].tolist()])
+    _draw("true accept rate (%)", {label: points}, "false accept rate", out)
 
 
 def draw_cmc(result: Identification, label: str, depth: int, out: Path) -> None:
     """Draw the cumulative match curve."""
-
-    def paint(axes: "Axes") -> None:
-        rates = 100 * result.cmc(depth).cpu().numpy()
-        axes.step(np.arange(1, depth + 1), rates, where="post", color="#0072B2", label=label)
-        axes.set_xscale("log")
-        axes.set_xlim(1, depth)
-        axes.set_xlabel(f"rank among {result.distractors} distractors")
-        axes.set_ylabel("trials with this rank or a better one (%)")
-        axes.legend(loc="lower right")
-
-    _write(paint, out)
+    points = _steps([*range(1, depth + 1), depth], result.cmc(depth).cpu().tolist())
+    x_label = f"rank among {result.distractors} distractors"
+    _draw("trials with this rank or a better one (%)", {label: points}, x_label, out)
 
 
-def _write(paint: "Callable[[Axes], None]", out: Path) -> None:
-    atomic_write(out, draw_figure(paint, out.suffix.lower().removeprefix(".")))
+def _steps(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
+    """Return points in percent; the i-th value extends from x[i] to x[i + 1]."""
+    return [(x[i + k], 100 * value) for i, value in enumerate(y) for k in (0, 1)]
+
+
+def _draw(
+    title: str, series: dict[str, list[tuple[float, float]]], x_label: str, out: Path
+) -> None:
+    chart = line_chart(title, series, x_label=x_label, log=True, file=True)
+    atomic_write(out, chart.encode())

@@ -14,7 +14,7 @@ from proximetry.recipe.schema import AUTO, Recipe, flatten
 if TYPE_CHECKING:
     from proximetry.training.distributed import World
 
-# What `training.epochs: auto` becomes, as found in benchmarks/defaults. A tiny set needs more
+# `training.epochs: auto`, as found in benchmarks/default-recipe-search. A tiny set needs more
 # epochs for enough steps; that a large one is done after so many images was not measured.
 EPOCHS, EPOCHS_ON_CPU, FEWEST_EPOCHS = 30, 12, 5
 LEAST_STEPS = 100

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from proximetry._util.charts import in_percent, line_chart
 from proximetry._util.errors import shown, spaced
 from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.scores import COUNTS
 from proximetry.recipe.schema import flatten
-from proximetry.reports.charts import in_percent, line_chart
 from proximetry.reports.evaluation import RunEvaluation
 from proximetry.reports.page import Section, bold, code, percent, render, table
 from proximetry.reports.record import RunRecord

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
 from proximetry._util.errors import shorten, spaced
 from proximetry.data import VectorCatalog
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.charts import bar_chart, in_percent, line_chart, plain
 from proximetry.reports.evaluation import MAPPED, RunEvaluation
 from proximetry.reports.page import Section, bold, code, percent, render, soft, table
 from proximetry.reports.proxies import ProxyFindings, ProxyUse
