@@ -79,6 +79,9 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
     table = results.table
     if not results.runs:
         yield f"{home / RUNS} holds no runs of {table.name}"
+    for record in read_runs(home):
+        if record.table == table.name and record.row not in results.runs_of:
+            yield f"{home / RUNS}: {record.id} has an unknown row: {record.row}"
     for record in results.everything:
         row = table.row(record.row)
         epochs = record.recipe["training"]["epochs"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from proximetry.reproduce.records import Record, Results
-from proximetry.reproduce.statistics import Sample, examine, noise, sample, verdict_on
+from proximetry.reproduce.statistics import Sample, compare_claim, noise, sample, verdict_on
 from proximetry.reproduce.table import Claim
 from tests.reproduce.small import make_table
 
@@ -19,11 +19,9 @@ def record(row, seed, value, **changes):
     given_values = {
         "table": "small",
         "row": row,
-        "slug": row.lower(),
         "seed": seed,
         "kind": "full",
         "recipe": {},
-        "command": "",
         "device": "CPU",
         "environment": {},
         "weights": {},
@@ -46,7 +44,7 @@ def record(row, seed, value, **changes):
 
 
 @given(st.lists(percent, min_size=1, max_size=12))
-def test_mean_and_deviation_are_numpys(values):
+def test_mean_and_deviation_equal_numpy(values):
     found = Sample(tuple(values))
     assert found.mean == pytest.approx(np.mean(values), abs=1e-9)
     if len(values) == 1:
@@ -96,14 +94,16 @@ def test_verdicts(difference, limit, verdict):
     assert verdict_on(difference, limit) == verdict
 
 
-def test_a_claim_beside_the_runs(tmp_path):
+def test_claim_is_compared_over_common_seeds(tmp_path):
     table = make_table(tmp_path)
     mpa, anchor = "MPA, K = 2", "Proxy-Anchor"
     ours = [record(mpa, seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))]
     others = [record(anchor, seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))]
 
     def find(records, metric="recall@1"):
-        return examine(Claim(better=mpa, worse=anchor, metric=metric), Results(table, records))
+        return compare_claim(
+            Claim(better=mpa, worse=anchor, metric=metric), Results(table, records)
+        )
 
     found = find(ours + others)
     assert found.published == pytest.approx(0.6)
@@ -120,7 +120,7 @@ def test_a_claim_beside_the_runs(tmp_path):
     assert find(ours + others, "map@r").published is None
 
 
-def test_a_sample_at_an_epoch_and_at_the_end():
+def test_sample_at_an_epoch_and_at_the_end():
     runs = [record("a", 0, 0.5), record("a", 1, 0.7)]
     assert sample(runs, "recall@1").values == pytest.approx((50, 70))
     assert sample(runs, "recall@1", 1).values == pytest.approx((25, 35))
