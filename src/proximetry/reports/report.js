@@ -9,7 +9,7 @@ for (const map of document.querySelectorAll(".map")) {
   tip.append(picture, name);
   map.append(tip);
   const groups = [...map.querySelectorAll("g[data-class]")];
-  for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip says it
+  for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip shows it
   const source = map.querySelector("img.sprite");
   const columns = Number(map.dataset.columns);
   if (source) {
@@ -30,8 +30,8 @@ for (const map of document.querySelectorAll(".map")) {
     tip.style.left = `${Math.max(0, Math.min(left, box.width - tip.offsetWidth - 4))}px`;
     tip.style.top = `${Math.max(0, Math.min(top, box.height - tip.offsetHeight - 4))}px`;
   };
-  const choose = (wanted) => {
-    const word = wanted.trim().toLowerCase();
+  const choose = (text) => {
+    const word = text.trim().toLowerCase();
     let count = 0;
     for (const group of groups) {
       const on = word !== "" && group.dataset.class.toLowerCase().includes(word);
@@ -39,8 +39,8 @@ for (const map of document.querySelectorAll(".map")) {
       if (on) count += 1;
     }
     map.classList.toggle("chosen", word !== "");
-    const told = document.getElementById(map.dataset.told);
-    if (told) told.textContent = word === "" ? "" : `${count} classes`;
+    const shown = document.getElementById(map.dataset.count);
+    if (shown) shown.textContent = word === "" ? "" : `${count} classes`;
   };
   const field = document.getElementById(map.dataset.field);
   if (field) {
@@ -52,9 +52,9 @@ for (const map of document.querySelectorAll(".map")) {
   map.addEventListener("click", (event) => {
     show(event);
     const point = event.target.closest("circle");
-    const wanted = point ? point.parentNode.dataset.class : "";
-    if (field) field.value = field.value === wanted ? "" : wanted;
-    choose(field ? field.value : wanted);
+    const clicked = point ? point.parentNode.dataset.class : "";
+    if (field) field.value = field.value === clicked ? "" : clicked;
+    choose(field ? field.value : clicked);
   });
 }
 // Tables with a field above them: rows whose name holds the word.
