@@ -85,11 +85,3 @@ def test_row_may_replace_the_recipe(tmp_path):
     assert "--backbone" not in words
     with pytest.raises(ReproduceError, match="no recipe 'nothing'"):
         Table.load(table_values(tmp_path, **PLAIN | {"rows": [{"name": "x", "recipe": "nothing"}]}))
-
-
-def test_missing_dataset_is_reported(data, tmp_path):
-    table = make_table(tmp_path / "cache", **PLAIN)
-    (data / "csv").unlink()
-    with pytest.raises(ReproduceError, match=r"Pass as --data a folder that holds your own table"):
-        run_table(table, data, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -185,16 +185,6 @@ def test_table_overrides_gpu_defaults(tmp_path):
     assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size
 
 
-def test_table_may_evaluate_the_untrained_embedder(tmp_path):
-    values = table_values(tmp_path)
-    for table, untrained in (
-        (Table.load(values), False),
-        (Table.load(with_base(values, "evaluation", untrained=True)), True),
-    ):
-        for run in plan(table, ReproduceOptions()):
-            assert run.recipe.evaluation.untrained == untrained
-
-
 def test_search_holds_out_classes_and_skips_the_test_set(tmp_path):
     values = table_values(tmp_path, protocol="held_out", selection=False, claims=[], figure=None)
     table = Table.load({**values, "dims": [4, 2]})

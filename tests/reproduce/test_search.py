@@ -5,8 +5,7 @@ import torch
 
 from proximetry.metrics.scores import SEPARABILITY
 from proximetry.reproduce import ReproduceError, Table, runner
-from proximetry.reproduce.page import page
-from proximetry.reproduce.records import Results, read_records
+from proximetry.reproduce.records import read_records
 from tests.reproduce.small import Ended, run_table, table_values, with_base
 
 
@@ -101,19 +100,3 @@ def test_page_ranks_the_rows(home):
     assert "Published" not in text
     assert "without a run" not in text
     assert sorted(path.name for path in home.iterdir()) == ["README.md", "runs.jsonl"]
-
-
-def test_row_without_the_first_metric_comes_last(home, table):
-    records = read_records(home)
-    best = max(records.values(), key=lambda r: r.metrics()["recall@1"])
-    own = {k: v for k, v in best.metrics().items() if k != "recall@1"}
-    less = best.model_copy(update={"last": {**best.last, "held_out": own}})
-    text = page(Results(table, [less, *(r for r in records.values() if r is not best)]))
-    names = [
-        line.split(" | ")[0]
-        for line in text.splitlines()
-        if line.startswith(("| base", "| narrow"))
-    ]
-    assert len(names) == 2
-    assert names[-1] == f"| {best.row}"
-    assert f"| {best.row} | — | {100 * own['map@r']:.2f} |" in text

@@ -84,29 +84,19 @@ def _render(
 
 def _results(results: Results) -> dict[str, Any]:
     """Return the tables and figures of the results."""
-    table, tested, lines = results.table, 0, []
+    table = results.table
+    findings = [(claim, compare_claim(claim, results)) for claim in table.claims]
     selection = next(iter(results.selection.values()), None)
-    for claim in table.claims:
-        found = compare_claim(claim, results)
-        tested += len(found.seeds) > 1
-        published = None if found.published is None else f"{found.published:+.2f}"
-        ours = None if found.difference is None else f"{found.difference:+.2f}"
-        if found.noise is not None:
-            ours = f"{ours} ± {found.noise:.2f}"
-        cells = [claim.metric, published, ours, len(found.seeds), found.verdict]
-        lines.append([f"{claim.better} above {claim.worse}", *cells])
+    curve = [] if selection is None else selection.curve
     curves = table.figure is not None and table.figure.kind == "curves"
     return {
         "table_of_metrics": _metrics(results),
         "angles": any(metric.endswith("_angle") for metric in table.metrics),
         "selection": selection,
-        "distractors": selection
-        and any("among_train" in line.get("held_out", {}) for line in selection.curve),
+        "distractors": any("among_train" in line.get("held_out", {}) for line in curve),
         "no_seconds": why_no_seconds(results),
-        "table_of_claims": grid(
-            ["claim", "metric", "published", "ours", "seeds", "verdict"], lines
-        ),
-        "tested": tested,
+        "findings": findings,
+        "tested": sum(len(found.seeds) > 1 for _, found in findings),
         "during_training": curves and _during_training(results),
         **(_convergence(results) if curves else {}),
         "figures": figure_names(results),
@@ -128,34 +118,32 @@ def _metrics(results: Results) -> str:
     """Return the table itself: ours beside the published figures."""
     table, columns = results.table, _columns(results)
     lines: list[list[object]] = []
-
-    def add(name: str, what: str, cells: Sequence[object], seconds: str | None = None) -> None:
-        lines.append([name, what, *cells, *([seconds] if table.seconds else [])])
-
     for row in table.rows:
-        runs, name = results.runs_of[row.name], row.name
-        untrained = [sample(runs, metric, 0, **of) for metric, of in columns.values()]
-        if any(untrained):
-            add(name, "untrained", untrained)
-            name = ""
-        ours = [sample(runs, metric, **of) for metric, of in columns.values()]
-        numbers = ", ".join(str(r.seed) for r in runs)
-        which = f"last epoch, seed{'s' * (len(runs) > 1)} {numbers}" if runs else "not run"
-        add(name, f"ours, {which}", ours, _mean_seconds(runs) if runs else None)
-        selection = results.selection.get(row.name)
+        runs, selection = results.runs_of[row.name], results.selection.get(row.name)
+
+        def cells(epoch: int | None = None, runs: list[Record] = runs) -> list[object]:
+            return [sample(runs, metric, epoch, **of) for metric, of in columns.values()]
+
+        which = f"last epoch, seed{'s' * (len(runs) > 1)} {', '.join(str(r.seed) for r in runs)}"
+        groups: list[list[object]] = [[f"ours, {which if runs else 'not run'}", *cells()]]
+        groups[0] += [_mean_seconds(runs)] * table.seconds
+        if any(cells(0)):
+            groups.insert(0, ["untrained", *cells(0)])
         if selection is not None:
             epoch = selection.selected_epoch
-            cells = [sample(runs, metric, epoch, **of) for metric, of in columns.values()]
-            add("", f"ours, epoch {epoch}, selected on held-out classes", cells)
+            groups.append([f"ours, epoch {epoch}, selected on held-out classes", *cells(epoch)])
         if row.published:
             theirs = [row.published.get(name) for name in columns]
             shown = [None if value is None else f"{value:.1f}" for value in theirs]
-            add("", f"published, {table.published.backbone}", shown)
-    return grid(["", "", *columns, *(["seconds"] if table.seconds else [])], lines)
+            groups.append([f"published, {table.published.backbone}", *shown])
+        width = 1 + len(columns) + table.seconds
+        lines += [["", *group, *[None] * (width - len(group))] for group in groups]
+        lines[-len(groups)][0] = row.name
+    return grid(["", "", *columns, *["seconds"] * table.seconds], lines)
 
 
-def _mean_seconds(runs: Sequence[Record]) -> str:
-    return f"{fmean(run.seconds for run in runs):.0f}"
+def _mean_seconds(runs: Sequence[Record]) -> str | None:
+    return f"{fmean(run.seconds for run in runs):.0f}" if runs else None
 
 
 def _ranking(results: Results) -> str:
@@ -193,21 +181,21 @@ def _convergence(results: Results) -> dict[str, Any]:
     keys = {"epoch": "epochs"}
     if not why_no_seconds(results):
         keys["seconds"] = "seconds of training"
-    lines = []
-    for name, runs in results.runs_of.items():
-        cells = []
-        for key in keys:
-            reached = next((x for x, recall in curve(runs, key) if recall >= target), None)
-            never = "not reached" if runs else None
-            cells.append(never if reached is None else f"{reached:.0f}")
-        lines.append([name, *cells])
+
+    def reached(runs: list[Record], key: str) -> str | None:
+        first = next((x for x, recall in curve(runs, key) if recall >= target), None)
+        return f"{first:.0f}" if first is not None else "not reached" if runs else None
+
+    lines = [
+        [name, *(reached(runs, key) for key in keys)] for name, runs in results.runs_of.items()
+    ]
     return {"table_of_convergence": grid(["", *keys.values()], lines), "target": target}
 
 
 def _setting(results: Results, selected: Sequence[Row]) -> dict[str, Any]:
     """Return what was run: data, network, epochs, versions, command."""
     table, runs, everything = results.table, results.runs, results.everything
-    first = runs[0]
+    first, environments = runs[0], [record.environment for record in everything]
     ran = [record.recipe["training"]["epochs"] for record in runs]
     rows = [table.epochs(table.row(record.row)) for record in runs]
     planned = [n if isinstance(n, int) else own for own, n in zip(ran, rows, strict=True)]
@@ -216,21 +204,25 @@ def _setting(results: Results, selected: Sequence[Row]) -> dict[str, Any]:
         published = table.published.epochs
         of = f"published {published}" if published else f"table's {_values(sorted(planned))}"
         epochs = f"{_values(sorted(ran))} of the {of} epochs"
-    models = [record.recipe["model"] for record in runs]
+    commits = {
+        e["git"]["commit"][:10] + (" with changes" if e["git"]["changed"] else "")
+        for e in environments
+        if e["git"]
+    }
+    notes = list(dict.fromkeys(n.rstrip(".") for record in everything for n in record.notes))
     return {
         "of": lambda section, key: _values(record.recipe[section][key] for record in runs),
-        "data": _data(everything),
-        "dimensions": _values(
-            f"{m['pca_dim']} dimensions (PCA of {m['dim']})"
-            if m["pca_dim"]
-            else f"{m['dim']} dimensions"
-            for m in models
-        ),
+        "datasets": dict.fromkeys(map(_dataset, everything)),
+        "notes": notes[:_NOTES_SHOWN],
+        "more_notes": len(notes) - _NOTES_SHOWN,
+        "dimensions": _values(map(_dimensions, runs)),
         "weights": _values(map(_weights, runs), "unknown"),
         "epochs": epochs,
         "scaled": ran != planned,
-        "dates": sorted(record.environment["started"][:10] for record in everything),
-        "versions": _versions(everything),
+        "dates": sorted(e["started"][:10] for e in environments),
+        "environments": environments,
+        "gpu": any(record.device != "CPU" for record in everything),
+        "commits": sorted(commits),
         "command": command_for(
             table, first.row, results.seeds, first.recipe, selected, first.epochs_given
         ),
@@ -238,41 +230,21 @@ def _setting(results: Results, selected: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _dataset(record: Record) -> str:
+    title, images = list_datasets()[record.recipe["data"]["dataset"]].title, record.images
+    if images is None:
+        return f"{title}: unknown number of images"
+    return f"{title}: {spaced(images['train'])} training, {spaced(images['test'])} test images"
+
+
+def _dimensions(record: Record) -> str:
+    dim, reduced = record.recipe["model"]["dim"], record.recipe["model"]["pca_dim"]
+    return f"{reduced} dimensions (PCA of {dim})" if reduced else f"{dim} dimensions"
+
+
 def _weights(record: Record) -> str | None:
     origin, digest = record.weights["origin"], record.weights["sha256"]
     return f"{origin} (sha256 {digest[:10]}…)" if digest else origin
-
-
-def _data(records: Sequence[Record]) -> str:
-    """Return the datasets, the number of images, and the notes of the runs."""
-    sets, notes = [], [note.rstrip(".") for record in records for note in record.notes]
-    for record in records:
-        title = list_datasets()[record.recipe["data"]["dataset"]].title
-        images = "unknown number of images"
-        if record.images is not None:
-            train, test = (spaced(record.images[split]) for split in ("train", "test"))
-            images = f"{train} training, {test} test images"
-        sets.append(f"{title}: {images}")
-    notes = list(dict.fromkeys(notes))
-    more = len(notes) - _NOTES_SHOWN
-    rest = [f"and {more} more note{'s' * (more > 1)} in runs.jsonl"] if more > 0 else []
-    return "; ".join([*dict.fromkeys(sets), *notes[:_NOTES_SHOWN], *rest])
-
-
-def _versions(records: Sequence[Record]) -> str:
-    environments = [record.environment for record in records]
-    versions = {"Python": [e["python"] for e in environments]}
-    for name in ("proximetry", "torch", "timm", "numpy"):
-        versions[name] = [e["packages"].get(name) for e in environments]
-    if any(record.device != "CPU" for record in records):
-        versions["CUDA"] = [e["cuda"] for e in environments]
-    commits = {
-        e["git"]["commit"][:10] + (" with changes" if e["git"]["changed"] else "")
-        for e in environments
-        if e["git"]
-    }
-    shown = [f"{name} {_values(found, 'unknown')}" for name, found in versions.items()]
-    return ", ".join([*shown, *([f"code at {', '.join(sorted(commits))}"] if commits else [])])
 
 
 def _differences(results: Results) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,12 +19,7 @@ from proximetry.recipe.schema import (
 from proximetry.reproduce.plan import Kind, Run, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table, slugify
 
-if TYPE_CHECKING:
-    from proximetry.training.run_folder import RunFolder
-
 RUNS = "runs.jsonl"
-_ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
-_CURVE = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
 
 
 class Record(Section):
@@ -85,39 +80,6 @@ class Record(Section):
         write_records(folder, records.values())
 
 
-def make_record(
-    table: Table, run: Run, folder: "RunFolder", *, on_gpu: bool, **fields: Any
-) -> Record:
-    """Return the record of a finished run; ``fields`` are those that its folder does not hold.
-
-    The recipe is that of the folder, where the values of ``auto`` are resolved.
-    """
-    results = folder.read_results()
-    root, recipe = run.recipe.data.root, Recipe.load(folder.recipe).without_places()
-    environment = parse_json(folder.environment.read_text(encoding="utf-8"))
-    weights = dict(results["weights"])
-    if weights["source"] == "file":
-        weights["origin"] = Path(weights["origin"]).name
-    return Record(
-        table=table.name,
-        row=run.row.name,
-        seed=run.seed,
-        kind=run.kind,
-        recipe=recipe.to_dict(),
-        device=environment["device"] if on_gpu else "CPU",
-        environment={key: environment.get(key) for key in _ENVIRONMENT},
-        weights=weights,
-        protocol=results["protocol"],
-        notes=[note.replace(f"{root}/", "") if root else note for note in results["notes"]],
-        last=results["last"],
-        selected_epoch=results["selected"]["epoch"] if run.kind == "selection" else None,
-        seconds=results["seconds"],
-        startup_seconds=results["startup_seconds"],
-        curve=[{key: line[key] for key in _CURVE if key in line} for line in folder.history()],
-        **fields,
-    )
-
-
 def write_records(folder: Path, records: Iterable[Record]) -> None:
     """Write all runs of a folder, sorted by id, in one atomic step."""
     ordered = sorted(records, key=lambda record: (record.table, record.id))
@@ -148,12 +110,11 @@ def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
     """Read the runs of a folder by id; with a table, each must be of one of its rows."""
     records = {record.id: record for record in read_runs(folder)}
     for name, record in records.items():
-        try:
-            _ = table and table.row(record.row)
-        except ReproduceError as error:
+        if table is not None and record.row not in [row.name for row in table.rows]:
             raise ReproduceError(
-                f"{folder / RUNS}: {name}: {error}. Use another --out, or remove its line"
-            ) from error
+                f"{folder / RUNS}: {name}: unknown row {record.row!r}. Remove its line, or use "
+                "another --out"
+            )
     return records
 
 
@@ -162,12 +123,11 @@ def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
 
     Keys that do not change results, or only floating-point rounding, may differ.
     """
+    remedy = "Use another --out, or remove it to run it again"
     try:
         existing = Recipe.load(before)
     except RecipeError as error:
-        raise ReproduceError(
-            f"{name} has an invalid recipe ({error}). Use another --out, or remove it"
-        ) from error
+        raise ReproduceError(f"{name} has an invalid recipe: {error}. {remedy}") from error
     old, new = (
         recipe.portable(without=("words", "place", "pace"))
         for recipe in (existing, keep_choices(run.recipe, existing))
@@ -176,10 +136,7 @@ def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
         values["model.weights"] = Path(values["model.weights"]).name
     changed = differences(old, new)
     if changed:
-        raise ReproduceError(
-            f"{name} was made with another recipe: {'; '.join(changed[:3])}. Use another --out, or "
-            "remove it to run it again"
-        )
+        raise ReproduceError(f"{name} has another recipe: {'; '.join(changed[:3])}. {remedy}")
 
 
 class Results:
@@ -210,11 +167,7 @@ class Results:
         return cls(table, read_records(folder, table).values())
 
     def selected(self, requested: Iterable[Row] = ()) -> tuple[Row, ...]:
-        """Return the rows whose epoch a complete table selects.
-
-        None without a selection run or request, else those of the table, or all rows if there is
-        a run or request of another one.
-        """
+        """Return the rows whose epoch a complete table selects, given the runs and requests."""
         names = {*self.selection, *(row.name for row in requested)}
         default = self.table.selected_rows() if names else ()
         return default if names <= {row.name for row in default} else self.table.rows

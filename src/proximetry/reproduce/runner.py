@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,11 @@ from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
-from proximetry.recipe.schema import AUTO, read_yaml
+from proximetry.recipe.schema import AUTO, Recipe, read_yaml
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import Run, make_run, plan
-from proximetry.reproduce.records import (
-    RUNS,
-    Record,
-    Results,
-    check_same,
-    make_record,
-    read_records,
-)
+from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_records
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import (
     DEFAULTS,
@@ -49,10 +41,12 @@ from proximetry.training.sources.base import divide
 from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]
+Child = subprocess.Popen[bytes]
 LOCK_TIMEOUT = 20.0  # seconds to wait for another command in the same folder
 # A run trains on all images if there are no splits.
 _SPLITS = {"train": ("train", "all"), "test": ("test",)}
-_HEAD = "# runs at once: "
+_ENVIRONMENT = ("started", "python", "packages", "cuda", "git")
+_CURVE = ("epoch", "seconds", "evaluation_seconds", "loss", "test", "held_out")
 
 
 class Interrupted(Stopped):
@@ -84,30 +78,13 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """The recipe for the process, and the number of runs that share the device."""
+        """The recipe for the process."""
         return self.work / f"{self.run.id}.yaml"
 
     @property
     def log(self) -> Path:
         """The output of the process."""
         return self.work / f"{self.run.id}.log"
-
-    def most_at_once(self) -> int:
-        """Return the largest number of runs that shared the device, also before an interruption."""
-        try:
-            head = self.file.read_text(encoding="utf-8").partition("\n")[0]
-            return max(self.parallel, int(head.removeprefix(_HEAD)))
-        except (OSError, ValueError):
-            return self.parallel
-
-    def write(self) -> None:
-        """Write the recipe for the process."""
-        self.work.mkdir(exist_ok=True)
-        head = f"{_HEAD}{self.most_at_once()}\n"
-        atomic_write(self.file, f"{head}{self.run.recipe.to_yaml()}".encode())
-
-
-Child = subprocess.Popen[bytes]
 
 
 def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
@@ -181,8 +158,7 @@ def reproduce(
         if not options.keep_runs:
             _tidy(home, [run.id for run in runs if run.id in existing])
         left = [run for run in runs if run.id not in existing]
-        parallel = min(options.parallel, len(left))
-        jobs = []
+        parallel, jobs = min(options.parallel, len(left)), []
         for run in left:
             root, _ = datasets[run.recipe.data.dataset]
             placed = replace(run, recipe=run.recipe.override({"data.root": root}))
@@ -190,20 +166,25 @@ def reproduce(
             _check_begun(jobs[-1])
         report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
         if parallel > 1 and chosen.figure is not None and chosen.figure.kind == "curves":
-            report(
-                "runs that share a device slow each other down: with --parallel above 1 seconds "
-                "are neither drawn nor compared"
-            )
+            report("seconds of concurrent runs are neither drawn nor compared")
+
+        def finish(job: Job, code: int) -> str:
+            catalog = datasets[job.run.recipe.data.dataset][1]
+            record = _make_record(chosen, options, catalog, job, code)
+            record.write(home)
+            if not options.keep_runs:
+                _tidy(home, [job.run.id])
+            return f"{outcome(chosen, record)}, {record.seconds:.0f} s"
+
         try:
             try:
-                finish = partial(_finish, chosen, home, options, datasets)
                 failures = _perform(jobs, parallel, start, finish, report)
             finally:
                 _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
         except KeyboardInterrupt:  # also while the page is written
-            done = len(read_records(home))
             raise Interrupted(
-                f"stopped and saved: {done} runs are done in {home}. Repeat the command to resume"
+                f"stopped and saved: {len(read_records(home))} runs are done in {home}. Repeat the "
+                "command to resume"
             ) from None
     if failures:
         raise RunsFailedError(
@@ -235,7 +216,8 @@ def _perform(
                 waiting, separate, parallel = separate, deque(), 1
             while waiting and len(running) < parallel:
                 job = replace(waiting.popleft(), parallel=parallel)
-                job.write()
+                job.work.mkdir(exist_ok=True)
+                job.run.recipe.save(job.file)
                 running.append((job, start(job)))
             at_once = len(running)
             ended = [(job, child) for job, child in running if child.poll() is not None]
@@ -246,18 +228,17 @@ def _perform(
                 except Exception as error:  # the other runs continue
                     expected = isinstance(error, (ValueError, OSError))
                     text = str(error) if expected else f"{type(error).__name__}: {error}"
-                    reason = " ".join(text.split())
+                    message = " ".join(text.split())
                     if isinstance(error, _MemoryError) and job.parallel > 1:
                         separate.append(job)
-                        message = f"{reason.partition(';')[0]}; it will be run again separately"
                         if job.run.row.name not in reduced:
                             reduced.add(job.run.row.name)
                             at_once -= 1
                             parallel = max(1, min(parallel, at_once))
-                            message += f", and until then at most {parallel} at a time"
+                        message += "; it will be run again separately"
                     else:
-                        failures.append(f"{job.run}: {reason}")
-                        message = f"failed, {reason}"
+                        failures.append(f"{job.run}: {message}")
+                        message = f"failed, {message}"
                 left = len(waiting) + len(running) + len(separate)
                 report(f"{job.run}: {message}; {left} left")
             if not ended:
@@ -270,37 +251,43 @@ def _perform(
     return failures
 
 
-def _finish(
-    table: Table,
-    home: Path,
-    options: ReproduceOptions,
-    data: Mapping[str, tuple[str | None, Catalog]],
-    job: Job,
-    code: int,
-) -> str:
-    """Record a finished run, remove its temporary files, and return its outcome."""
+def _make_record(
+    table: Table, options: ReproduceOptions, catalog: Catalog, job: Job, code: int
+) -> Record:
+    """Return the record of a run whose process ended with this code."""
     if code:
         raise _failure(job, code)
-    _, catalog = data[job.run.recipe.data.dataset]
     try:
         views = _evaluate_views(job, table, catalog) if table.views else None
     except (RuntimeError, ValueError, OSError) as error:
         # The run folder stays for the next time.
         raise ReproduceError(f"it is trained, but its views were not evaluated: {error}") from error
-    record = make_record(
-        table,
-        job.run,
-        job.folder,
-        on_gpu=job.device.startswith("cuda"),
-        epochs_given=options.epochs is not None,
-        parallel=job.most_at_once(),
+    run, results, root = job.run, job.folder.read_results(), job.run.recipe.data.root
+    environment = parse_json(job.folder.environment.read_text(encoding="utf-8"))
+    weights = dict(results["weights"])
+    if weights["source"] == "file":
+        weights["origin"] = Path(weights["origin"]).name
+    return Record(
+        table=table.name,
+        row=run.row.name,
+        seed=run.seed,
+        kind=run.kind,
+        recipe=Recipe.load(job.folder.recipe).without_places().to_dict(),
+        device=environment["device"] if job.device.startswith("cuda") else "CPU",
+        environment={key: environment.get(key) for key in _ENVIRONMENT},
+        weights=weights,
+        protocol=results["protocol"],
+        notes=[note.replace(f"{root}/", "") if root else note for note in results["notes"]],
+        last=results["last"],
+        selected_epoch=results["selected"]["epoch"] if run.kind == "selection" else None,
+        seconds=results["seconds"],
+        startup_seconds=results["startup_seconds"],
+        curve=[{k: line[k] for k in _CURVE if k in line} for line in job.folder.history()],
+        parallel=job.parallel,
         images={split: len(catalog.rows(*names)) for split, names in _SPLITS.items()},
         views=views,
+        epochs_given=options.epochs is not None,
     )
-    record.write(home)
-    if not options.keep_runs:
-        _tidy(home, [job.run.id])
-    return f"{outcome(table, record)}, {record.seconds:.0f} s"
 
 
 def outcome(table: Table, record: Record) -> str:
@@ -308,8 +295,7 @@ def outcome(table: Table, record: Record) -> str:
     if record.selected_epoch is not None:
         return f"epoch {record.selected_epoch} selected on held-out classes"
     metric = table.metrics[0]
-    values = sample([record], metric)
-    return f"{metric} {values}" if values else f"no {metric}"
+    return f"{metric} {sample([record], metric) or 'missing'}"
 
 
 def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]]:
@@ -334,8 +320,6 @@ def _failure(job: Job, code: int) -> ReproduceError:
         return _MemoryError("its process was killed by signal 9; perhaps memory ran out")
     if code < 0:
         return ReproduceError(f"its process was killed by signal {-code}")
-    if code == 130:
-        return ReproduceError("it was stopped by a signal, and saved")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else f"its process ended with code {code}"
@@ -365,19 +349,19 @@ def _find_data(
     outer = Path(data).expanduser()
     inner = outer / name
     root = (inner if inner.is_dir() or not single else outer).absolute()
+    splits = {"train": info.train, "test": info.test}
+    if table.protocol == "held_out":
+        del splits["test"]  # it is not used
     try:
         catalog = open_dataset(name, root)
-        splits = {"train": info.train, "test": info.test}
-        if table.protocol == "held_out":
-            del splits["test"]  # it is not used
         for split, size in splits.items():
             classes = len(catalog.subset(catalog.rows(*_SPLITS[split])).class_names)
             if classes == 0:
                 raise ValueError(f"{root} has no images of split {split!r}")
             if size is not None and classes != size.classes:
                 raise ValueError(
-                    f"{root} holds {classes} classes of split {split!r} instead of "
-                    f"{size.classes}: this is not {info.title}"
+                    f"{root} is not {info.title}: split {split!r} has {classes} classes, not "
+                    f"{size.classes}"
                 )
     except (ValueError, OSError) as error:
         raise ReproduceError(f"{error}. {hint}") from error
@@ -391,13 +375,9 @@ def _lock(home: Path, report: Report, timeout: float = LOCK_TIMEOUT) -> Iterator
         home.mkdir(parents=True, exist_ok=True)
         lock = take_lock(home / ".lock", timeout, report)
     except TimeoutError as error:
-        raise ReproduceError(
-            f"{error} is running in {home}. Wait for it, or use another --out"
-        ) from None
+        raise ReproduceError(f"{home} is in use by {error}. Wait, or use another --out") from None
     except OSError as error:
-        raise ReproduceError(
-            f"--out {home} is not writable: {error.strerror}. Choose another folder"
-        ) from error
+        raise ReproduceError(f"--out {home} is not writable: {error.strerror}") from error
     try:
         yield
     finally:
@@ -412,12 +392,10 @@ def _check_existing(
     records = read_records(home, table)
     for name, record in records.items():
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
+        where, epochs = f"{home / RUNS}: {name}", record.recipe["training"]["epochs"]
         if record.epochs_given and run.recipe.training.epochs == AUTO:
-            raise ReproduceError(
-                f"{home / RUNS}: {name} was made with --epochs "
-                f"{record.recipe['training']['epochs']}. Pass it again, or use another --out"
-            )
-        check_same(f"{home / RUNS}: {name}", record.recipe, run)
+            raise ReproduceError(f"{where} has --epochs {epochs}. Give it, or use another --out")
+        check_same(where, record.recipe, run)
     return records
 
 
@@ -460,11 +438,10 @@ def _tidy(home: Path, names: Iterable[str]) -> None:
 @contextmanager
 def _terminate_like_interrupt() -> Iterator[None]:
     """Let SIGTERM act as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if in_main:
+            signal.signal(signal.SIGTERM, before)

@@ -96,12 +96,9 @@ def compare_claim(claim: Claim, results: Results) -> Finding:
     if a is None or b is None:
         return Finding("no seed in common" if better and worse else "not run", published)
     difference, limit = a.mean - b.mean, noise(a, b)
-    verdict = verdict_on(difference, limit) if len(seeds) > 1 else "one seed, not tested"
+    verdict: Verdict = "holds" if difference > 0 else "does not hold"
+    if len(seeds) == 1:
+        verdict = "one seed, not tested"
+    elif limit is None or abs(difference) <= limit:
+        verdict = "within the noise"
     return Finding(verdict, published, difference, limit, seeds)
-
-
-def verdict_on(difference: float, limit: float | None) -> Verdict:
-    """Return whether a difference exceeds the noise."""
-    if limit is None or abs(difference) <= limit:
-        return "within the noise"
-    return "holds" if difference > 0 else "does not hold"

@@ -152,15 +152,15 @@ class Table(Section):
         differences: sentences about how our setting differs from the published one.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
     title: str = ""
     source: str = ""
     protocol: Literal["last", "held_out"] = "last"
     published: Published = Published()
     recipe: str | None = None
     base: dict[str, Any] = Field({})
-    rows: tuple[Row, ...]
-    metrics: tuple[str, ...] = ("recall@1",)
+    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
+    metrics: Annotated[tuple[str, ...], Field(min_length=1)] = ("recall@1",)
     seconds: Flag = False
     dims: tuple[Dim, ...] = ()
     views: tuple[tuple[Side, Side], ...] = ()
@@ -171,11 +171,6 @@ class Table(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.name):
-            raise ValueError(f"name {self.name!r} must be lowercase letters, digits, dots, hyphens")
-        for key in ("rows", "metrics"):
-            if not getattr(self, key):
-                raise ValueError(f"{key} is empty: give at least one")
         slugs = ["", *(row.slug for row in self.rows)]
         wrong = [row.name for row in self.rows if slugs.count(row.slug) > 1]
         if wrong:
