@@ -55,7 +55,7 @@ def test_hovering_a_dot_shows_its_class(page):
     )
     assert tip.inner_text().strip() in (name, shown)
     assert "data:image/webp" in page.locator(".map .tip i").evaluate(
-        "picture => getComputedStyle(picture).backgroundImage"
+        "image => getComputedStyle(image).backgroundImage"
     )
 
 

@@ -193,7 +193,7 @@ def test_comparison_reports_paired_differences(comparison, records, found):
     assert keys == {"training.seed": ["0", "1"]}
     right = [f.neighbors.hits[:, 0] for f in found]
     alone = int((right[0] & ~right[1]).sum())
-    assert f"in seed0 alone for {alone}, in seed1 alone for" in comparison.text
+    assert f"only in seed0 for {alone}, only in seed1 for" in comparison.text
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,11 @@ def test_page_lists_options_that_no_paper_uses(whole, cache):
 
     some, every = differences("Proxy-Anchor"), differences("Proxy-Anchor", "MPA, K = 2")
     assert "probability 0.2, those before it with less, unless the row overrides it." in some
-    assert "by their center alone, 0.875, 0.5 of the sides, enlarged to the same size" in some
+    assert "by their center only, 0.875, 0.5 of the sides, enlarged to the same size" in some
     assert "(fitted on training images), each component divided by its standard deviation" in some
     assert "to the power 0.25." in some
     assert "unless the row" not in every
-    assert "center alone" not in differences()
+    assert "center only" not in differences()
 
 
 def test_page_shows_ours_beside_the_published(whole):

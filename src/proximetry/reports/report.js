@@ -4,25 +4,25 @@ for (const map of document.querySelectorAll(".map")) {
   const tip = document.createElement("div");
   tip.className = "tip";
   tip.hidden = true;
-  const picture = document.createElement("i");
+  const preview = document.createElement("i");
   const name = document.createElement("span");
-  tip.append(picture, name);
+  tip.append(preview, name);
   map.append(tip);
   const groups = [...map.querySelectorAll("g[data-class]")];
   for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip shows it
   const source = map.querySelector("img.sprite");
   const columns = Number(map.dataset.columns);
   if (source) {
-    picture.style.backgroundImage = `url(${source.src})`;
-    picture.style.backgroundSize = `${columns * 96}px auto`;
-  } else picture.remove();
+    preview.style.backgroundImage = `url(${source.src})`;
+    preview.style.backgroundSize = `${columns * 96}px auto`;
+  } else preview.remove();
   const hide = () => { tip.hidden = true; };
   const show = (event) => {
     const point = event.target.closest("circle");
     if (!point) return hide();
     name.textContent = point.parentNode.dataset.class;
     const number = Number(point.dataset.i);
-    picture.style.backgroundPosition =
+    preview.style.backgroundPosition =
       `-${(number % columns) * 96}px -${Math.floor(number / columns) * 96}px`;
     tip.hidden = false;
     const box = map.getBoundingClientRect(), at = point.getBoundingClientRect();

@@ -106,7 +106,7 @@ def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train
             stdout=None if job.parallel == 1 and sys.stdout.isatty() else log,
             stderr=log,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then decides
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
 
 
