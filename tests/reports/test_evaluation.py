@@ -71,14 +71,9 @@ def test_worst_and_best_queries(found):
         for query in sorted(range(len(labels)), key=key):
             expected.setdefault(labels[query], query)
         assert chosen == [*expected.values()][:4]
-
-
-def test_rank_of_the_first_positive(found):
-    result = found[0]
-    labels = result.catalog.labels
-    for query, order in enumerate(rankings(result)[0]):
-        place = next(i for i, row in enumerate(order, 1) if labels[row] == labels[query])
-        assert result.first_positive(query) == place
+    for query, order in enumerate(orders):
+        rank = next(i for i, row in enumerate(order, 1) if labels[row] == labels[query])
+        assert result.first_positive(query) == rank
 
 
 def test_confused_classes(found):
@@ -115,7 +110,7 @@ def test_roles_separate_queries_and_gallery(found, records, table, tmp_path):
     assert "have changed" in result.notes[-1]
 
 
-def test_proxies_of_the_selected_epoch(records):
+def test_proxies_of_the_selected_epoch(records, run):
     record = records[0]
     found = read_proxies(record)
     assert found.epoch == record.results["selected"]["epoch"]
@@ -124,6 +119,8 @@ def test_proxies_of_the_selected_epoch(records):
     assert found.names == Embedder.load(record.folder.embedder).class_names
     if found.epoch == record.results["last"]["epoch"]:
         assert found.angles == pytest.approx(record.results["last"]["proxies"])
+    (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
+    assert read_proxies(RunRecord.read(run)).epoch == record.results["last"]["epoch"]
 
 
 def training_images(result, table):
@@ -199,12 +196,6 @@ def test_checkpoint_of_another_architecture_is_rejected(home, table, records, tm
         _as_trained(read_proxies(record), evaluate_run(record).embedder)
 
 
-def test_proxies_fall_back_to_last_checkpoint(run):
-    (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
-    record = RunRecord.read(run)
-    assert read_proxies(record).epoch == record.results["last"]["epoch"]
-
-
 def many_classes(count):
     """Evaluation of two images each of ``count`` classes, without files."""
     labels = tuple(f"class {row // 2}" for row in range(2 * count))
@@ -248,10 +239,7 @@ def test_page_of_many_classes_lists_all_and_stays_small(found):
     assert len(sample) == len(set(sample.tolist())) == MAPPED
     assert np.array_equal(sample, result.sample())
     assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
-
-
-def test_map_of_few_large_classes_shows_all_classes(found):
     labels = tuple(f"class {row % 5}" for row in range(3000))
-    catalog = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
-    sample = replace(found[0], catalog=catalog).sample()
-    assert np.bincount(catalog.codes[sample]).tolist() == [MAPPED // 5] * 5
+    few = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
+    sample = replace(found[0], catalog=few).sample()
+    assert np.bincount(few.codes[sample]).tolist() == [MAPPED // 5] * 5

@@ -176,13 +176,10 @@ def test_automatic_drops_stay_automatic(row):
 
 
 def test_table_overrides_gpu_defaults(tmp_path):
-    values = with_base(table_values(tmp_path), "data", cache="pixels")
-    table = Table.load(with_base(values, "training", precision="float32"))
+    table = Table.load(with_base(table_values(tmp_path), "training", precision="float32"))
     recipe = make_run(table, table.rows[0], 0, "full", on_gpu=True).recipe
-    assert recipe.data.cache == "pixels"
     assert recipe.training.precision == "float32"
     assert recipe.training.cuda_graph
-    assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size
 
 
 def test_search_holds_out_classes_and_skips_the_test_set(tmp_path):

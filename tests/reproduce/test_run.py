@@ -346,8 +346,7 @@ class InTurn:
         raise AssertionError
 
 
-@pytest.mark.parametrize("code", [1, -9])
-@pytest.mark.parametrize("room", [2, 1])
+@pytest.mark.parametrize(("room", "code"), [(2, 1), (1, -9)])
 def test_run_out_of_memory_is_repeated_separately(cache, data, tmp_path, room, code):
     lines, crowd = [], Crowd(room, code=code)
     table = make_table(cache, selection=False)
@@ -446,17 +445,6 @@ def test_remains_of_a_removed_run_folder_are_ignored(whole, data, cache, tmp_pat
     home = run_table(make_table(cache), data, out, seeds=(0, 1))
     assert numbers(home) == numbers(whole[0])
     assert not (home / "work").exists()
-
-
-def test_ctrl_c_while_the_page_is_written(whole, data, cache, tmp_path, monkeypatch):
-    out = copy_of(whole, tmp_path)
-
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "page", stop)
-    with pytest.raises(Interrupted, match="6 runs are done"):
-        run_table(make_table(cache), data, out, seeds=(0, 1))
 
 
 def test_seconds_of_concurrent_runs_are_not_compared(cache, data, tmp_path):
