@@ -47,8 +47,9 @@ def test_selection_of_some_rows(tmp_path):
     every = [run.id for run in plan(table, ReproduceOptions(selection=True))]
     assert results.missing([0], table.selected_rows(True)) == every
     assert len(every) == 4
-    there = Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")])
-    assert there.selected() == table.rows
+    assert (
+        Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")]).selected() == table.rows
+    )
     recipe = recipe_of(table).to_dict()
     for rows, word in ((table.rows, " --selection"), (table.rows[1:], ""), ((), " --no-selection")):
         command = command_for(table, "MPA, K = 2", [0], recipe, rows, False)

@@ -173,24 +173,14 @@ def test_invalid_recipe_of_a_row_is_reported(tmp_path, changes, message):
 
 
 def test_table_overrides_a_shipped_recipe():
-    values = {
-        "name": "over",
-        "recipe": "cub-proxy-anchor",
-        "base": {"training.epochs": 7},
-        "rows": [{"name": "plain"}, {"name": "narrow", "changes": {"model.dim": 64}}],
-    }
-    table = Table.load(values)
+    rows = [{"name": "plain"}, {"name": "narrow", "changes": {"model.dim": 64}}]
+    base = {"training.epochs": 7}
+    table = Table.load({"name": "t", "recipe": "cub-proxy-anchor", "base": base, "rows": rows})
     shipped = Recipe.load("cub-proxy-anchor")
     plain, narrow = (make_run(table, row, 0, "full").recipe for row in table.rows)
-    assert plain.training.epochs == 7
-    assert plain.evaluation.protocol == "last"
-    assert (plain.loss, plain.optimizer, plain.model) == (
-        shipped.loss,
-        shipped.optimizer,
-        shipped.model,
-    )
-    assert narrow.model.dim == 64
-    assert {table.dataset(row) for row in table.rows} == {"cub"}
+    assert (plain.training.epochs, plain.evaluation.protocol) == (7, "last")
+    assert (plain.loss, plain.optimizer) == (shipped.loss, shipped.optimizer)
+    assert (plain.model.dim, narrow.model.dim) == (shipped.model.dim, 64)
 
 
 def test_table_is_named_after_its_file(tmp_path):

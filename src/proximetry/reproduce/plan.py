@@ -71,8 +71,7 @@ def command_for(
     datasets = {table.dataset(row) for row in table.rows}
     data = datasets.pop().upper() if len(datasets) == 1 else "DATA"
     name = table.name if table.name in shipped_tables() else f"{table.name}.yaml"
-    words = ["proximetry", "reproduce", name, "--data", data]
-    words += ["--seeds", *map(str, seeds)]
+    words = ["proximetry", "reproduce", name, "--data", data, "--seeds", *map(str, seeds)]
     if model["backbone"] != default.get("backbone"):
         words += ["--backbone", model["backbone"]]
     if model["weights"] != default.get("weights", "auto"):

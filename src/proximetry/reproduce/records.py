@@ -166,16 +166,17 @@ class Results:
         """Read the runs in a folder."""
         return cls(table, read_records(folder, table).values())
 
-    def selected(self, requested: Iterable[Row] = ()) -> tuple[Row, ...]:
-        """Return the rows whose epoch a complete table selects, given the runs and requests."""
-        names = {*self.selection, *(row.name for row in requested)}
-        default = self.table.selected_rows() if names else ()
-        return default if names <= {row.name for row in default} else self.table.rows
+    def selected(self) -> tuple[Row, ...]:
+        """Return the rows whose epoch was to be selected, as far as the runs show."""
+        default = self.table.selected_rows() if self.selection else ()
+        return (
+            default if self.selection.keys() <= {row.name for row in default} else self.table.rows
+        )
 
     def missing(self, seeds: Iterable[int], selected: Iterable[Row]) -> list[str]:
         """Return the ids of the runs that a complete table would also have."""
         existing = {record.id for record in self.everything}
         all_seeds = sorted({*self.seeds, *seeds})
         names = [run_id(row.slug, seed, "full") for seed in all_seeds for row in self.table.rows]
-        names += [run_id(row.slug, 0, "selection") for row in self.selected(selected)]
+        names += [run_id(row.slug, 0, "selection") for row in selected]
         return [name for name in names if name not in existing]

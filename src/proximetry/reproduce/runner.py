@@ -203,12 +203,10 @@ def _perform(
 ) -> list[str]:
     """Run the jobs, ``parallel`` at a time, and return the failures; on interruption, save all.
 
-    A run that is out of memory beside others is repeated separately at the end. The first such run
-    of a row also reduces ``parallel``.
+    A run that is out of memory beside others is repeated separately at the end.
     """
     waiting, separate = deque(jobs), deque[Job]()
     failures: list[str] = []
-    reduced: set[str] = set()  # rows
     running: list[tuple[Job, Child]] = []
     try:
         while waiting or running or separate:
@@ -219,7 +217,6 @@ def _perform(
                 job.work.mkdir(exist_ok=True)
                 job.run.recipe.save(job.file)
                 running.append((job, start(job)))
-            at_once = len(running)
             ended = [(job, child) for job, child in running if child.poll() is not None]
             for job, child in ended:
                 running.remove((job, child))
@@ -231,10 +228,6 @@ def _perform(
                     message = " ".join(text.split())
                     if isinstance(error, _MemoryError) and job.parallel > 1:
                         separate.append(job)
-                        if job.run.row.name not in reduced:
-                            reduced.add(job.run.row.name)
-                            at_once -= 1
-                            parallel = max(1, min(parallel, at_once))
                         message += "; it will be run again separately"
                     else:
                         failures.append(f"{job.run}: {message}")

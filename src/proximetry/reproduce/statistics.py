@@ -67,13 +67,9 @@ def noise(a: Sample, b: Sample) -> float | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """A published claim beside our results, in percentage points.
+    """A published difference beside ours over the common seeds, in percentage points.
 
-    Attributes:
-        published: the published difference, if both figures were published.
-        difference: of our means over the common seeds.
-        noise: half the 95 % confidence interval of the difference; None if unknown.
-        seeds: the seeds of both rows.
+    ``noise`` is half the 95 % confidence interval of our difference.
     """
 
     verdict: Verdict
