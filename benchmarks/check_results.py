@@ -13,33 +13,30 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.results_page import (
-    HOME,
     OF_TEST_IMAGES,
     PAGE,
-    STUDIES,
     TOLERANCES,
     make_page,
     repeats,
     same_losses,
-    searches,
     spread,
-    study_page,
 )
 from benchmarks.results_page import twins as find_twins
+from benchmarks.studies import HOME, is_search, read_study, studies, study_page
 from proximetry.recipe.auto import choose_epochs, keep_choices
 from proximetry.recipe.loading import plain_values
 from proximetry.recipe.schema import AUTO, Recipe
-from proximetry.reproduce.options import ReproduceOptions
-from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import make_run, scale
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_runs
-from proximetry.reproduce.table import ReproduceError, Table, shipped_tables
+from proximetry.reproduce.table import (
+    ReproduceError,
+    ReproduceOptions,
+    Table,
+    shipped_tables,
+)
 
-ROOT = Path(__file__).parents[1]
-# Tables that were also run with fewer epochs.
-SHORTER = ROOT / "benchmarks" / "30-epochs"
-# Folders of results that are not those of a table.
-OTHERS = ("faces",)
+ROOT = HOME.parent
+SEARCH = HOME / "best-recipe-search"
 UPDATE = "Run python -m benchmarks.results_page."
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
 _PATH = re.compile(r'(?<![\w./])(~?/|[A-Za-z]:\\\\)\w[^\s"]*')
@@ -61,28 +58,21 @@ BEST = (
 )
 
 
-def check_folder(home: Path, table: Table) -> Iterator[str]:
-    """The page of a table matches its runs, and these match its rows."""
+def check_study(study: Path) -> Iterator[str]:
+    """The page of a study matches its runs, and these its tables; searches use no test set."""
     try:
-        results = Results.read(table, home)
+        every, text = read_study(study), study_page(study)
     except ReproduceError as error:
         yield str(error)
         return
-    if (home / "README.md").read_text(encoding="utf-8") != page(results):
-        yield f"{home / 'README.md'} does not match {RUNS}. Render it again."
-    yield from check_runs(home, results)
-
-
-def check_study(home: Path) -> Iterator[str]:
-    """The page of a study matches its runs, and these its tables; none uses the test set."""
-    if (home / "README.md").read_text(encoding="utf-8") != study_page(home):
-        yield f"{home / 'README.md'} does not match {RUNS}. {UPDATE}"
-    for results in searches(home):
-        yield from check_runs(home, results)
-        for record in results.everything:
+    if (study / "README.md").read_text(encoding="utf-8") != text:
+        yield f"{study / 'README.md'} does not match {RUNS}. {UPDATE}"
+    for results in every:
+        yield from check_runs(study, results)
+        for record in results.everything if is_search(study) else ():
             seen = any("test" in line for line in (record.last, *record.curve))
             if seen or record.kind != "held_out":
-                yield f"{home / RUNS}: {record.table}: {record.id} uses the test set"
+                yield f"{study / RUNS}: {record.table}: {record.id} uses the test set"
 
 
 def check_runs(home: Path, results: Results) -> Iterator[str]:
@@ -90,6 +80,9 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
     table = results.table
     if not results.runs:
         yield f"{home / RUNS} holds no runs of {table.name}"
+    for record in read_runs(home):
+        if record.table == table.name and record.row not in results.runs_of:
+            yield f"{home / RUNS}: {record.id} has an unknown row: {record.row}"
     for record in results.everything:
         row = table.row(record.row)
         epochs = record.recipe["training"]["epochs"]
@@ -109,12 +102,12 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
                 yield f"{name} has {epochs} epochs without --epochs, not {usual}"
 
 
-def check_paths(home: Path = ROOT / "benchmarks") -> Iterator[str]:
-    """No JSON file names a place on somebody's machine."""
+def check_paths(home: Path = HOME) -> Iterator[str]:
+    """No JSON file contains an absolute path."""
     for file in sorted([*home.rglob("*.json"), *home.rglob("*.jsonl")]):
         found = _PATH.search(file.read_text(encoding="utf-8"))
         if found:
-            yield f"{file} names a place on somebody's machine: {found[0]}"
+            yield f"{file} contains an absolute path: {found[0]}"
 
 
 def check_page() -> Iterator[str]:
@@ -188,7 +181,7 @@ def check_best_recipes() -> Iterator[str]:
         best, table = f"best-{name}", Table.load(f"record-{name}")
         if table.recipe_values(table.row(best)) != plain_values(best):
             yield f"{table.name}: row {best} is not the recipe of that name"
-        runs = [run for run in read_runs(STUDIES[0]) if run.table == f"{name}-large"]
+        runs = [run for run in read_runs(SEARCH) if run.table == f"{name}-large"]
         tried = (Recipe.load(run.recipe) for run in runs)
         if not any(trains_alike(Recipe.load(best), one, untried) for one in tried):
             yield f"{best} does not train as any run of {name}-large"
@@ -249,12 +242,12 @@ def check_readme(records: Iterable[Record]) -> Iterator[str]:
         ),
         "docs/training.md": (f"{best['cub']:.1f} with both and {plain['cub']} with neither",),
     }
-    yield from _unsaid(sentences)
+    yield from _missing_text(sentences)
 
 
 def check_faces() -> Iterator[str]:
     """The pages on faces repeat the figures of the JSON files."""
-    home = HOME / "faces"
+    home = HOME / "faces-lfw"
     values = json.loads((home / "lfw.json").read_text(encoding="utf-8"))
     verified, identified = values["verify"], values["identify"]
     accuracy = f"{100 * verified['accuracy']:.2f} ± {100 * verified['standard_error']:.2f} %"
@@ -264,25 +257,24 @@ def check_faces() -> Iterator[str]:
     needed = (accuracy, folds, f"{100 * verified['eer']:.2f} %", *rates, *tar)
     page = str((home / "README.md").relative_to(ROOT))
     said = {page: needed, "docs/faces.md": (accuracy, rates[0])}
-    yield from _unsaid({file: map(re.escape, these) for file, these in said.items()})
+    yield from _missing_text({file: map(re.escape, these) for file, these in said.items()})
 
 
-def _unsaid(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
+def _missing_text(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
     for file, needed in sentences.items():
         text = " ".join((ROOT / file).read_text(encoding="utf-8").split())
         for sentence in needed:
             if not re.search(sentence, text):
-                yield f"{file} does not say: {sentence}"
+                yield f"{file} does not contain: {sentence}"
 
 
 def complaints() -> Iterator[str]:
     """Everything that is wrong."""
-    for home in (*_tables(HOME), *_tables(SHORTER)):
-        yield from check_folder(home, Table.load(home.name))
-    for home in STUDIES:
-        yield from check_study(home)
-    every = (read_runs(home) for home in _tables(HOME))
-    runs = [run for found in every for run in found if run.kind == "full"]
+    for study in studies():
+        yield from check_study(study)
+    runs = [
+        run for name in shipped_tables() for run in read_runs(HOME / name) if run.kind == "full"
+    ]
     yield from check_paths()
     yield from check_page()
     yield from check_repeats(runs)
@@ -292,10 +284,6 @@ def complaints() -> Iterator[str]:
     yield from check_best_recipes()
     yield from check_readme(runs)
     yield from check_faces()
-
-
-def _tables(home: Path) -> list[Path]:
-    return [path for path in sorted(home.iterdir()) if path.is_dir() and path.name not in OTHERS]
 
 
 def main() -> int:

@@ -1,25 +1,21 @@
-"""Write docs/results.md and the pages of searches from their runs.
+"""Write docs/results.md, and the pages and figures of all studies, from their runs.
 
 python -m benchmarks.results_page
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.studies import HOME, read_study, studies, study_page
 from proximetry.recipe.schema import Recipe
-from proximetry.reproduce.page import grid, overview, page
-from proximetry.reproduce.records import Record, Results, read_runs
-from proximetry.reproduce.statistics import Verdict, examine
+from proximetry.reproduce.figures import draw
+from proximetry.reproduce.page import grid, overview
+from proximetry.reproduce.records import Record, Results
+from proximetry.reproduce.statistics import Verdict, compare_claim
 from proximetry.reproduce.table import Table, shipped_tables
 
-HOME = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
-STUDIES = tuple(Path(__file__).parent / name for name in ("record", "defaults", "regularface"))
-
-_GENERATED = "<!-- Generated from runs.jsonl by python -m benchmarks.results_page. -->\n"
+PAGE = HOME.parent / "docs" / "results.md"
 
 # How far runs of one recipe and seed on one GPU may differ: loss (relative) and recall@1 (points)
 # at any epoch, and recall@1 at the last one.
@@ -33,7 +29,7 @@ def make_page() -> str:
     every = [Results.read(Table.load(name), HOME / name) for name in names]
     parts = [introduction, in_short(every)]
     parts += [
-        overview(results, f"../benchmarks/results/{results.table.name}")
+        overview(results, f"../benchmarks/{results.table.name}")
         for results in every
         if results.runs
     ]
@@ -45,19 +41,6 @@ def make_page() -> str:
     return "\n".join(parts)
 
 
-def searches(home: Path) -> list[Results]:
-    """The tables of a study, each with its runs."""
-    tables, runs = map(Table.load, sorted(home.glob("*.yaml"))), read_runs(home)
-    return [Results(table, [run for run in runs if run.table == table.name]) for table in tables]
-
-
-def study_page(home: Path) -> str:
-    """The page of a study: its text as it is, then a section for each table."""
-    text = (home / "README.md").read_text(encoding="utf-8").partition(_GENERATED)[0]
-    sections = [re.sub("^#", "##", page(results), flags=re.MULTILINE) for results in searches(home)]
-    return "\n".join([f"{text}{_GENERATED}\n", *sections])
-
-
 def in_short(every: Iterable[Results]) -> str:
     """How many published claims stand, table by table; and which tables were not run."""
     absent, counts = [], []
@@ -66,7 +49,7 @@ def in_short(every: Iterable[Results]) -> str:
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
         elif table.claims:
-            verdicts = Counter(examine(claim, results).verdict for claim in table.claims)
+            verdicts = Counter(compare_claim(claim, results).verdict for claim in table.claims)
             counts.append((table.title, verdicts))
     # Whatever came out has a column, so that every claim is counted.
     columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
@@ -169,9 +152,12 @@ def _about_twins(group: Sequence[Record]) -> str:
 
 
 def main() -> None:
+    """Write all pages and figures."""
     PAGE.write_text(make_page(), encoding="utf-8")
-    for home in STUDIES:
-        (home / "README.md").write_text(study_page(home), encoding="utf-8")
+    for study in studies():
+        (study / "README.md").write_text(study_page(study), encoding="utf-8")
+        for results in read_study(study):
+            draw(results, study)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs on images whose classes and files have names that strangers might choose."""
+"""Runs on images whose classes and files have hostile names."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ VOID = {"meta", "img", "br", "col", "input"}
 
 
 def make_table(home, seed=0):
-    """Ten classes to train on, six to be found, one of them with a name that is no name."""
+    """Ten training and six test classes, one of them with a hostile name."""
     images = make_images(home / "images", classes=16, seed=seed)
     (images / "class12" / "0.png").rename(images / "class12" / FILE)
     rows = []
@@ -79,7 +79,7 @@ def found(records):
 
 
 class Page(HTMLParser):
-    """Elements of a page and tables by their captions; refuses what is not closed in order."""
+    """Elements of a page and tables by their captions; elements must be closed in order."""
 
     def __init__(self, content):
         super().__init__(convert_charrefs=True)

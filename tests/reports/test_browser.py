@@ -1,4 +1,4 @@
-"""The page in a browser: the map answers, nothing is wider than a phone, no script complains."""
+"""The page in a browser: map, search field, width of a phone, no errors of scripts."""
 
 import shutil
 
@@ -31,19 +31,19 @@ def file(records, found, tmp_path_factory):
 @pytest.fixture
 def page(browser, file):
     context = browser.new_context(viewport={"width": 1000, "height": 900})
-    opened, said = context.new_page(), []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("dialog", lambda dialog: said.append(dialog.message))
+    opened, errors = context.new_page(), []
+    opened.on("console", lambda message: errors.append(message.text))
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("dialog", lambda dialog: errors.append(dialog.message))
     opened.goto(file.as_uri())
     yield opened
     context.close()
-    assert said == []
+    assert errors == []
 
 
-def test_pointing_at_a_dot_tells_its_class(page):
+def test_hovering_a_dot_shows_its_class(page):
     dot = page.locator(".map g[data-class] circle").first
-    wanted = dot.evaluate("dot => dot.parentNode.dataset.class")
+    name = dot.evaluate("dot => dot.parentNode.dataset.class")
     tip = page.locator(".map .tip")
     assert tip.is_hidden()
     dot.scroll_into_view_if_needed()
@@ -53,24 +53,24 @@ def test_pointing_at_a_dot_tells_its_class(page):
         "([x, y]) => document.elementFromPoint(x, y).parentNode.dataset.class",
         [dot.bounding_box()["x"] + 4, dot.bounding_box()["y"] + 4],
     )
-    assert tip.inner_text().strip() in (wanted, shown)
+    assert tip.inner_text().strip() in (name, shown)
     assert "data:image/webp" in page.locator(".map .tip i").evaluate(
-        "picture => getComputedStyle(picture).backgroundImage"
+        "image => getComputedStyle(image).backgroundImage"
     )
 
 
-def test_a_name_shows_its_class_alone(page):
+def test_name_highlights_its_class(page):
     field = page.locator("#map-class")
     assert field.is_visible()
     field.fill("alert('CLASS')")
     assert page.locator("g.on").count() == 1
     assert page.locator("g.on").get_attribute("data-class") == HOSTILE
-    assert page.locator("#map-told").inner_text() == "1 classes"
+    assert page.locator("#map-count").inner_text() == "1 classes"
     field.fill("")
     assert page.locator(".map.chosen").count() == 0
 
 
-def test_a_class_is_found_in_the_table(page):
+def test_search_field_filters_the_table(page):
     page.locator("summary", has_text="All 6 classes").click()
     page.locator("#find-row").fill("class11")
     rows = page.locator("#every-class tbody tr:visible")
@@ -79,7 +79,7 @@ def test_a_class_is_found_in_the_table(page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_the_whole_width(browser, file, scheme):
+def test_page_fits_a_phone(browser, file, scheme):
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     opened = context.new_page()
     opened.goto(file.as_uri())

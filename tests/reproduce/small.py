@@ -133,10 +133,8 @@ def numbers(home):
 
 
 def remove_runs(home, *names):
-    """Remove runs as if they had not been made."""
     write_records(home, [r for name, r in read_records(home).items() if name not in names])
 
 
 def edit_run(home, name, **fields):
-    """Replace fields of a run."""
     read_records(home)[name].model_copy(update=fields).write(home)

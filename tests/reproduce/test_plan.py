@@ -1,4 +1,4 @@
-"""Runs from tables: identities, scaled schedules, what a GPU and a person change."""
+"""Runs of tables: ids, scaled schedules, options and devices."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from tests.reproduce.small import make_table, table_values, with_base
 from tests.reproduce.test_statistics import record
 
 
-def test_runs_have_names_of_their_own_and_come_seed_by_seed(tmp_path):
+def test_runs_have_unique_ids_and_come_seed_by_seed(tmp_path):
     table = make_table(tmp_path)
     runs = plan(table, ReproduceOptions(seeds=(3, 1)))
     assert [run.id for run in runs] == [
@@ -28,7 +28,7 @@ def test_runs_have_names_of_their_own_and_come_seed_by_seed(tmp_path):
     assert str(runs[1]) == "MPA, K = 2, seed 3"
 
 
-def test_some_rows_by_name(tmp_path):
+def test_rows_by_name(tmp_path):
     table = make_table(tmp_path)
     runs = plan(table, ReproduceOptions(rows=("MPA, K = 2",), selection=False))
     assert [run.id for run in runs] == ["mpa-k-2-seed0"]
@@ -37,23 +37,25 @@ def test_some_rows_by_name(tmp_path):
         plan(table, ReproduceOptions(rows=("MPA, K = 3",)))
 
 
-def test_the_epoch_may_be_selected_of_some_rows_alone(tmp_path):
+def test_selection_of_some_rows(tmp_path):
     table = make_table(tmp_path, selection=["MPA, K = 2"])
     ids = ["proxy-anchor-seed0", "mpa-k-2-seed0", "mpa-k-2-selection"]
     assert [run.id for run in plan(table, ReproduceOptions())] == ids
     results = Results(table, [])
     assert results.missing([0], table.selected_rows()) == ids
     assert results.missing([0], ()) == ids[:2]
-    asked = ReproduceOptions(selection=True)  # for all rows, and so must it be said
-    every = [run.id for run in plan(table, asked)]
-    assert results.missing([0], table.selected_rows(asked.selection)) == every
+    every = [run.id for run in plan(table, ReproduceOptions(selection=True))]
+    assert results.missing([0], table.selected_rows(True)) == every
     assert len(every) == 4
-    there = Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")])
-    assert there.selected() == table.rows  # it was asked for before
+    assert (
+        Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")]).selected() == table.rows
+    )
     recipe = recipe_of(table).to_dict()
     for rows, word in ((table.rows, " --selection"), (table.rows[1:], ""), ((), " --no-selection")):
-        said = command_for(table, "MPA, K = 2", [0], recipe, rows, False)
-        assert said.removeprefix("proximetry reproduce small.yaml --data FOLDER --seeds 0") == word
+        command = command_for(table, "MPA, K = 2", [0], recipe, rows, False)
+        assert (
+            command.removeprefix("proximetry reproduce small.yaml --data FOLDER --seeds 0") == word
+        )
     others = plan(table, ReproduceOptions(rows=("Proxy-Anchor",)))
     assert [run.id for run in others] == ["proxy-anchor-seed0"]
     assert len(plan(table, ReproduceOptions(selection=False))) == 2
@@ -62,7 +64,7 @@ def test_the_epoch_may_be_selected_of_some_rows_alone(tmp_path):
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1), (-1,)])
-def test_wrong_seeds(tmp_path, seeds):
+def test_invalid_seeds(tmp_path, seeds):
     with pytest.raises(ReproduceError, match="seeds must be different"):
         plan(make_table(tmp_path), ReproduceOptions(seeds=seeds))
 
@@ -76,7 +78,7 @@ def recipe_of(table, row=0, **options):
     return make_run(table, table.rows[row], 0, "full", ReproduceOptions(**options)).recipe
 
 
-def test_half_the_epochs():
+def test_scaling_to_half_the_epochs():
     recipe = recipe_of(Table.load("mpa-table4"), epochs=30)
     assert recipe.training.epochs == 30
     assert recipe.schedule.every == 10
@@ -92,7 +94,7 @@ def test_half_the_epochs():
         recipe_of(steps, epochs=1)
 
 
-def test_a_step_that_is_no_whole_number_becomes_milestones():
+def test_fractional_step_becomes_milestones():
     table = Table.load("proxy-anchor-alpha")
     third = recipe_of(table, epochs=20)
     assert (third.schedule.name, third.schedule.at) == ("milestones", (3, 7, 10, 13, 17))
@@ -103,7 +105,7 @@ def test_a_step_that_is_no_whole_number_becomes_milestones():
 
 
 @given(published=st.integers(1, 80), epochs=st.integers(1, 160), every=st.integers(1, 40))
-def test_scaled_steps_drop_where_they_should(published, epochs, every):
+def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     """The rates of every epoch, beside those of the table at the same part of the way."""
     recipe = Recipe.load(
         {"training": {"epochs": published}, "schedule": {"name": "step", "every": every}}
@@ -166,7 +168,7 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
 
 
 @pytest.mark.parametrize("row", ["birds: default", "birds: default-cpu"])
-def test_drops_that_follow_the_number_of_epochs_are_left_to_follow(row):
+def test_automatic_drops_stay_automatic(row):
     table = Table.load("defaults")
     recipe = recipe_of(table, table.rows.index(table.row(row)), epochs=6)
     assert (recipe.training.epochs, recipe.schedule.every) == (6, "auto")
@@ -174,32 +176,14 @@ def test_drops_that_follow_the_number_of_epochs_are_left_to_follow(row):
         recipe_of(table, table.rows.index(table.row(row)), epochs=1)
 
 
-def test_no_epochs_at_all():
-    with pytest.raises(ReproduceError, match="at least 1, got 0"):
-        scale(Recipe(), 0)
-
-
-def test_a_table_may_decide_what_a_gpu_does(tmp_path):
-    values = with_base(table_values(tmp_path), "data", cache="pixels")
-    table = Table.load(with_base(values, "training", precision="float32"))
+def test_table_overrides_gpu_defaults(tmp_path):
+    table = Table.load(with_base(table_values(tmp_path), "training", precision="float32"))
     recipe = make_run(table, table.rows[0], 0, "full", on_gpu=True).recipe
-    assert recipe.data.cache == "pixels"
     assert recipe.training.precision == "float32"
     assert recipe.training.cuda_graph
-    assert recipe.evaluation.batch_size == Recipe().evaluation.batch_size
 
 
-def test_a_table_may_show_the_untrained_embedder(tmp_path):
-    values = table_values(tmp_path)
-    for table, untrained in (
-        (Table.load(values), False),
-        (Table.load(with_base(values, "evaluation", untrained=True)), True),
-    ):
-        for run in plan(table, ReproduceOptions()):
-            assert run.recipe.evaluation.untrained == untrained
-
-
-def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
+def test_search_holds_out_classes_and_skips_the_test_set(tmp_path):
     values = table_values(tmp_path, protocol="held_out", selection=False, claims=[], figure=None)
     table = Table.load({**values, "dims": [4, 2]})
     runs = plan(table, ReproduceOptions(epochs=6))
@@ -213,7 +197,7 @@ def test_a_search_holds_classes_out_and_sees_no_test_set(tmp_path):
         plan(table, ReproduceOptions(selection=True))
 
 
-def test_the_command_says_what_differs_from_the_table():
+def test_command_has_the_options_that_differ_from_the_table():
     table = Table.load("mpa-table5")
     plain = recipe_of(table).to_dict()
     assert command_for(table, "MPA", [0, 1], plain, table.rows, False) == (
@@ -221,8 +205,8 @@ def test_the_command_says_what_differs_from_the_table():
     )
     other = recipe_of(table, backbone="bn_inception", weights="/home/me/bn.pth", epochs=30)
     words = "--backbone bn_inception --weights bn.pth --epochs 30 --no-selection"
-    said = command_for(table, "MPA", [0], other.to_dict(), (), True)
-    assert said.endswith(f"--seeds 0 {words}")
+    command = command_for(table, "MPA", [0], other.to_dict(), (), True)
+    assert command.endswith(f"--seeds 0 {words}")
     sweep = Table.load("mpa-table7")
-    said = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), sweep.rows, False)
-    assert said.endswith("--seeds 0 --selection")
+    command = command_for(sweep, "K = 1", [0], recipe_of(sweep).to_dict(), sweep.rows, False)
+    assert command.endswith("--seeds 0 --selection")

@@ -5,9 +5,8 @@ import torch
 
 from proximetry.metrics.scores import SEPARABILITY
 from proximetry.reproduce import ReproduceError, Table, runner
-from proximetry.reproduce.page import page
-from proximetry.reproduce.records import Results, read_records
-from tests.reproduce.small import Ended, no_training, run_table, table_values, with_base
+from proximetry.reproduce.records import read_records
+from tests.reproduce.small import Ended, run_table, table_values, with_base
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +41,7 @@ def home(table, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "evaluate_embedder", no_memory)
-        sentence = "narrow, seed 0: it is trained, but its views were not evaluated: CUDA out of"
-        with pytest.raises(ReproduceError, match=sentence):
+        with pytest.raises(ReproduceError, match=r"narrow, seed 0: .* views were not evaluated"):
             run_table(table, data, out, rows=("narrow",))
     run_table(table, data, out, rows=("narrow",), start=finished)  # nothing is trained again
     text = (out / "search" / "README.md").read_text()
@@ -75,14 +73,14 @@ def test_rows_are_evaluated_once_on_held_out_classes(home):
     assert smaller != records["base-seed0"].views["24 of 24"]
 
 
-def test_a_folder_without_splits_is_there_to_be_trained_on(table, data, tmp_path):
+def test_folder_without_splits_is_trained_on(table, data, tmp_path):
     home = run_table(table, data / "train", tmp_path, rows=("base",))
     (record,) = read_records(home).values()
     assert record.images == {"train": 60, "test": 0}
     assert "your own images: 60 training, 0 test images" in (home / "README.md").read_text()
 
 
-def test_the_page_ranks_the_rows(home):
+def test_page_ranks_the_rows(home):
     records = read_records(home)
     text = (home / "README.md").read_text()
     lines = text.splitlines()
@@ -102,25 +100,3 @@ def test_the_page_ranks_the_rows(home):
     assert "Published" not in text
     assert "without a run" not in text
     assert sorted(path.name for path in home.iterdir()) == ["README.md", "runs.jsonl"]
-
-
-def test_a_row_without_the_first_metric_comes_last(home, table):
-    records = read_records(home)
-    best = max(records.values(), key=lambda r: r.metrics()["recall@1"])
-    own = {k: v for k, v in best.metrics().items() if k != "recall@1"}
-    less = best.model_copy(update={"last": {**best.last, "held_out": own}})
-    text = page(Results(table, [less, *(r for r in records.values() if r is not best)]))
-    names = [
-        line.split(" | ")[0]
-        for line in text.splitlines()
-        if line.startswith(("| base", "| narrow"))
-    ]
-    assert len(names) == 2
-    assert names[-1] == f"| {best.row}"
-    assert f"| {best.row} | — | {100 * own['map@r']:.2f} |" in text
-
-
-def test_another_recipe_under_the_same_name_is_refused(home, table, data):
-    other = table.model_copy(update={"base": {**table.base, "training": {"ema": 0.5}}})
-    with pytest.raises(ReproduceError, match=r"was made with another recipe: .*training\.ema"):
-        run_table(Table.load(other.model_dump()), data, home.parent, start=no_training)

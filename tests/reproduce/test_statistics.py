@@ -7,11 +7,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from proximetry.reproduce.records import Record, Results
-from proximetry.reproduce.statistics import Sample, examine, noise, sample, verdict_on
+from proximetry.reproduce.statistics import Sample, compare_claim, noise, sample
 from proximetry.reproduce.table import Claim
 from tests.reproduce.small import make_table
 
 percent = st.floats(0, 100)
+MPA, ANCHOR = "MPA, K = 2", "Proxy-Anchor"
+TABLE = make_table("cache")
+
+
+def compare(records, metric="recall@1"):
+    return compare_claim(Claim(better=MPA, worse=ANCHOR, metric=metric), Results(TABLE, records))
 
 
 def record(row, seed, value, **changes):
@@ -19,11 +25,9 @@ def record(row, seed, value, **changes):
     given_values = {
         "table": "small",
         "row": row,
-        "slug": row.lower(),
         "seed": seed,
         "kind": "full",
         "recipe": {},
-        "command": "",
         "device": "CPU",
         "environment": {},
         "weights": {},
@@ -46,7 +50,7 @@ def record(row, seed, value, **changes):
 
 
 @given(st.lists(percent, min_size=1, max_size=12))
-def test_mean_and_deviation_are_numpys(values):
+def test_mean_and_deviation_equal_numpy(values):
     found = Sample(tuple(values))
     assert found.mean == pytest.approx(np.mean(values), abs=1e-9)
     if len(values) == 1:
@@ -69,9 +73,13 @@ def test_welch_verdict_equals_scipy(values):
     low, high = test.confidence_interval(0.95)
     assert noise(a, b) == pytest.approx((high - low) / 2, rel=1e-6)
     assume(abs(test.pvalue - 0.05) > 1e-6)
-    verdict = verdict_on(a.mean - b.mean, noise(a, b))
+    records = [
+        record(row, seed, value / 100)
+        for row, column in ((MPA, a), (ANCHOR, b))
+        for seed, value in enumerate(column.values)
+    ]
     significant = "holds" if test.statistic > 0 else "does not hold"
-    assert verdict == (significant if test.pvalue < 0.05 else "within the noise")
+    assert compare(records).verdict == (significant if test.pvalue < 0.05 else "within the noise")
 
 
 def test_noise_of_single_values_and_without_spread():
@@ -81,46 +89,25 @@ def test_noise_of_single_values_and_without_spread():
     assert noise(Sample((0.0, 2.0)), Sample((5.0, 7.0))) == pytest.approx(4.303 * 2**0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("difference", "limit", "verdict"),
-    [
-        (2.1, 2.0, "holds"),
-        (-2.1, 2.0, "does not hold"),
-        (1.9, 2.0, "within the noise"),
-        (-1.9, 2.0, "within the noise"),
-        (0.0, 0.0, "within the noise"),
-        (9.0, None, "within the noise"),
-    ],
-)
-def test_verdicts(difference, limit, verdict):
-    assert verdict_on(difference, limit) == verdict
-
-
-def test_a_claim_beside_the_runs(tmp_path):
-    table = make_table(tmp_path)
-    mpa, anchor = "MPA, K = 2", "Proxy-Anchor"
-    ours = [record(mpa, seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))]
-    others = [record(anchor, seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))]
-
-    def find(records, metric="recall@1"):
-        return examine(Claim(better=mpa, worse=anchor, metric=metric), Results(table, records))
-
-    found = find(ours + others)
+def test_claim_is_compared_over_common_seeds():
+    ours = [record(MPA, seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))]
+    others = [record(ANCHOR, seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))]
+    found = compare(ours + others)
     assert found.published == pytest.approx(0.6)
     assert found.seeds == (0, 1)  # the others have no counterpart
     assert found.difference == pytest.approx(30.0)
     assert found.noise == pytest.approx(4.303 * 2**0.5, rel=1e-4)
     assert found.verdict == "holds"
-    assert find(ours).verdict == "not run"
-    assert find(ours[2:] + others).verdict == "no seed in common"
-    found = find(ours[:2] + others[:1])
+    assert compare(ours).verdict == "not run"
+    assert compare(ours[2:] + others).verdict == "no seed in common"
+    found = compare(ours[:2] + others[:1])
     assert found.verdict == "one seed, not tested"
     assert found.difference == pytest.approx(32.0)
     assert found.noise is None
-    assert find(ours + others, "map@r").published is None
+    assert compare(ours + others, "map@r").published is None
 
 
-def test_a_sample_at_an_epoch_and_at_the_end():
+def test_sample_at_an_epoch_and_at_the_end():
     runs = [record("a", 0, 0.5), record("a", 1, 0.7)]
     assert sample(runs, "recall@1").values == pytest.approx((50, 70))
     assert sample(runs, "recall@1", 1).values == pytest.approx((25, 35))

@@ -1,9 +1,8 @@
-"""The shipped tables, and what is said about a table that cannot be used."""
+"""The shipped tables, and errors of invalid tables."""
 
 import itertools
 
 import pytest
-import yaml
 
 from proximetry.losses import check_settings
 from proximetry.metrics.scores import SEPARABILITY
@@ -25,12 +24,10 @@ NAMES = list(shipped_tables())
 def test_all_tables_are_listed():
     lines = list_tables().splitlines()
     assert [line.split()[0] for line in lines] == NAMES
-    told = dict(zip(NAMES, lines, strict=True))
-    assert "5 runs per seed + 5 for selection" in told["mpa-table4"]
-    assert "MPA with 1 to 16 proxies per class on Cars196" in told["mpa-table8"]
+    assert "5 runs per seed + 5 for selection" in lines[NAMES.index("mpa-table4")]
 
 
-def test_the_defaults_stand_beside_the_papers_recipes_on_three_datasets():
+def test_defaults_table_compares_three_datasets():
     table = Table.load("defaults")
     names = [row.name.split(": ") for row in table.rows]
     recipes = ["default", "default-cpu", "Proxy-Anchor", "MPA-AP"]
@@ -50,7 +47,7 @@ def test_the_defaults_stand_beside_the_papers_recipes_on_three_datasets():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "defaults"])
-def test_a_shipped_table_is_whole(name):
+def test_shipped_table_is_complete(name):
     table = Table.load(name)
     assert table.name == name
     assert table.title
@@ -78,7 +75,7 @@ def test_a_shipped_table_is_whole(name):
 
 
 @pytest.mark.parametrize("name", ["proxynca-pp-cub", "proxynca-pp-cars"])
-def test_the_six_steps_each_change_one_thing_and_end_at_the_recipe(name):
+def test_steps_of_proxynca_pp_each_change_one_key(name):
     table = Table.load(name)
     recipes = [make_run(table, row, 0, "full").recipe for row in table.rows]
 
@@ -121,36 +118,30 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
     ("changes", "message"),
     [
         ({"rowz": []}, "unknown key 'rowz', did you mean 'rows'"),
-        ({"rows": []}, "at least one"),
-        ({"rows": "many"}, "rows must be a list"),
+        ({"rows": []}, "rows"),
         ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "must differ in the letters"),
         ({"rows": [{"name": "a", "publishd": {}}]}, "'rows.0.publishd', did you mean 'published'"),
         (
-            {"rows": [{"name": "a", "published": {"recall@1": 101}}]},
-            "must be less than or equal to 100",
-        ),
-        (
             {"rows": [{"name": "a", "x": 1, "published": {"recal@1": 69.2}}], "claims": []},
-            "row 'a': published 'recal@1' is not in metrics, did you mean 'recall@1'",
+            "row 'a': 'recal@1' is not in metrics, did you mean 'recall@1'",
         ),
-        ({"rows": [{"name": "!"}]}, "must differ in the letters"),
         ({"rows": [{"name": "a"}], "claims": []}, "a sweep needs x"),
         ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "no row 'MPA'"),
         (
             {"claims": [{"better": "MPA, K = 2", "worse": "Proxy-Anchor", "metric": "nmi"}]},
             "not in metrics",
         ),
-        ({"metrics": []}, "metrics is empty"),
-        ({"metrics": ["map@r"], "claims": []}, "the picture shows recall@1"),
+        ({"metrics": []}, "metrics"),
+        ({"metrics": ["map@r"], "claims": []}, "'recall@1' is not in metrics"),
         ({"figure": {"kind": "swep", "label": "K"}}, "did you mean 'sweep'"),
-        ({"name": "../up"}, "small letters"),
+        ({"name": "../up"}, "name"),
         ({"selection": "perhaps"}, "selection must be a valid boolean"),
         ({"recipe": "cub-proxy-anker"}, "no recipe 'cub-proxy-anker', did you mean"),
         ({"views": [[24, 24]]}, "views are for tables with protocol held_out"),
         (HELD_OUT, "no selection, claims or figure"),
     ],
 )
-def test_a_wrong_table_is_refused(tmp_path, changes, message):
+def test_invalid_table_is_rejected(tmp_path, changes, message):
     path = write_table(tmp_path / "wrong.yaml", table_values(tmp_path, **changes))
     with pytest.raises(ReproduceError) as error:
         Table.load(path)
@@ -158,15 +149,11 @@ def test_a_wrong_table_is_refused(tmp_path, changes, message):
     assert str(path) in str(error.value)
 
 
-def test_a_table_that_is_no_table(tmp_path):
-    path = tmp_path / "t.yaml"
-    wrong = {"[1, 2]": "holds no table", "{{{": "is not valid YAML", "title: only": "is no table"}
-    for text, message in wrong.items():
-        path.write_text(text)
-        with pytest.raises(ReproduceError, match=rf"t\.yaml {message}"):
-            Table.load(path)
-    with pytest.raises(ReproduceError, match="did you mean 'mpa-table4'"):
-        Table.load("mpa-tabel4")
+@pytest.mark.parametrize("text", ["[1, 2]", "{{{", "title: only"])
+def test_invalid_table_file(tmp_path, text):
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(ReproduceError, match=r"t\.yaml"):
+        Table.load(tmp_path / "t.yaml")
 
 
 @pytest.mark.parametrize(
@@ -178,43 +165,25 @@ def test_a_table_that_is_no_table(tmp_path):
         ({"evaluation.metrics.recall_at": [1, 2]}, "has no recall@4"),
     ],
 )
-def test_a_row_that_makes_no_recipe_is_named(tmp_path, changes, message):
+def test_invalid_recipe_of_a_row_is_reported(tmp_path, changes, message):
     table = make_table(tmp_path, rows=[{"name": "odd", "changes": changes, "x": 1}], claims=[])
     with pytest.raises(ReproduceError, match="'odd'") as error:
         plan(table, ReproduceOptions())
     assert message in str(error.value)
 
 
-def test_changes_do_not_leak_between_rows(tmp_path):
-    table = make_table(tmp_path)
-    before = yaml.safe_dump([table.recipe_values(row) for row in table.rows])
-    values = table.recipe_values(table.rows[1])
-    values["loss"]["settings"]["proxies_per_class"] = 99
-    assert yaml.safe_dump([table.recipe_values(row) for row in table.rows]) == before
-
-
-def test_a_table_over_a_shipped_recipe():
-    values = {
-        "name": "over",
-        "recipe": "cub-proxy-anchor",
-        "base": {"training.epochs": 7},
-        "rows": [{"name": "plain"}, {"name": "narrow", "changes": {"model.dim": 64}}],
-    }
-    table = Table.load(values)
+def test_table_overrides_a_shipped_recipe():
+    rows = [{"name": "plain"}, {"name": "narrow", "changes": {"model.dim": 64}}]
+    base = {"training.epochs": 7}
+    table = Table.load({"name": "t", "recipe": "cub-proxy-anchor", "base": base, "rows": rows})
     shipped = Recipe.load("cub-proxy-anchor")
     plain, narrow = (make_run(table, row, 0, "full").recipe for row in table.rows)
-    assert plain.training.epochs == 7
-    assert plain.evaluation.protocol == "last"
-    assert (plain.loss, plain.optimizer, plain.model) == (
-        shipped.loss,
-        shipped.optimizer,
-        shipped.model,
-    )
-    assert narrow.model.dim == 64
-    assert {table.dataset(row) for row in table.rows} == {"cub"}
+    assert (plain.training.epochs, plain.evaluation.protocol) == (7, "last")
+    assert (plain.loss, plain.optimizer) == (shipped.loss, shipped.optimizer)
+    assert (plain.model.dim, narrow.model.dim) == (shipped.model.dim, 64)
 
 
-def test_the_name_of_a_table_is_that_of_its_file(tmp_path):
+def test_table_is_named_after_its_file(tmp_path):
     values = table_values(tmp_path)
     del values["name"]
     assert Table.load(write_table(tmp_path / "mine.yaml", values)).name == "mine"

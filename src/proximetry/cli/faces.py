@@ -95,7 +95,7 @@ def verify(
         bad_images: stop at missing or unreadable images, or skip and list their pairs.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
-        roc: draw the ROC curve to this file, .png or .svg.
+        roc: draw the ROC curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces import read_protocol
@@ -145,7 +145,7 @@ def identify(
         bad_images: stop at unreadable images, or skip and list them.
         batch_size: images per forward pass.
         device: cpu or cuda; default: cuda where there is a GPU.
-        cmc: draw the cumulative match curve to this file, .png or .svg.
+        cmc: draw the cumulative match curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.identify import DEPTH, draw_cmc, identify_people, read_people
@@ -211,9 +211,9 @@ def _run(
 
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
-    """Check the output files before the work."""
-    if figure is not None and figure.suffix.lower() not in (".png", ".svg"):
-        raise UsageError(f"{option} {figure} must end in .png or .svg")
+    """Refuse files that cannot be written, before the work."""
+    if figure is not None and figure.suffix.lower() != ".svg":
+        raise UsageError(f"{option} {figure} must end in .svg")
     check_document(out, sources)
     if figure is not None:
         check_out(figure, sources)

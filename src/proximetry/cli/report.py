@@ -14,21 +14,21 @@ def report(
     root: Path | None = None,
     columns: TableColumns = None,
 ) -> None:
-    """Write what a run has come to as one HTML file, or compare several runs.
+    """Write the results of a run as one HTML file, or compare several runs.
 
-    What is missing, such as images that were moved, is left out and named.
+    Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
-        runs: folder of a run; of several, the others are compared with the first.
-        out: the file to write; default: report.html in the folder of the run, comparison.html
-            in that of the first of several.
+        runs: run folder; if there are several, the others are compared with the first.
+        out: the file to write; default: report.html in the run folder, comparison.html in the
+            first of several.
         data: the images to evaluate on, if not those of the run or if these have moved: a folder
-            of class folders, a CSV or Parquet table, with the columns of the run unless --columns
-            names others, a tar file, or a dataset that `proximetry datasets` lists.
-        root: where the images of such a dataset lie; without --data of that of the run.
+            of class folders, a CSV or Parquet table (with the columns of the run unless --columns
+            is given), a tar file, or a dataset that `proximetry datasets` lists.
+        root: the folder of such a dataset; without --data of that of the run.
     """
     if not runs:
-        raise UsageError("which run? Name the folder of one, or of several to compare")
+        raise UsageError("no run given. Give the folder of one, or of several to compare")
     if out is not None and out.suffix != ".html":
         raise UsageError(f"--out {out} must end in .html")
     from proximetry.reports import write_report

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from proximetry._util.errors import UsageError
 from proximetry.cli.output import echo
-from proximetry.reproduce.options import ReproduceOptions
+from proximetry.reproduce.table import ReproduceOptions
 
 
 def reproduce(

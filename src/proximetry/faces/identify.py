@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import Progress, UsageError, some, spaced
-from proximetry._util.figures import draw_figure
 from proximetry._util.files import atomic_write
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
@@ -23,9 +23,6 @@ from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.vectors import FaceVectors
 from proximetry.metrics import Identification, identify
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Vectors: TypeAlias = npt.NDArray[Any]
 
@@ -260,15 +257,9 @@ def _embed_blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
 
 
 def draw_cmc(result: Identification, label: str, depth: int, out: Path) -> None:
-    """Draw the cumulative match curve as SVG or PNG."""
-
-    def paint(axes: "Axes") -> None:
-        rates = 100 * result.cmc(depth).cpu().numpy()
-        axes.step(np.arange(1, depth + 1), rates, where="post", color="#0072B2", label=label)
-        axes.set_xscale("log")
-        axes.set_xlim(1, depth)
-        axes.set_xlabel(f"rank among {result.distractors} distractors")
-        axes.set_ylabel("trials with this rank or a better one (%)")
-        axes.legend(loc="lower right")
-
-    atomic_write(out, draw_figure(paint, out.suffix.lower().removeprefix(".")))
+    """Draw the cumulative match curve as SVG."""
+    points = step_points([*range(1, depth + 1), depth], result.cmc(depth).tolist())
+    title = "trials with this rank or a better one (%)"
+    x_label = f"rank among {result.distractors} distractors"
+    chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)
+    atomic_write(out, chart.encode())

@@ -3,22 +3,19 @@
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import Progress
-from proximetry._util.figures import draw_figure
 from proximetry._util.files import atomic_write
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.pairs import PairProtocol
 from proximetry.faces.vectors import FaceVectors
 from proximetry.metrics import Verification, pair_similarities, verify
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -119,20 +116,11 @@ def verify_pairs(
 
 
 def draw_roc(result: Verification, label: str, out: Path) -> None:
-    """Draw TAR against FAR, from 1 / number of different pairs, as SVG or PNG."""
+    """Draw TAR against FAR, from 1 / number of different pairs, as SVG."""
     least = 1 / result.different_pairs
     # FAR 0 has no position on a logarithmic axis.
-    far, tar = np.maximum(result.roc.far, least / 2), result.roc.tar
-    # Good models differ near the top: the axis starts where the curve does.
-    missed = 100 * max(1 - float(tar[far <= least].max()), 0.01)
-
-    def paint(axes: "Axes") -> None:
-        axes.step(far, 100 * tar, where="post", color="#0072B2", label=label)
-        axes.set_xscale("log")
-        axes.set_xlim(least, 1)
-        axes.set_ylim(max(0, 100 - 1.2 * missed), 100 + 0.05 * missed)
-        axes.set_xlabel("false accept rate")
-        axes.set_ylabel("true accept rate (%)")
-        axes.legend(loc="lower right")
-
-    atomic_write(out, draw_figure(paint, out.suffix.lower().removeprefix(".")))
+    far, first = np.maximum(result.roc.far, least), int(np.sum(result.roc.far <= least)) - 1
+    points = step_points([*far[first:].tolist(), 1.0], result.roc.tar[first:].tolist())
+    title, x_label = "true accept rate (%)", "false accept rate"
+    chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)
+    atomic_write(out, chart.encode())

@@ -17,7 +17,7 @@ from proximetry.models.embedder import Embedder
 # bfloat16 features. Smaller variances are noise, which whitening would amplify.
 _SMALLEST_VARIANCE = 1e-6
 
-# From 0.001 to 0.1, MAP@R of other classes changes by about a point (benchmarks/defaults).
+# From 0.001 to 0.1, MAP@R changes by about a point (benchmarks/default-recipe-search).
 _PRIOR = 0.03
 
 

@@ -15,8 +15,8 @@ from proximetry.recipe.schema import AUTO, Recipe
 if TYPE_CHECKING:
     from proximetry.training.distributed import World
 
-# `training.epochs: auto`, from benchmarks/defaults: more epochs for tiny sets, to get enough steps;
-# fewer for large ones.
+# `training.epochs: auto`, from benchmarks/default-recipe-search: more epochs for tiny sets, to
+# get enough steps; fewer for large ones.
 EPOCHS, EPOCHS_ON_CPU, FEWEST_EPOCHS = 30, 12, 5
 LEAST_STEPS = 100
 MOST_IMAGES = 10_000_000

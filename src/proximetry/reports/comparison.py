@@ -8,16 +8,22 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from proximetry._util.charts import in_percent, line_chart
 from proximetry._util.errors import shown, spaced
 from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
-from proximetry.metrics.scores import COUNTS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.charts import in_percent, line_chart
 from proximetry.reports.evaluation import RunEvaluation
 from proximetry.reports.page import Section, bold, code, percent, render, table
 from proximetry.reports.record import RunRecord
-from proximetry.reports.sections import SPLITS, image, interval, neighbor_images, short
+from proximetry.reports.sections import (
+    SPLITS,
+    format_interval,
+    image,
+    metric_names,
+    neighbor_images,
+    short,
+)
 from proximetry.training.reporting import metric_title
 
 SHOWN_CHANGES = 8
@@ -71,17 +77,6 @@ def _metrics(
     return Section("Metrics", content)
 
 
-def _metric_names(scores: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(
-        dict.fromkeys(
-            name
-            for one in scores
-            for name, value in one.items()
-            if isinstance(value, (int, float)) and name not in COUNTS
-        )
-    )
-
-
 def _plain_table(
     caption: str,
     names: Sequence[str],
@@ -89,7 +84,7 @@ def _plain_table(
     bounds: Sequence[Mapping[str, Interval]],
 ) -> Markup:
     rows = []
-    for metric in _metric_names(scores):
+    for metric in metric_names(scores):
         cells = (_figure(metric, *both) for both in zip(scores, bounds, strict=True))
         rows.append([metric_title(metric), *cells])
     return table(f"{caption}, in percent", ["metric", *map(short, names)], rows)
@@ -97,7 +92,7 @@ def _plain_table(
 
 def _figure(metric: str, scores: Mapping[str, Any], bounds: Mapping[str, Interval]) -> str:
     value = percent(scores.get(metric))
-    return value + _range(interval(bounds[metric])) if metric in bounds else value
+    return value + _range(format_interval(bounds[metric])) if metric in bounds else value
 
 
 def _paired_table(names: Sequence[str], found: Sequence[RunEvaluation]) -> tuple[Markup, int]:
@@ -113,11 +108,8 @@ def _paired_table(names: Sequence[str], found: Sequence[RunEvaluation]) -> tuple
     for name in names[1:]:
         head += [short(name), "difference"]
     rows = []
-    for metric in _metric_names([one.scores for one in found]):
-        row: list[object] = [
-            metric_title(metric),
-            _figure(metric, first.scores, first.intervals),
-        ]
+    for metric in metric_names([one.scores for one in found]):
+        row: list[object] = [metric_title(metric), _figure(metric, first.scores, first.intervals)]
         for one, difference in zip(others, differences, strict=True):
             row.append(_figure(metric, one.scores, one.intervals))
             row.append(_verdict(difference[metric]) if metric in difference else "–")
@@ -142,20 +134,19 @@ def _signed(value: float) -> str:
 
 
 def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
-    def over_each_other(*keys: str) -> dict[str, list[tuple[float, float]]]:
-        return {
-            short(name): record.curve(*keys) for name, record in zip(names, records, strict=True)
-        }
+    def series(*keys: str) -> dict[str, list[tuple[float, float]]]:
+        pairs = zip(names, records, strict=True)
+        return {short(name): record.curve(*keys) for name, record in pairs}
 
-    # Other losses, and the same with other settings, are not of one scale.
+    # Losses with other names or settings have other scales.
     one_loss = len({shown(record.recipe.loss) for record in records}) == 1
-    charts = [line_chart("Loss", over_each_other("loss"))] if one_loss else []
-    charts.append(line_chart("Learning rate", over_each_other("lr"), from_zero=True))
+    charts = [line_chart("Loss", series("loss"))] if one_loss else []
+    charts.append(line_chart("Learning rate", series("lr"), from_zero=True))
     for split, words in SPLITS.items():
         for metric in dict.fromkeys(name for record in records for name in record.metrics):
             title = f"{metric_title(metric)}, {words}"
-            series = over_each_other(split, metric)
-            charts.append(line_chart(title, series, shown=in_percent, from_zero=True))
+            points = series(split, metric)
+            charts.append(line_chart(title, points, shown=in_percent, from_zero=True))
     content = render(
         "curves.html", charts=[*filter(None, charts)], epochs="", several_losses=not one_loss
     )
@@ -186,8 +177,8 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
                 "lists": [
                     (title, [_sides(runs, query) for query in _widest(first, other, queries)])
                     for title, queries in (
-                        (f"{name} finds, {names[0]} does not", gained),
-                        (f"{names[0]} finds, {name} does not", lost),
+                        (f"Right in {name} only", gained),
+                        (f"Right in {names[0]} only", lost),
                     )
                 ],
             }
@@ -199,13 +190,13 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
 
 
 def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
-    """Of these queries those whose scores differ most, at most one of a class."""
+    """Return the queries whose scores differ most, at most one per class."""
     mine, theirs = first.evaluation.scores, other.evaluation.scores
     ranking = next((name for name in (first.ranking, *mine) if name in theirs), None)
-    # Runs may have no score in common; then queries come in the order of the catalog.
-    apart = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
+    # Without a common score, queries come in the order of the catalog.
+    gap = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
     chosen: dict[int, int] = {}
-    for query in queries[np.argsort(-np.abs(apart[queries]), kind="stable")]:
+    for query in queries[np.argsort(-np.abs(gap[queries]), kind="stable")]:
         chosen.setdefault(int(first.evaluation.query_codes[query]), int(query))
     return list(chosen.values())[:SHOWN_CHANGES]
 
@@ -216,8 +207,8 @@ def _sides(
     """Return the image of a query, and its neighbors in each run."""
     first = runs[0][1]
     row = int(first.queries[query])
-    cell = image(first, row, "asked", [], bold(short(first.catalog.labels[row])))
-    return cell, [(short(name), neighbor_images(run, query, [], _NEIGHBORS)) for name, run in runs]
+    cell = image(first, row, "query", bold(short(first.catalog.labels[row])))
+    return cell, [(short(name), neighbor_images(run, query, _NEIGHBORS)) for name, run in runs]
 
 
 def _recipes(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
@@ -238,20 +229,13 @@ def _origins(
 ) -> Section:
     rows = []
     for name, record in zip(names, records, strict=True):
-        results, packages = record.results, record.environment.get("packages", {})
-        rows.append(
-            [
-                short(name),
-                record.selected.get("epoch", "–"),
-                results.get("epochs", "–"),
-                results.get("protocol", "–"),
-                record.recipe.training.seed,
-                f"{results['seconds']:.0f} s" if "seconds" in results else "–",
-                record.environment.get("device", "–"),
-                packages.get("torch", "–") if isinstance(packages, dict) else "–",
-                record.environment.get("started", "–"),
-            ]
-        )
+        results, e = record.results, record.environment
+        packages = e.get("packages", {})
+        seconds = f"{results['seconds']:.0f} s" if "seconds" in results else "–"
+        version = packages.get("torch", "–") if isinstance(packages, dict) else "–"
+        cells = [short(name), record.selected.get("epoch", "–"), results.get("epochs", "–")]
+        cells += [results.get("protocol", "–"), record.recipe.training.seed, seconds]
+        rows.append([*cells, e.get("device", "–"), version, e.get("started", "–")])
     head = ["run", "selected epoch", "epochs", "protocol", "seed", "training", "device", "torch"]
     notes = [
         f"{name}: {note}"

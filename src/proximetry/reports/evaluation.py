@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,18 +48,17 @@ class RunEvaluation:
     """The evaluation of the embedder of a run.
 
     Attributes:
-        embedder: the one that was evaluated.
-        catalog: the images, with the roles they need.
-        split: which images of the data they are: test, held_out or all.
-        vectors: their embeddings, row by row.
+        catalog: the evaluated images.
+        split: of the data: test, held_out or all.
+        train: the training images of the run, if they are in the same data.
+        vectors: the embeddings of the catalog.
         evaluation: every score of every query.
-        scores: the means of those.
+        scores: their means.
         neighbors: the nearest images of each query.
-        train: the images that the run was trained on, if they are among the same data.
-        queries: the rows of the catalog that are queries.
-        gallery: the rows that are searched.
+        queries, gallery: rows of the catalog.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
+        unreadable: image files for which a page has no thumbnail.
     """
 
     embedder: Embedder
@@ -73,6 +73,7 @@ class RunEvaluation:
     gallery: Rows
     agrees: bool
     notes: list[str]
+    unreadable: set[str] = field(default_factory=set)
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
@@ -81,42 +82,34 @@ class RunEvaluation:
 
     @property
     def ranking(self) -> str:
-        """The score that queries and classes are ordered by."""
+        """The score by which queries and classes are ordered."""
         names = list(self.evaluation.scores)
         return "map@r" if "map@r" in names else names[0]
 
     def best(self, count: int) -> list[int]:
-        """Queries with the highest scores, at most one per class.
+        """Return the queries with the highest scores, at most one per class.
 
         Of equal scores, the hardest: those least similar to their nearest image.
         """
-        return self._first_of_classes(-self.evaluation.scores[self.ranking], self._nearness, count)
+        return self._first_of_classes(1, count)
 
     def worst(self, count: int) -> list[int]:
-        """Queries with the lowest scores, at most one per class.
+        """Return the queries with the lowest scores, at most one per class.
 
         Of equal scores, the most confident errors: those most similar to their nearest image.
         """
-        return self._first_of_classes(self.evaluation.scores[self.ranking], -self._nearness, count)
+        return self._first_of_classes(-1, count)
 
-    @property
-    def _nearness(self) -> npt.NDArray[Any]:
-        return self.neighbors.similarities[:, 0]
-
-    def _first_of_classes(
-        self, first: npt.NDArray[Any], then: npt.NDArray[Any], count: int
-    ) -> list[int]:
-        chosen: dict[int, int] = {}
-        scored = self.evaluation.scored
-        for query in np.lexsort((then, first)):
-            if len(chosen) == count:
-                break
-            if scored[query]:
-                chosen.setdefault(int(self.evaluation.query_codes[query]), int(query))
-        return list(chosen.values())
+    def _first_of_classes(self, sign: int, count: int) -> list[int]:
+        scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
+        first: dict[int, int] = {}
+        for query in np.lexsort((sign * similarities[:, 0], -sign * scores)):
+            if self.evaluation.scored[query]:
+                first.setdefault(int(self.evaluation.query_codes[query]), int(query))
+        return list(first.values())[:count]
 
     def first_positive(self, query: int) -> int | None:
-        """The place of the nearest image of the query's class, from 1, if it is known."""
+        """Return the rank of the nearest image of the query's class, from 1, if known."""
         hits = np.flatnonzero(self.neighbors.hits[query])
         if len(hits):
             return int(hits[0]) + 1
@@ -124,9 +117,9 @@ class RunEvaluation:
         return None if ranks is None else round(1 / float(ranks[query]))
 
     def sample(self) -> Rows:
-        """Return the rows of the catalog for a map: all, or a sample drawn with seed 0.
+        """Return the rows of the catalog for a map: all, or a sample with seed 0.
 
-        Of many classes some, with enough images each to see whether they lie together.
+        The sample has enough images of each of its classes to show whether they are close.
         """
         codes, classes = self.catalog.codes, len(self.catalog.class_names)
         if len(codes) <= MAPPED:
@@ -147,13 +140,11 @@ class RunEvaluation:
 
     def compares_like(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
-        mine, theirs = self.catalog, other.catalog
-        return (mine.labels, mine.queries, mine.galleries, self._files) == (
-            theirs.labels,
-            theirs.queries,
-            theirs.galleries,
-            other._files,
+        mine, theirs = (
+            (one.catalog.labels, one.catalog.queries, one.catalog.galleries, one._files)
+            for one in (self, other)
         )
+        return mine == theirs
 
     @cached_property
     def _files(self) -> list[str]:
@@ -173,36 +164,35 @@ def evaluate_run(
     """Evaluate the embedder of a run on the images the run was evaluated on.
 
     Args:
-        record: the run.
-        source: other images, as `evaluate` takes them; default: those of the recipe.
-        root: where the images of the dataset lie now.
-        steps: called with (what, done, total) now and then.
-        columns: what a table calls its columns, if `source` is one; default: as in the recipe.
-        vectors: the embeddings of the images, if they are known.
+        source: other images, as for `evaluate`; default: those of the recipe.
+        root: the current folder of the dataset.
+        steps: progress callback with (what, done, total).
+        columns: the names of a table's columns; default: as in the recipe.
+        vectors: the embeddings of the images, if known.
 
     Raises:
         ValueError: if there is nothing to evaluate, or the images cannot be read.
     """
     embedder = Embedder.load(record.folder.embedder, device=resolve_device())
-    wanted = record.recipe.evaluation
+    settings = record.recipe.evaluation
     whole = _open(record, source, root, columns)
     catalog, split, train, notes = _evaluated_images(record, embedder, whole, source)
-    notes += check_comparison(catalog, wanted.metrics)
+    notes += check_comparison(catalog, settings.metrics)
     if vectors is None:
         vectors, catalog, bad = encode_readable(
             embedder, catalog, progress=lambda done, total: steps("embedding", done, total)
         )
         if bad:
             notes.append(f"{len(bad)} images cannot be read and are skipped: {some(bad, 3)}")
-            check_comparison(catalog, wanted.metrics)
+            check_comparison(catalog, settings.metrics)
     catalog = with_needed_roles(catalog)
     similarity = embedder.architecture.similarity
-    dims = [dim for dim in wanted.eval_dims if dim < embedder.dim]
+    dims = [dim for dim in settings.eval_dims if dim < embedder.dim]
     scored = score_queries(
         vectors,
         catalog,
         similarity,
-        wanted.metrics,
+        settings.metrics,
         dims,
         binary=embedder.architecture.binary,
         progress=lambda done, total: steps("searching", done, total),
@@ -211,12 +201,12 @@ def evaluate_run(
     changed = _changed(record, split, scores)
     if changed:
         notes.append(
-            "these images, or the embedder, are not those of the evaluation at the end of the run, "
-            f"so the figures differ: {some(changed, 4)}"
+            "the images or the embedder have changed since the evaluation at the end of the run: "
+            f"{some(changed, 4)}"
         )
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
-        notes.append(f"the embedder is the one that was saved last, of epoch {epoch}")
+        notes.append(f"the embedder is the last saved one, of epoch {epoch}")
     every = np.arange(len(catalog))
     queries, gallery = (
         every if role is None else np.flatnonzero(role)
@@ -242,46 +232,40 @@ def _open(
     record: RunRecord, source: str | None, root: Path | None, columns: Mapping[str, str] | None
 ) -> Catalog:
     if source is not None:
-        name, place = resolve_source(source, root)
-        d = record.recipe.data
+        name, path = resolve_source(source, root)
+        data = record.recipe.data
         if columns is None and name in TABLES:
-            columns = d.columns
-        return open_dataset(name, place, columns=columns, allow_missing=d.bad_images == "skip")
-    if root is not None:
-        moved = record.recipe.override({"data.root": str(root)})
-        return open_catalog(moved)
-    return open_catalog(record.recipe)
+            columns = data.columns
+        return open_dataset(name, path, columns=columns, allow_missing=data.bad_images == "skip")
+    recipe = record.recipe
+    return open_catalog(recipe if root is None else recipe.override({"data.root": str(root)}))
 
 
 def _evaluated_images(
     record: RunRecord, embedder: Embedder, catalog: Catalog, source: str | None
 ) -> tuple[Catalog, str, Catalog | None, list[str]]:
-    """The images that the run was evaluated on; of other data, those that `evaluate` takes."""
-    train: Catalog | None
-    try:
+    """Return the images that the run was evaluated on; of other data, as `evaluate` does."""
+    train: Catalog | None = None
+    with suppress(ValueError):  # one cannot train on them
         rows = divide(catalog, record.recipe).rows
         train = catalog.subset(rows["train"])
-    except ValueError:  # they could not be trained on
-        train = None
     if train is not None and list(train.class_names) == embedder.class_names:
         usable = [name for name in ("test", "held_out") if len(rows[name])]
         if not usable:
             raise UsageError(
-                "no image was held out of training and there is no test set, so there is nothing "
-                "to evaluate; name other images with --data"
+                "nothing to evaluate: there are no held-out classes and no test set. Give other "
+                "images with --data"
             )
         split = next((name for name in usable if name in record.selected), usable[0])
         return catalog.subset(rows[split]), split, train, []
     chosen, split = choose_split(catalog, None, source or str(catalog.root))
-    note = (
-        f"these are not the images that the run was trained and evaluated on, but "
-        f"{spaced(len(chosen))} others in {catalog.root} (split {split})"
-    )
+    images = f"{spaced(len(chosen))} images in {catalog.root} (split {split})"
+    note = f"evaluated on {images}, not on those of the run"
     return chosen, split, None, [note, *doubts(embedder, chosen)]
 
 
 def _changed(record: RunRecord, split: str, scores: dict[str, Any]) -> list[str]:
-    """The figures that are not those of the selected epoch in the run's results."""
+    """Return the figures that differ from the selected epoch in the run's results."""
     before = record.selected.get(split, {})
     return [
         f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"

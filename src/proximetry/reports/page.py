@@ -20,7 +20,6 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters["spaced"] = spaced
-_TEMPLATES.filters["short"] = lambda value: f"{value:.1f}".removesuffix(".0")  # coordinates
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
 
 bold = Markup("<b>{}</b>").format

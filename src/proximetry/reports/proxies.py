@@ -1,4 +1,4 @@
-"""The proxies of a run: separability of classes, and how many proxies per class are used."""
+"""The proxies of a run: separability of classes, and the number of proxies in use."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ TRAINING_IMAGES = 2000
 
 
 @dataclass(frozen=True, eq=False)
-class ProxyFindings:
+class RunProxies:
     """The proxies of the selected epoch, or of the last one if those are gone.
 
     Attributes:
-        epoch: of the checkpoint they are from.
+        epoch: of the checkpoint.
         names: of the classes.
         weight: the proxies, [classes, K, dimensions].
-        nearest: Sep of each class, the cosine with the nearest proxy of another class.
-        rivals: the mean of those and angles, as in results.json.
+        nearest: of each class, the cosine with the nearest proxy of another class.
+        angles: separability and angles, as in results.json.
         distinct: how many of the K proxies of each class are different.
-        checkpoint: the file they are from.
     """
 
     epoch: int
     names: list[str]
     weight: Tensor
     nearest: npt.NDArray[Any]
-    rivals: dict[str, float]
+    angles: dict[str, float]
     distinct: npt.NDArray[np.int64]
     checkpoint: Path
 
@@ -55,48 +54,41 @@ class ProxyFindings:
         return int(self.weight.shape[1])
 
 
-def find_proxies(record: RunRecord) -> ProxyFindings | None:
-    """Read the proxies of a run from its checkpoint of the selected epoch, else from the last.
+def read_proxies(record: RunRecord) -> RunProxies | None:
+    """Read the proxies of a run from the checkpoint of the selected epoch, else from the last.
 
     None for a run whose loss has no proxies.
 
     Raises:
-        ValueError: if they cannot be read, and why.
+        ValueError: if they cannot be read.
     """
-    wanted = record.selected.get("epoch")
-    problems, found = [], []
+    selected = record.selected.get("epoch")
+    problems, candidates = [], []
     for path in record.folder.checkpoints():
         try:
             state, tensors = read_part(path, "loss.proxies")
             epoch = int(state["state"]["epoch"])
             if "weight" not in tensors:
-                return None  # a loss of the user's own
+                return None  # a custom loss
             with preserve_rng_state():
                 proxies = Proxies(1, 1)
             proxies.weight = nn.Parameter(tensors["weight"].float(), requires_grad=False)
             proxies.names_utf8 = tensors["names_utf8"]
-            found.append((epoch == wanted, epoch, path, proxies))
+            candidates.append((epoch == selected, epoch, path, proxies))
         except (ValueError, LookupError, TypeError) as error:
             problems.append(str(error))
-        if found and found[-1][0]:
+        if candidates and candidates[-1][0]:
             break
-    if not found:
+    if not candidates:
         raise ValueError(some(problems, 2) or "the checkpoints of the run are gone")
-    _, epoch, path, proxies = max(found, key=lambda one: one[:2])
+    _, epoch, path, proxies = max(candidates, key=lambda one: one[:2])
     weight = proxies.weight.detach()
     if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
         raise ValueError(f"the proxies in {path} are of one class, or not finite")
-    apart = separability(weight)
+    separation, distinct = separability(weight), distinct_proxies(weight)
     names = proxies.names or [str(number) for number in range(len(weight))]
-    return ProxyFindings(
-        epoch,
-        names,
-        weight,
-        apart.per_class.numpy(),
-        apart.scores(),
-        distinct_proxies(weight).numpy(),
-        path,
-    )
+    nearest, angles = separation.per_class.numpy(), separation.scores()
+    return RunProxies(epoch, names, weight, nearest, angles, distinct.numpy(), path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +97,9 @@ class ProxyUse:
 
     Attributes:
         images, classes: number of compared images, and of all classes.
-        chosen: by class, how many of the proxies are the nearest of at least one image.
-        effective: by class, the exponential of the entropy of how images divide themselves among
-            the proxies: K if evenly, 1 if all are nearest to one.
+        chosen: by class, the number of proxies that are the nearest of at least one image.
+        effective: by class, the exponential of the entropy of the images' nearest proxies: K if
+            evenly distributed, 1 if all are nearest to one.
     """
 
     images: int
@@ -116,17 +108,17 @@ class ProxyUse:
     effective: npt.NDArray[np.float64]
 
 
-def find_use(found: ProxyFindings, embedder: Embedder, train: Catalog) -> ProxyUse:
-    """Find the nearest proxy of training images of whole classes, drawn with seed 0."""
+def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> ProxyUse:
+    """Find the nearest proxy of training images of whole classes, sampled with seed 0."""
     sample = _draw_classes(train)
-    trained = _as_trained(found, embedder)
+    trained = _as_trained(proxies, embedder)
     vectors = l2_normalize(encode_catalog(trained, sample).double())[0]
-    place = {name: number for number, name in enumerate(found.names)}
-    codes = np.array([place[label] for label in sample.labels])
-    proxies = l2_normalize(found.weight.double())[0]
-    cosines = torch.einsum("nd,nkd->nk", vectors, proxies[torch.from_numpy(codes)])
+    numbers = {name: number for number, name in enumerate(proxies.names)}
+    codes = np.array([numbers[label] for label in sample.labels])
+    weight = l2_normalize(proxies.weight.double())[0]
+    cosines = torch.einsum("nd,nkd->nk", vectors, weight[torch.from_numpy(codes)])
     nearest = cosines.argmax(1).numpy()
-    counts = np.zeros((len(found.names), found.per_class))
+    counts = np.zeros((len(proxies.names), proxies.per_class))
     np.add.at(counts, (codes, nearest), 1)
     counts = counts[counts.sum(1) > 0]
     shares = counts / counts.sum(1, keepdims=True)
@@ -142,22 +134,21 @@ def _draw_classes(train: Catalog) -> Catalog:
     return train.subset(np.isin(train.codes, taken))
 
 
-def _as_trained(found: ProxyFindings, embedder: Embedder) -> Embedder:
-    """The embedder of the proxies' checkpoint, without the PCA that the saved one may have."""
-    _, average = read_part(found.checkpoint, "average")
-    weights = average or read_part(found.checkpoint, "embedder")[1]
+def _as_trained(proxies: RunProxies, embedder: Embedder) -> Embedder:
+    """Return the embedder of the proxies' checkpoint, without the PCA of the saved one."""
+    path = proxies.checkpoint
+    weights = read_part(path, "average")[1] or read_part(path, "embedder")[1]
     if any(".lora_" in name for name in weights):
         raise ValueError("the checkpoints of a run with LoRA hold its adapters, not the embedder")
     trained = copy.deepcopy(embedder)
-    dim = found.weight.shape[2]
-    trained.dim = dim
-    device = next(embedder.parameters()).device
+    trained.dim = dim = proxies.weight.shape[2]
     trained.head = nn.Identity()
-    if "head.weight" in weights:  # an embedder of the user's own may have no head
-        # Without the usual start, which would draw random numbers.
-        trained.head = nn.Linear(embedder.width, dim, device="meta").to_empty(device=device)
+    if "head.weight" in weights:  # a custom embedder may have no head
+        # Initialization would draw random numbers.
+        head = nn.Linear(embedder.width, dim, device="meta")
+        trained.head = head.to_empty(device=next(embedder.parameters()).device)
     try:
         trained.load_state_dict(weights)
     except RuntimeError as error:  # which lists every weight
-        raise ValueError(f"{found.checkpoint} does not fit the embedder") from error
+        raise ValueError(f"{path} does not fit the embedder") from error
     return trained.eval()

@@ -1,11 +1,11 @@
-"""What the folder of a run tells: recipe, environment, curves, results."""
+"""The folder of a run: recipe, environment, curves, results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_json
@@ -13,22 +13,21 @@ from proximetry.models.storage import SECOND_STAGE
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.run_folder import FIRST_STAGE
 
-T = TypeVar("T")
 _LARGEST_ENVIRONMENT = 1_000_000
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells of it, whatever of it is there.
+    """The contents of a run folder, as far as they can be read.
 
     Attributes:
-        path: the folder as it was named.
-        folder: where the run is: that folder, or the second stage in it, or till then the first.
-        recipe: as the run was begun.
+        path: the folder.
+        folder: that folder, or the second stage in it, or until then the first.
+        recipe: as the run was started.
         environment: versions, command, device.
         history: a line per epoch.
-        results: of a run that has ended; else empty.
-        missing: what is not there or cannot be read, and why.
+        results: of a finished run; else empty.
+        missing: what is missing or damaged, and why.
     """
 
     path: Path
@@ -43,53 +42,53 @@ class RunRecord:
     def read(cls, path: Path) -> RunRecord:
         """Read the folder of a run; damaged files are listed as missing."""
         if not path.is_dir():
-            raise UsageError(f"there is no folder {path}; name the folder of a run")
-        folder = RunFolder(path)
-        stages = [folder, RunFolder(path / SECOND_STAGE), RunFolder(path / FIRST_STAGE)]
-        folder = next((stage for stage in stages if stage.recipe.exists()), folder)
+            raise UsageError(f"no such folder: {path}. Give the folder of a run")
+        stages = [RunFolder(place) for place in (path, path / SECOND_STAGE, path / FIRST_STAGE)]
+        folder = next((stage for stage in stages if stage.recipe.exists()), stages[0])
         if not folder.recipe.exists():
-            raise UsageError(f"{path} holds no run: there is no {folder.recipe.name} in it")
-        recipe = Recipe.load(folder.recipe)
-        missing: list[str] = []
-
-        def attempt(what: str, read: Callable[[], T], otherwise: T) -> T:
-            try:
-                return read()
-            except ValueError as error:
-                missing.append(f"{what}: {error}")
-                return otherwise
-
-        environment = attempt(
-            "Environment", lambda: _environment(folder.environment), dict[str, Any]()
-        )
-        nothing: list[dict[str, Any]] = []
-        history = attempt("Curves", folder.history, nothing)
-        results: dict[str, Any] = {}
+            raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")
+        record = cls(path, folder, Recipe.load(folder.recipe))
+        sources: list[tuple[str, Any, Callable[[], Any]]] = [
+            ("Environment", record.environment.update, lambda: _environment(folder.environment)),
+            ("Curves", record.history.extend, folder.history),
+        ]
         if folder.results.exists():
-            results = attempt("Results", folder.read_results, results)
+            sources.append(("Results", record.results.update, folder.read_results))
+        for title, store, read in sources:
+            try:
+                store(read())
+            except ValueError as error:
+                record.missing.append(f"{title}: {error}")
         if not folder.results.exists() or folder is stages[-1]:
-            missing.append(_unfinished(folder, history, recipe))
-        return cls(path, folder, recipe, environment, history, results, missing)
+            done = max((int(line["epoch"]) for line in record.history), default=0)
+            first, stage = folder.path, ""
+            if first.name in (FIRST_STAGE, SECOND_STAGE):
+                first, stage = first.parent, f" of the {first.name.replace('-', ' ')}"
+            record.missing.append(
+                f"Results: the run is unfinished; {done} of {record.recipe.training.epochs} epochs"
+                f"{stage} are logged. Call `train` with {first} to resume it"
+            )
+        return record
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the folder."""
         return self.path.name or self.path.resolve().name
 
     @property
     def selected(self) -> dict[str, Any]:
-        """Epoch and metrics of the selected epoch; empty unless the run has ended."""
-        found: dict[str, Any] = self.results.get("selected", {})
-        return found
+        """Epoch and metrics of the selected epoch; empty for an unfinished run."""
+        selected: dict[str, Any] = self.results.get("selected", {})
+        return selected
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that stand for all others: the first, and MAP@R."""
+        """The main metrics: the first, and MAP@R."""
         names = [score.name for score in self.recipe.evaluation.metrics.scores()]
         return list(dict.fromkeys([names[0], *(name for name in names if name == "map@r")]))
 
     def curve(self, *keys: str) -> list[tuple[float, float]]:
-        """The values under a key by epoch: of each line that has it, and of the results."""
+        """Return the values of a key by epoch, from the history and the results."""
         points: dict[float, float] = {}
         ends = [self.results.get(which, {}) for which in ("untrained", "last", "selected")]
         for line in [*self.history, *ends]:
@@ -102,18 +101,7 @@ class RunRecord:
 
 
 def _environment(file: Path) -> dict[str, Any]:
-    found = read_json(file, _LARGEST_ENVIRONMENT)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is damaged: it holds no names and values")
-    return found
-
-
-def _unfinished(folder: RunFolder, history: list[dict[str, Any]], recipe: Recipe) -> str:
-    done = max((int(line["epoch"]) for line in history), default=0)
-    whole, of_stage = folder.path, ""
-    if whole.name in (FIRST_STAGE, SECOND_STAGE):
-        whole, of_stage = whole.parent, f" of the {whole.name.replace('-', ' ')}"
-    return (
-        f"Results: the run has not ended; {done} of {recipe.training.epochs} epochs{of_stage} are "
-        f"logged. It goes on when `train` is called again with {whole}"
-    )
+    environment = read_json(file, _LARGEST_ENVIRONMENT)
+    if not isinstance(environment, dict):
+        raise ValueError(f"{file} is damaged: not a JSON object")
+    return environment

@@ -4,25 +4,25 @@ for (const map of document.querySelectorAll(".map")) {
   const tip = document.createElement("div");
   tip.className = "tip";
   tip.hidden = true;
-  const picture = document.createElement("i");
+  const preview = document.createElement("i");
   const name = document.createElement("span");
-  tip.append(picture, name);
+  tip.append(preview, name);
   map.append(tip);
   const groups = [...map.querySelectorAll("g[data-class]")];
-  for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip says it
+  for (const title of map.querySelectorAll("g > title")) title.remove(); // the tip shows it
   const source = map.querySelector("img.sprite");
   const columns = Number(map.dataset.columns);
   if (source) {
-    picture.style.backgroundImage = `url(${source.src})`;
-    picture.style.backgroundSize = `${columns * 96}px auto`;
-  } else picture.remove();
+    preview.style.backgroundImage = `url(${source.src})`;
+    preview.style.backgroundSize = `${columns * 96}px auto`;
+  } else preview.remove();
   const hide = () => { tip.hidden = true; };
   const show = (event) => {
     const point = event.target.closest("circle");
     if (!point) return hide();
     name.textContent = point.parentNode.dataset.class;
     const number = Number(point.dataset.i);
-    picture.style.backgroundPosition =
+    preview.style.backgroundPosition =
       `-${(number % columns) * 96}px -${Math.floor(number / columns) * 96}px`;
     tip.hidden = false;
     const box = map.getBoundingClientRect(), at = point.getBoundingClientRect();
@@ -30,8 +30,8 @@ for (const map of document.querySelectorAll(".map")) {
     tip.style.left = `${Math.max(0, Math.min(left, box.width - tip.offsetWidth - 4))}px`;
     tip.style.top = `${Math.max(0, Math.min(top, box.height - tip.offsetHeight - 4))}px`;
   };
-  const choose = (wanted) => {
-    const word = wanted.trim().toLowerCase();
+  const choose = (text) => {
+    const word = text.trim().toLowerCase();
     let count = 0;
     for (const group of groups) {
       const on = word !== "" && group.dataset.class.toLowerCase().includes(word);
@@ -39,8 +39,8 @@ for (const map of document.querySelectorAll(".map")) {
       if (on) count += 1;
     }
     map.classList.toggle("chosen", word !== "");
-    const told = document.getElementById(map.dataset.told);
-    if (told) told.textContent = word === "" ? "" : `${count} classes`;
+    const shown = document.getElementById(map.dataset.count);
+    if (shown) shown.textContent = word === "" ? "" : `${count} classes`;
   };
   const field = document.getElementById(map.dataset.field);
   if (field) {
@@ -52,9 +52,9 @@ for (const map of document.querySelectorAll(".map")) {
   map.addEventListener("click", (event) => {
     show(event);
     const point = event.target.closest("circle");
-    const wanted = point ? point.parentNode.dataset.class : "";
-    if (field) field.value = field.value === wanted ? "" : wanted;
-    choose(field ? field.value : wanted);
+    const clicked = point ? point.parentNode.dataset.class : "";
+    if (field) field.value = field.value === clicked ? "" : clicked;
+    choose(field ? field.value : clicked);
   });
 }
 // Tables with a field above them: rows whose name holds the word.

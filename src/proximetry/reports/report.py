@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from proximetry._util.files import atomic_write
 from proximetry.reports.comparison import comparison_sections
 from proximetry.reports.evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.page import Section, page
-from proximetry.reports.proxies import find_proxies, find_use
+from proximetry.reports.proxies import measure_use, read_proxies
 from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import (
     classes_section,
@@ -43,22 +43,22 @@ def write_report(
     Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
-        runs: folders of runs; the others are compared with the first.
+        runs: run folders; the others are compared with the first.
         out: the HTML file.
-        source: images to evaluate on, as `evaluate` takes them; default: those of each run.
-        root: where the images of the dataset lie now.
-        columns: what a table calls its columns, if `source` is one; default: as in each run.
-        steps: called with (what, done, total) now and then.
+        source: images to evaluate on, as for `evaluate`; default: those of each run.
+        root: the current folder of the dataset.
+        columns: the names of a table's columns; default: as in each run.
+        steps: progress callback with (what, done, total).
 
     Returns:
-        What is missing in it, and why.
+        What is missing in the report, and why.
     """
     if columns and source is None:
-        raise UsageError("--columns is for a table; name that with --data")
+        raise UsageError("--columns needs a table. Give it with --data")
     records = [RunRecord.read(path) for path in runs]
     folders = [record.folder.path.resolve() for record in records]
     if len(set(folders)) < len(folders):
-        raise UsageError("a run is named twice; name different ones")
+        raise UsageError("duplicate run. Give each run once")
     found: list[RunEvaluation | None] = []
     for record in records:
         try:
@@ -68,7 +68,9 @@ def write_report(
             if source is not None or root is not None:
                 raise
             found.append(None)
-            record.missing.append(_not_evaluated(error))
+            reason = _reason(error)
+            hint = "" if "--data" in reason else ". If the images have moved, give --data"
+            record.missing.append(f"Queries, classes, intervals and the map: {reason}{hint}")
     if len(records) == 1:
         content = report_page(records[0], found[0])
     else:
@@ -77,16 +79,7 @@ def write_report(
     return [reason for record in records for reason in record.missing]
 
 
-def _not_evaluated(error: Exception) -> str:
-    why = _sentence(error)
-    hint = "" if "--data" in why else ". If the images have moved, name where they are with --data"
-    return (
-        "Queries, classes, intervals and the map: the embedder cannot be evaluated, since "
-        f"{why}{hint}"
-    )
-
-
-def _sentence(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -94,16 +87,17 @@ def _sentence(error: Exception) -> str:
 
 def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
     """Return the report of one run; missing inputs are added to `record.missing`."""
-    unreadable: list[str] = []
     notes = [] if run is None else run.notes
     sections = [metrics_section(record, run), curves_section(record)]
     if run is not None:
-        sections += [queries_section(run, unreadable), classes_section(run, unreadable)]
-        sections += _attempt(record, "Map", lambda: map_section(run))
-    sections += _proxies(record, run)
-    if unreadable:
-        record.missing.append(f"Images: {len(unreadable)} cannot be read any more")
-    sections.append(origin_section(record, notes))
+        sections += [queries_section(run), classes_section(run)]
+        try:
+            sections.append(map_section(run))
+        except _ABSENT as error:
+            record.missing.append(f"Map: {_reason(error)}")
+        if run.unreadable:
+            record.missing.append(f"Images: {len(run.unreadable)} cannot be read any more")
+    sections += [*_proxies(record, run), origin_section(record, notes)]
     recipe = record.recipe
     return page(
         f"{record.name}: report",
@@ -123,35 +117,29 @@ def _written() -> str:
     return f"Written {now} by Proximetry {__version__}."
 
 
-def _attempt(record: RunRecord, what: str, make: Callable[[], Section]) -> list[Section]:
-    try:
-        return [make()]
-    except _ABSENT as error:
-        record.missing.append(f"{what}: {_sentence(error)}")
-        return []
-
-
 def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[Section]:
     """Return the section on proxies; their use needs the training images too."""
-    found = use = None
-    what = "Proxies"
+    proxies = use = None
+    title = "Proxies"
     try:
         if not record.recipe.loss.name.startswith("pairs/"):
-            found = find_proxies(record)
-        if found is not None and found.per_class > 1:
-            what = "Proxies that images choose"
+            proxies = read_proxies(record)
+        if proxies is not None and proxies.per_class > 1:
+            title = "Proxies in use"
             if run is None or run.train is None:
-                raise ValueError("the training images are not there")
-            use = find_use(found, run.embedder, run.train)
+                raise ValueError("no training images")
+            use = measure_use(proxies, run.embedder, run.train)
     except _ABSENT as error:
-        record.missing.append(f"{what}: {_sentence(error)}")
-    made = proxies_section(record, found, use)
-    return [] if made is None else [made]
+        record.missing.append(f"{title}: {_reason(error)}")
+    section = proxies_section(record, proxies, use)
+    return [] if section is None else [section]
 
 
 def comparison_page(records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]) -> bytes:
     """Return the comparison of runs, each with the first."""
-    names = _different_names(records)
+    names = [record.name for record in records]
+    if len(set(names)) < len(names):
+        names = [str(record.path) for record in records]
     sections = comparison_sections(names, records, found)
     missing = [
         f"{name}. {reason}"
@@ -166,11 +154,3 @@ def comparison_page(records: Sequence[RunRecord], found: Sequence[RunEvaluation 
         about=f"{len(names)} runs, compared with {names[0]}. {_written()}",
         missing=missing,
     )
-
-
-def _different_names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the names of folders, or their paths if names are equal."""
-    names = [record.name for record in records]
-    if len(set(names)) == len(names):
-        return names
-    return [str(record.path) for record in records]

@@ -9,15 +9,16 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
 from proximetry._util.errors import shorten, spaced
 from proximetry.data import VectorCatalog
+from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.charts import bar_chart, in_percent, line_chart, plain
 from proximetry.reports.evaluation import MAPPED, RunEvaluation
-from proximetry.reports.page import Section, bold, code, percent, render, soft, table
-from proximetry.reports.proxies import ProxyFindings, ProxyUse
+from proximetry.reports.page import Section, bold, percent, render, soft, table
+from proximetry.reports.proxies import ProxyUse, RunProxies
 from proximetry.reports.record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, data_uri, load_thumbnail, sprite
 from proximetry.training.evaluator import CODES
@@ -36,8 +37,25 @@ SPLITS = {"test": "test set", "held_out": "classes held out of training"}
 
 
 def short(name: object) -> str:
-    """A name of a class or a file that does not fill the page."""
+    """Shorten a name of a class or a file."""
     return shorten(str(name), _LONGEST_NAME)
+
+
+def metric_names(scores: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics in any of the scores."""
+    return list(
+        dict.fromkeys(
+            name
+            for one in scores
+            for name, value in one.items()
+            if isinstance(value, (int, float)) and name not in COUNTS
+        )
+    )
+
+
+def format_interval(one: Interval | None) -> str:
+    """Format the bounds of an interval in percent."""
+    return "–" if one is None else f"{100 * one.low:.1f} to {100 * one.high:.1f}"
 
 
 def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, str, str]]:
@@ -46,37 +64,28 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
     scores, intervals = record.selected.get(split, {}), {}
     if run is not None:
         scores, intervals, split = run.scores, run.intervals, run.split
-    place, untrained = SPLITS.get(split, ""), {}
+    images, untrained = SPLITS.get(split, ""), {}
     if run is None or run.agrees:
         untrained = record.results.get("untrained", {}).get(split, {})
     else:
-        place = f"{short(run.catalog.root.resolve().name)}, split {split}"
-    shown = []
+        images = f"{short(run.catalog.root.resolve().name)}, split {split}"
+    cards = []
     for name in record.metrics:
         if name in scores:
-            value, below = f"{percent(scores[name])} %", [place]
+            value, notes = f"{percent(scores[name])} %", [images]
             if name in intervals:
-                below.insert(0, f"95 % interval {interval(intervals[name])}")
+                notes.insert(0, f"95 % interval {format_interval(intervals[name])}")
             if name in untrained:
                 value = f"{percent(untrained[name])} → {value}"
-                below.insert(0, "untrained → trained")
-            shown.append((metric_title(name), value, "; ".join(below)))
+                notes.insert(0, "untrained → trained")
+            cards.append((metric_title(name), value, "; ".join(notes)))
     if record.results:
-        epochs = record.results["epochs"]
-        shown.append(("Selected epoch", str(record.selected["epoch"]), f"of {epochs} trained"))
-        shown.append(("Training", _duration(record.results["seconds"]), "evaluations not counted"))
-    return shown
-
-
-def interval(one: Any) -> str:
-    """The bounds of an interval, in percent."""
-    return f"{100 * one.low:.1f} to {100 * one.high:.1f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        epochs, seconds = record.results["epochs"], record.results["seconds"]
+        cards.append(("Selected epoch", str(record.selected["epoch"]), f"of {epochs} trained"))
+        duration = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        duration = f"{seconds:.0f} s" if seconds < 120 else duration
+        cards.append(("Training", duration, "evaluations not counted"))
+    return cards
 
 
 def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
@@ -84,22 +93,20 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
     protocol, compared = "", {}
     if record.results:
         protocol = describe_protocol(record.results, record.recipe.evaluation.select_by)
-        protocol = f"{protocol[0].upper()}{protocol[1:]}"
         compared = compared_epochs(record.results)
     tables = []
-    for split, words in SPLITS.items():
-        columns = {title: part[split] for title, part in compared.items() if split in part}
+    for split, title in SPLITS.items():
+        columns = {epoch: part[split] for epoch, part in compared.items() if split in part}
         if columns:
             same = run if run and run.agrees and run.split == split else None
-            tables.append(_metrics_table(f"Metrics of the {words}", columns, same))
+            tables.append(_metrics_table(f"Metrics of the {title}", columns, same))
     if run is not None and not run.agrees:
         split = SPLITS.get(run.split, f"split {run.split}")
-        columns = {"embedder of the run": run.scores}
         caption = f"Metrics of the images of this report: {split}"
-        tables.append(_metrics_table(caption, columns, run))
+        tables.append(_metrics_table(caption, {"embedder of the run": run.scores}, run))
     content = render(
         "metrics.html",
-        protocol=protocol,
+        protocol=f"{protocol[:1].upper()}{protocol[1:]}",
         tables=tables,
         intervals=INTERVALS if run and run.intervals else "",
         evaluated=run is not None,
@@ -110,100 +117,91 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
 def _metrics_table(
     caption: str, columns: Mapping[str, Mapping[str, Any]], run: RunEvaluation | None
 ) -> Markup:
-    """One row per metric; with run the intervals of the last column beside it."""
-    names = dict.fromkeys(
-        name
-        for scores in columns.values()
-        for name, value in scores.items()
-        if isinstance(value, (int, float)) and name not in COUNTS
-    )
+    """Return one row per metric; with a run, also the intervals of the last column."""
     intervals = {} if run is None else run.intervals
-    rows = []
+    rows: list[list[object]] = []
+
+    def add(title: str, scores: Iterable[Mapping[str, Any]], name: str, bounds: str = "–") -> None:
+        cells = [percent(one.get(name)) for one in scores]
+        rows.append([title, *cells, *[bounds] * bool(intervals)])
+
+    every = list(columns.values())
+    names = metric_names(every)
     for name in names:
-        cells: list[object] = [percent(scores.get(name)) for scores in columns.values()]
-        if intervals:
-            cells.append(interval(intervals[name]) if name in intervals else "–")
-        rows.append([metric_title(name), *cells])
-    for dim in dict.fromkeys(d for scores in columns.values() for d in scores.get("dims", {})):
+        add(metric_title(name), every, name, format_interval(intervals.get(name)))
+    for dim in dict.fromkeys(d for scores in every for d in scores.get("dims", {})):
+        fewer = [scores.get("dims", {}).get(dim, {}) for scores in every]
         for name in [n for n in names if n in ("recall@1", "map@r")]:
-            fewer = (scores.get("dims", {}).get(dim, {}).get(name) for scores in columns.values())
-            row = [f"{metric_title(name)}, first {dim} dimensions", *map(percent, fewer)]
-            rows.append([*row, *["–"] * bool(intervals)])
-    for key, words in ((CODES, ", codes (Hamming)"), ("among_train", f" {AMONG_TRAIN}")):
-        found = [scores.get(key, {}) for scores in columns.values()]
-        for name in dict.fromkeys(n for one in found for n in one if n not in COUNTS):
-            row = [f"{metric_title(name)}{words}", *(percent(one.get(name)) for one in found)]
-            rows.append([*row, *["–"] * bool(intervals)])
-    last = list(columns.values())[-1]
-    counted = f"{spaced(int(last['queries']))} queries"
-    if last.get("queries_without_positive"):
-        without = spaced(int(last["queries_without_positive"]))
+            add(f"{metric_title(name)}, first {dim} dimensions", fewer, name)
+    for key, note in ((CODES, ", codes (Hamming)"), ("among_train", f" {AMONG_TRAIN}")):
+        parts = [scores.get(key, {}) for scores in every]
+        for name in metric_names(parts):
+            add(f"{metric_title(name)}{note}", parts, name)
+    counted = f"{spaced(int(every[-1]['queries']))} queries"
+    if every[-1].get("queries_without_positive"):
+        without = spaced(int(every[-1]["queries_without_positive"]))
         counted += f"; {without} more have no other image of their class and do not count"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
     return table(f"{caption}: {counted}", head, rows)
 
 
 def curves_section(record: RunRecord) -> Section:
-    """Loss, learning rate and metrics by epoch."""
+    """Return loss, learning rate and metrics by epoch."""
     selected = record.selected.get("epoch")
     charts = [
         line_chart("Loss", {"mean of the epoch": record.curve("loss")}, marked=selected),
         line_chart("Learning rate", {"backbone": record.curve("lr")}, from_zero=True),
     ]
-    for split, words in SPLITS.items():
+    for split, title in SPLITS.items():
         series = {metric_title(name): record.curve(split, name) for name in record.metrics}
         for name in record.metrics:
             among = record.curve(split, "among_train", name)
             series[f"{metric_title(name)} {AMONG_TRAIN}"] = among
-        title = f"Metrics, {words}"
+        title = f"Metrics, {title}"
         charts.append(line_chart(title, series, shown=in_percent, marked=selected, from_zero=True))
-    content = render(
-        "curves.html",
-        charts=[*filter(None, charts)],
-        epochs=_epochs_table(record),
-        several_losses=0,
-    )
-    return Section("Curves", content)
+    values = {"charts": [*filter(None, charts)], "several_losses": False}
+    return Section("Curves", render("curves.html", epochs=_epochs_table(record), **values))
 
 
 def _epochs_table(record: RunRecord) -> Markup:
-    keys: list[tuple[str, ...]] = [("loss",), ("lr",), ("images_per_second",)]
-    keys += [(split, name) for split in SPLITS for name in record.metrics]
-    values = {key: dict(record.curve(*key)) for key in keys}
-    keys = [key for key in keys if values[key]]
-    head = ["epoch", *(" ".join((*map(_title, key),)) for key in keys)]
+    keys: dict[tuple[str, ...], str] = {
+        ("loss",): "loss",
+        ("lr",): "learning rate",
+        ("images_per_second",): "images/s",
+    }
+    for split in SPLITS:
+        for name in record.metrics:
+            keys[split, name] = f"{split.replace('_', '-')} {metric_title(name)}"
+    columns = {key: dict(record.curve(*key)) for key in keys}
+    columns = {key: values for key, values in columns.items() if values}
     rows = []
     for line in record.history:
         cells = []
-        for key in keys:
-            value = values[key].get(float(line["epoch"]))
+        for key, values in columns.items():
+            value = values.get(float(line["epoch"]))
             cells.append("–" if value is None else percent(value) if len(key) > 1 else plain(value))
         rows.append([line["epoch"], *cells])
-    return table("Every epoch; metrics in percent, epoch 0 is the untrained embedder", head, rows)
+    caption = "Every epoch; metrics in percent, epoch 0 is the untrained embedder"
+    return table(caption, ["epoch", *(keys[key] for key in columns)], rows)
 
 
-def _title(key: str) -> str:
-    words = {"lr": "learning rate", "images_per_second": "images/s", "held_out": "held-out"}
-    return words.get(key, metric_title(key))
-
-
-def image(run: RunEvaluation, row: int, kind: str, unreadable: list[str], *lines: object) -> Markup:
-    """Return an image with lines and its path below it; kind is asked, right or wrong."""
+def image(run: RunEvaluation, row: int, kind: str, *lines: object) -> Markup:
+    """Return an image with lines and its path below it; kind is query, right or wrong."""
     catalog = run.catalog
     file, path = catalog.file(row), short(catalog.paths[row])
-    role = {"asked": "query", "right": "right neighbor", "wrong": "wrong neighbor"}[kind]
-    small, instead = load_thumbnail(file), "not readable"
+    role = "query" if kind == "query" else f"{kind} neighbor"
+    small, placeholder = load_thumbnail(file), "not readable"
     if isinstance(catalog, VectorCatalog):
-        instead = path
+        placeholder = path
     elif small is None:
-        unreadable.append(file)
+        run.unreadable.add(file)
     return render(
         "image.html",
         kind=kind,
         file=file,
         path=path,
         alt=f"{role}, class {short(catalog.labels[row])}",
-        instead=instead,
+        placeholder=placeholder,
         lines=lines,
         src=small and data_uri(small),
         width=small and small.width,
@@ -211,9 +209,7 @@ def image(run: RunEvaluation, row: int, kind: str, unreadable: list[str], *lines
     )
 
 
-def neighbor_images(
-    run: RunEvaluation, query: int, unreadable: list[str], count: int | None = None
-) -> list[Markup]:
+def neighbor_images(run: RunEvaluation, query: int, count: int | None = None) -> list[Markup]:
     """Return the nearest images of a query, each marked right or wrong."""
     lists, cells = run.neighbors, []
     for rank in range(count or lists.k)[: lists.k]:
@@ -221,13 +217,13 @@ def neighbor_images(
             break
         row = int(run.gallery[lists.ids[query, rank]])
         kind, mark = ("right", "✓ right") if lists.hits[query, rank] else ("wrong", "✗ wrong")
-        near = soft(f"{lists.similarities[query, rank]:.3f}")
+        similarity = soft(f"{lists.similarities[query, rank]:.3f}")
         label = short(run.catalog.labels[row])
-        cells.append(image(run, row, kind, unreadable, bold(mark), label, near))
+        cells.append(image(run, row, kind, bold(mark), label, similarity))
     return cells
 
 
-def queries_section(run: RunEvaluation, unreadable: list[str]) -> Section:
+def queries_section(run: RunEvaluation) -> Section:
     """Return the worst and the best queries with their neighbors."""
     title = metric_title(run.ranking)
     scores = run.evaluation.scores[run.ranking]
@@ -240,8 +236,8 @@ def queries_section(run: RunEvaluation, unreadable: list[str]) -> Section:
                 about += f"; first right image at rank {spaced(rank)}"
             row = int(run.queries[query])
             label = bold(short(run.catalog.labels[row]))
-            cell = image(run, row, "asked", unreadable, label, soft(about))
-            shown.append((cell, neighbor_images(run, query, unreadable)))
+            cell = image(run, row, "query", label, soft(about))
+            shown.append((cell, neighbor_images(run, query)))
         return shown
 
     similarity = run.neighbors.similarity
@@ -256,7 +252,7 @@ def queries_section(run: RunEvaluation, unreadable: list[str]) -> Section:
 
 
 def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
-    """Two classes, and how often the nearest image of the one is of the other, each way.
+    """Return pairs of classes, and how often the nearest image of one is of the other, each way.
 
     Most frequent first, both ways together; the way that is more frequent comes first.
     """
@@ -269,7 +265,7 @@ def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
     return sorted(pairs, key=lambda pair: (-pair[2] - pair[3], -pair[2], pair[:2]))
 
 
-def classes_section(run: RunEvaluation, unreadable: list[str]) -> Section:
+def classes_section(run: RunEvaluation) -> Section:
     """Return which classes are confused, and the metrics of each class."""
     scored = run.evaluation.per_class()
     names = [str(label) for label in scored["label"]]
@@ -291,57 +287,40 @@ def classes_section(run: RunEvaluation, unreadable: list[str]) -> Section:
     )
     first, by = next(iter(run.evaluation.scores)), run.ranking
     order = np.lexsort((scored[by], scored[first]))
-    shown = list(dict.fromkeys([first, by]))
+    shown, title = list(dict.fromkeys([first, by])), metric_title(first)
     head = ["class", "queries", *map(metric_title, shown)]
-
-    def rows(chosen: Iterable[int]) -> list[list[object]]:
-        return [
-            [names[i], spaced(queries[names[i]]), *(percent(float(scored[m][i])) for m in shown)]
-            for i in chosen
-        ]
-
-    bins = np.minimum((scored[first] * 10).astype(int), 10)
-    bars = {f"{10 * n}–{10 * n + 10}" if n < 10 else "100": 0.0 for n in range(11)}
-    for name, count in zip(bars, np.bincount(bins, minlength=11), strict=True):
-        bars[name] = float(count)
-    chart = bar_chart(
-        f"Classes by {metric_title(first)}",
-        bars,
-        x_label=f"{metric_title(first)}, percent",
-        y_label="classes",
-    )
-    lowest = table(
-        f"The {min(SHOWN_CLASSES, len(names))} classes with the lowest {metric_title(first)}, "
-        "in percent",
-        head,
-        [[short(row[0]), *row[1:]] for row in rows(order[:SHOWN_CLASSES])],
-    )
+    rows = [
+        [names[i], spaced(queries[names[i]]), *(percent(float(scored[m][i])) for m in shown)]
+        for i in order
+    ]
+    bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
+    labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
+    bars = dict(zip(labels, map(float, bins), strict=True))
+    lowest = [[short(name), *cells] for name, *cells in rows[:SHOWN_CLASSES]]
     content = render(
         "classes.html",
         confused=confused,
-        examples=_confused_examples(run, unreadable, pairs[:6]),
-        metric=metric_title(first),
-        chart=chart,
-        lowest=lowest,
+        examples=[_confused_example(run, one, other) for one, other, *_ in pairs[:6]],
+        metric=title,
+        chart=bar_chart(
+            f"Classes by {title}", bars, x_label=f"{title}, percent", y_label="classes"
+        ),
+        lowest=table(
+            f"The {len(lowest)} classes with the lowest {title}, in percent", head, lowest
+        ),
         count=spaced(len(names)),
-        every=table("Every class, in percent", head, rows(order)),
+        every=table("Every class, in percent", head, rows),
     )
     return Section("Classes", content)
 
 
-def _confused_examples(
-    run: RunEvaluation, unreadable: list[str], pairs: Sequence[tuple[str, str, int, int]]
-) -> list[list[Markup]]:
-    """Return the most confident error of each pair: a query and its nearest image."""
+def _confused_example(run: RunEvaluation, one: str, other: str) -> list[Markup]:
+    """Return the most confident error of a pair of classes: a query and its nearest image."""
     lists = run.neighbors
-    labels, nearest = lists.query_labels, lists.labels[:, 0]
-    shown = []
-    for one, other, _, _ in pairs:
-        there = np.flatnonzero((labels == one) & (nearest == other))
-        query = int(there[np.argmax(lists.similarities[there, 0])])
-        cell = image(run, int(run.queries[query]), "asked", unreadable, short(one))
-        shown.append([cell, *neighbor_images(run, query, unreadable, 1)])
-    return shown
+    errors = np.flatnonzero((lists.query_labels == one) & (lists.labels[:, 0] == other))
+    query = int(errors[np.argmax(lists.similarities[errors, 0])])
+    cell = image(run, int(run.queries[query]), "query", short(one))
+    return [cell, *neighbor_images(run, query, 1)]
 
 
 def map_section(run: RunEvaluation) -> Section:
@@ -373,44 +352,32 @@ def map_section(run: RunEvaluation) -> Section:
 
 
 def proxies_section(
-    record: RunRecord, found: ProxyFindings | None, use: ProxyUse | None
+    record: RunRecord, proxies: RunProxies | None, use: ProxyUse | None
 ) -> Section | None:
-    """Return how far apart classes are by their proxies, and how many proxies are of use."""
+    """Return the separability of the proxies, and how many proxies per class are used."""
     last = record.results.get("last", {})
-    if found is None and "proxies" not in last:
+    if proxies is None and "proxies" not in last:
         return None
-    angles, epoch = last.get("proxies", {}), last.get("epoch")
     closest, charts = None, []
-    if found is not None:
-        angles, epoch = found.rivals, found.epoch
-        closest = _closest_classes(found)
-        charts.append(_count_chart("Distinct proxies", found.distinct, found.per_class))
-    if found is not None and use is not None:
-        title = "Proxies that are nearest to a training image"
-        charts.append(_count_chart(title, use.chosen, found.per_class))
-    content = render(
-        "proxies.html",
-        epoch=epoch,
-        angles=angles,
-        found=found,
-        use=use,
-        same_direction=SAME_DIRECTION,
-        charts=charts,
-        closest=closest,
-    )
+    angles, epoch = last.get("proxies", {}), last.get("epoch")
+    if proxies is not None:
+        angles, epoch = proxies.angles, proxies.epoch
+        degrees = np.degrees(np.arccos(np.clip(proxies.nearest, -1, 1)))
+        closest = table(
+            "Training classes that are nearest to another",
+            ["class", "separability", "angle"],
+            [
+                [short(proxies.names[i]), f"{proxies.nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
+                for i in np.argsort(-proxies.nearest, kind="stable")[:SHOWN_CLASSES]
+            ],
+        )
+        charts.append(_count_chart("Distinct proxies", proxies.distinct, proxies.per_class))
+        if use is not None:
+            title = "Proxies that are nearest to a training image"
+            charts.append(_count_chart(title, use.chosen, proxies.per_class))
+    values = {"epoch": epoch, "angles": angles, "proxies": proxies, "use": use, "charts": charts}
+    content = render("proxies.html", same_direction=SAME_DIRECTION, closest=closest, **values)
     return Section("Proxies", content)
-
-
-def _closest_classes(found: ProxyFindings) -> Markup:
-    degrees = np.degrees(np.arccos(np.clip(found.nearest, -1, 1)))
-    return table(
-        "Training classes that are nearest to another",
-        ["class", "separability", "angle"],
-        [
-            [short(found.names[i]), f"{found.nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
-            for i in np.argsort(-found.nearest, kind="stable")[:SHOWN_CLASSES]
-        ],
-    )
 
 
 def _count_chart(title: str, counts: npt.NDArray[Any], per_class: int) -> Markup:
@@ -420,34 +387,6 @@ def _count_chart(title: str, counts: npt.NDArray[Any], per_class: int) -> Markup
 
 
 def origin_section(record: RunRecord, notes: Sequence[str]) -> Section:
-    """Recipe, versions, environment, command, seeds, notes."""
-    e, results = record.environment, record.results
-    facts: dict[str, object] = {"Folder": record.folder.path}
-    if "command" in e:
-        facts["Command"] = code(e["command"])
-    if "started" in e:
-        facts["Started"] = e["started"]
-    facts["Seed"] = record.recipe.training.seed
-    if isinstance(e.get("packages"), dict):
-        packages = [f"{name} {version}" for name, version in e["packages"].items()]
-        facts["Versions"] = ", ".join([f"Python {e.get('python', '?')}", *packages])
-    for key, name in (("platform", "Platform"), ("device", "Device"), ("cuda", "CUDA")):
-        if e.get(key):
-            facts[name] = e[key]
-    if isinstance(e.get("git"), dict):
-        changed = " with changes that are not committed" if e["git"].get("changed") else ""
-        facts["Commit"] = f"{e['git'].get('commit')}{changed}"
-    if isinstance(results.get("weights"), dict):
-        weights = results["weights"]
-        facts["Weights at the start"] = f"{weights.get('source')}: {weights.get('origin')}"
-    if results.get("stopped_early"):
-        facts["Ended"] = results["stopped_early"]
-    if results.get("drops"):
-        facts["Learning rate dropped after"] = ", ".join(map(str, results["drops"]))
-    content = render(
-        "origin.html",
-        facts=facts,
-        notes=list(dict.fromkeys([*results.get("notes", []), *notes])),
-        recipe=record.recipe.to_yaml(),
-    )
-    return Section("Origin", content)
+    """Return recipe, versions, environment, command, seed and warnings."""
+    warnings = list(dict.fromkeys([*record.results.get("notes", []), *notes]))
+    return Section("Origin", render("origin.html", record=record, notes=warnings))

@@ -6,8 +6,13 @@ reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 from typing import TYPE_CHECKING
 
 from proximetry._util.errors import lazy_exports
-from proximetry.reproduce.options import ReproduceOptions
-from proximetry.reproduce.table import ReproduceError, Table, list_tables, shipped_tables
+from proximetry.reproduce.table import (
+    ReproduceError,
+    ReproduceOptions,
+    Table,
+    list_tables,
+    shipped_tables,
+)
 
 if TYPE_CHECKING:
     from proximetry.reproduce.runner import Interrupted, reproduce

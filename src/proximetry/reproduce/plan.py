@@ -1,4 +1,4 @@
-"""From a table to runs: one recipe for every row and seed."""
+"""The runs of a table: one recipe for every row and seed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,21 @@ from typing import Any, Literal
 from proximetry.metrics.scores import SEPARABILITY
 from proximetry.recipe.loading import RecipeError, merge
 from proximetry.recipe.schema import AUTO, Recipe
-from proximetry.reproduce.options import DEFAULTS, ReproduceOptions
-from proximetry.reproduce.table import ReproduceError, Row, Table, shipped_tables
+from proximetry.reproduce.table import (
+    DEFAULTS,
+    ReproduceError,
+    ReproduceOptions,
+    Row,
+    Table,
+    shipped_tables,
+)
 from proximetry.training.schedule import drop_epochs
 
 _NEVER = 1_000_000  # more epochs than any run has
 
 Kind = Literal["full", "selection", "held_out"]
 
-# What `auto` stands for, said by name: runs of other devices are not mixed with these.
+# What `auto` stands for, by name: runs of different devices are not mixed.
 _ON_GPU = {"training.precision": "bfloat16", "training.cuda_graph": True}
 _ON_CPU = {"training.precision": "float32", "training.cuda_graph": False}
 
@@ -25,8 +31,9 @@ _ON_CPU = {"training.precision": "float32", "training.cuda_graph": False}
 class Run:
     """One training of a row.
 
-    A full one is on all training classes; selection holds some out and selects the epoch; held_out
-    holds some out and evaluates them at the last epoch.
+    Attributes:
+        kind: "full" trains on all training classes; "selection" selects the epoch on held-out
+            classes; "held_out" evaluates held-out classes at the last epoch.
     """
 
     row: Row
@@ -36,7 +43,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The name of its file and of its folder."""
+        """Unique within a table, and the name of its folder."""
         return run_id(self.row.slug, self.seed, self.kind)
 
     def __str__(self) -> str:
@@ -45,7 +52,7 @@ class Run:
 
 
 def run_id(slug: str, seed: int, kind: str) -> str:
-    """Selection is made once per row, so its seed is not in its name."""
+    """Return the id of a run; there is one selection per row, whatever its seed."""
     return f"{slug}-selection" if kind == "selection" else f"{slug}-seed{seed}"
 
 
@@ -57,19 +64,18 @@ def command_for(
     selected: Sequence[Row],
     epochs_given: bool,
 ) -> str:
-    """The command that makes runs of a recipe again, without what is as in the table.
+    """Return the command that repeats runs; it has the options that differ from the table.
 
     ``selected`` are the rows whose epoch is also selected.
     """
-    model, own = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
+    model, default = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
     datasets = {table.dataset(row) for row in table.rows}
     data = datasets.pop().upper() if len(datasets) == 1 else "DATA"
     name = table.name if table.name in shipped_tables() else f"{table.name}.yaml"
-    words = ["proximetry", "reproduce", name, "--data", data]
-    words += ["--seeds", *map(str, seeds)]
-    if model["backbone"] != own.get("backbone"):
+    words = ["proximetry", "reproduce", name, "--data", data, "--seeds", *map(str, seeds)]
+    if model["backbone"] != default.get("backbone"):
         words += ["--backbone", model["backbone"]]
-    if model["weights"] != own.get("weights", "auto"):
+    if model["weights"] != default.get("weights", "auto"):
         words += ["--weights", Path(model["weights"]).name]
     if epochs_given:
         words += ["--epochs", str(recipe["training"]["epochs"])]
@@ -79,7 +85,7 @@ def command_for(
 
 
 def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[Run]:
-    """All runs of a table, seed by seed, so that a first complete column is there early."""
+    """Return all runs of a table, seed by seed, so that a first complete column is there early."""
     seeds = options.seeds
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ReproduceError(
@@ -103,7 +109,7 @@ def make_run(
     options: ReproduceOptions = DEFAULTS,
     on_gpu: bool = False,
 ) -> Run:
-    """The run of one row and seed."""
+    """Return the run of one row and seed."""
     defaults: dict[str, Any] = {
         "evaluation": {"protocol": "last", "watch_test": True, "untrained": False}
     }
@@ -115,32 +121,28 @@ def make_run(
         "training.seed": seed,
         "evaluation.eval_dims": table.dims or None,
     }
-    given = {key: value for key, value in changes.items() if value is not None}
+    changes = {key: value for key, value in changes.items() if value is not None}
     try:
         values = merge(defaults | (_ON_GPU if on_gpu else _ON_CPU), table.recipe_values(row))
-        recipe = Recipe.load(values, given)
-        _check(table, recipe)
+        recipe = Recipe.load(values, changes)
+        # Rows are comparable only at the last epoch.
+        if recipe.evaluation.protocol != "last" or recipe.training.two_stages:
+            raise RecipeError("the rows of a table have evaluation.protocol last and no two_stages")
+        computed = [*recipe.evaluation.metrics.names(), *SEPARABILITY]
+        missing = [metric for metric in table.metrics if metric not in computed]
+        if missing:
+            raise RecipeError(f"evaluation.metrics has no {missing[0]}, a column of the table")
     except RecipeError as error:
         raise ReproduceError(f"table {table.name}, row {row.name!r}: {error}") from error
     if options.epochs is not None:
         recipe = scale(recipe, options.epochs)
     if kind != "full":
-        apart: dict[str, Any] = {"protocol": "held_out", "watch_test": False}
-        if kind == "held_out":  # no epoch can be selected but the last
+        evaluation: dict[str, Any] = {"protocol": "held_out", "watch_test": False}
+        if kind == "held_out":  # only the last epoch can be selected
             epochs = recipe.training.epochs
-            apart |= {"every": _NEVER if epochs == AUTO else epochs, "final_test": False}
-        recipe = recipe.override({"evaluation": apart})
+            evaluation |= {"every": _NEVER if epochs == AUTO else epochs, "final_test": False}
+        recipe = recipe.override({"evaluation": evaluation})
     return Run(row, seed, kind, recipe)
-
-
-def _check(table: Table, recipe: Recipe) -> None:
-    """Rows are evaluated at the last epoch; nothing else is comparable."""
-    if recipe.evaluation.protocol != "last" or recipe.training.two_stages:
-        raise RecipeError("the rows of a table have evaluation.protocol last and no two_stages")
-    computed = [*recipe.evaluation.metrics.names(), *SEPARABILITY]
-    missing = [metric for metric in table.metrics if metric not in computed]
-    if missing:
-        raise RecipeError(f"evaluation.metrics has no {missing[0]}, which the table shows")
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:
@@ -153,10 +155,10 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
     schedule, published = recipe.schedule, recipe.training.epochs
 
-    def moved(epoch: int) -> int:
+    def scaled(epoch: int) -> int:
         return epoch if published == AUTO else max(1, round(epoch * epochs / published))
 
-    frozen = moved(schedule.freeze_backbone_epochs) if schedule.freeze_backbone_epochs else 0
+    frozen = scaled(schedule.freeze_backbone_epochs) if schedule.freeze_backbone_epochs else 0
     if epochs <= frozen:
         raise ReproduceError(
             f"the backbone is frozen for all epochs: {epochs}. Give --epochs {frozen + 1} or more."
@@ -164,7 +166,7 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     changes: dict[str, Any] = {
         "training.epochs": epochs,
         "schedule.freeze_backbone_epochs": frozen,
-        "evaluation.every": moved(recipe.evaluation.every),
+        "evaluation.every": scaled(recipe.evaluation.every),
     }
     if published == AUTO or (schedule.name == "step" and schedule.every == AUTO):
         return recipe.override(changes)
@@ -172,5 +174,5 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
         changes["schedule.every"] = schedule.every * epochs // published
     elif schedule.name in ("step", "milestones"):
         changes["schedule.name"] = "milestones"
-        changes["schedule.at"] = sorted({moved(at) for at in drop_epochs(schedule, published)})
+        changes["schedule.at"] = sorted({scaled(at) for at in drop_epochs(schedule, published)})
     return recipe.override(changes)

@@ -1,10 +1,8 @@
-"""A published table as data: what was run, what came out, and what was claimed.
-
-One YAML file each in the folder ``tables`` beside this file; unknown keys are errors.
-"""
+"""Published tables as YAML files, in the folder ``tables``; unknown keys are errors."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -28,20 +26,50 @@ Percentage = Annotated[float, Field(ge=0, le=100)]
 
 
 class ReproduceError(ValueError):
-    """A table that cannot be run or was not run to its end, and what to do."""
+    """An invalid table, option or record."""
 
 
 class RunsFailedError(ReproduceError):
-    """Runs that failed, and why."""
+    """Some runs failed."""
+
+
+def _option(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"help": about})
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """The options of `proximetry reproduce`."""
+
+    seeds: tuple[int, ...] = _option((0,), "one run per row and seed")
+    rows: tuple[str, ...] = _option((), "only these rows of the table; default: all")
+    parallel: int = _option(1, "number of concurrent runs; seconds are then not compared")
+    backbone: str | None = _option(
+        None, "another network than the table's, such as bn_inception or resnet50.tv_in1k"
+    )
+    weights: str | None = _option(None, "its weights: auto, package, hub, none, or a file")
+    epochs: int | None = _option(
+        None,
+        "another number of epochs; frozen epochs, learning-rate drops and evaluation interval "
+        "scale too",
+    )
+    selection: bool | None = _option(
+        None, "also select the epoch on held-out classes; default: set by the table"
+    )
+    device: str | None = _option(None, "cpu, cuda or cuda:1; default: cuda where there is one")
+    render: bool = _option(False, "only write README.md and the figures again from existing runs")
+    keep_runs: bool = _option(False, "keep checkpoints, embedders and logs of the runs")
+
+
+DEFAULTS = ReproduceOptions()
 
 
 class Published(Section):
-    """How the published figures came about.
+    """The published setting.
 
     Attributes:
-        protocol: how the epoch was selected and how many runs stand behind a figure.
-        note: what else a reader must know.
-        epochs: if published; else the number of epochs in the table is ours.
+        protocol: how the epoch was selected, and the number of runs per figure.
+        epochs: default: those of the table.
     """
 
     backbone: str = ""
@@ -54,10 +82,10 @@ class Row(Section):
     """One row.
 
     Attributes:
-        recipe: another shipped recipe than the table's to lay its base over.
-        changes: to the recipe that the rows share, by dotted or nested keys.
+        recipe: a shipped recipe that replaces that of the table.
+        changes: overrides of the table's base, by dotted or nested keys.
         published: metric → published percentage.
-        x: place on the horizontal axis of a sweep.
+        x: position on the horizontal axis of a sweep.
     """
 
     name: str
@@ -69,14 +97,18 @@ class Row(Section):
     @property
     def slug(self) -> str:
         """The name as part of a file name."""
-        spoken = self.name.lower()
-        for sign, word in _SPOKEN.items():
-            spoken = spoken.replace(sign, f" {word} ")
-        return re.sub(r"[^a-z0-9.]+", "-", spoken).strip("-")
+        return slugify(self.name)
+
+
+def slugify(name: str) -> str:
+    """Return a name as part of a file name."""
+    for sign, word in _SPOKEN.items():
+        name = name.replace(sign, f" {word} ")
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 class Claim(Section):
-    """That one row beats another in a metric."""
+    """A published claim that one row is better than another."""
 
     better: str
     worse: str
@@ -84,9 +116,9 @@ class Claim(Section):
 
 
 class Figure(Section):
-    """A picture: recall@1 against the x of the rows (sweep), or epochs and seconds (curves).
+    """A figure: recall@1 against the x of the rows (sweep), or epochs and seconds (curves).
 
-    ``label`` and ``log`` (logarithmic) are about the horizontal axis of a sweep.
+    ``label`` and ``log`` (logarithmic) apply to the horizontal axis of a sweep.
     """
 
     kind: Literal["sweep", "curves"] = "sweep"
@@ -99,30 +131,30 @@ class Table(Section):
 
     Attributes:
         name: of the folder of results; default: of the file.
-        source: paper, and which of its tables or figures.
-        protocol: last trains on all training classes and evaluates the test set at the last epoch;
-            held_out trains without the held-out classes and evaluates those, never the test set.
-        recipe: a shipped recipe that the base is laid over, if any.
-        base: changes to it, or a whole recipe: what the rows share.
+        source: paper, and its table or figure.
+        protocol: "last" trains on all training classes and evaluates the test set at the last
+            epoch; "held_out" evaluates held-out training classes and never the test set.
+        recipe: a shipped recipe that the base overrides, if any.
+        base: what the rows share: overrides of that recipe, or a whole recipe.
         metrics: the columns.
         seconds: whether the seconds of training are a column.
         dims: further columns: the first metric for the first d dimensions of the embedding.
-        views: with held_out, further columns: the first metric for other sizes of the evaluated
-            images (pairs of a crop and of what images are scaled to before it), and with flip TTA.
-        claims: what the paper says about the order of the rows.
-        selection: whether the epoch is also selected on held-out classes; or of which rows it is.
-        differences: how our setting differs from the published one, a sentence each.
+        views: with held_out, further columns: the first metric for other (crop, short side) of
+            the evaluated images, and with flip TTA.
+        claims: the published order of the rows.
+        selection: whether the epoch is also selected on held-out classes, or the rows for which.
+        differences: sentences about how our setting differs from the published one.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
     title: str = ""
     source: str = ""
     protocol: Literal["last", "held_out"] = "last"
     published: Published = Published()
     recipe: str | None = None
     base: dict[str, Any] = Field({})
-    rows: tuple[Row, ...]
-    metrics: tuple[str, ...] = ("recall@1",)
+    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
+    metrics: Annotated[tuple[str, ...], Field(min_length=1)] = ("recall@1",)
     seconds: Flag = False
     dims: tuple[Dim, ...] = ()
     views: tuple[tuple[Side, Side], ...] = ()
@@ -133,48 +165,34 @@ class Table(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.name):
-            raise ValueError(
-                f"name {self.name!r} must be of small letters, digits, dots and hyphens"
-            )
-        for key in ("rows", "metrics"):
-            if not getattr(self, key):
-                raise ValueError(f"{key} is empty: a table has at least one")
         slugs = ["", *(row.slug for row in self.rows)]
         wrong = [row.name for row in self.rows if slugs.count(row.slug) > 1]
         if wrong:
             raise ValueError(f"rows must differ in the letters and digits of their names: {wrong}")
+        names = [*((f"row {row.name!r}", n) for row in self.rows for n in row.published)]
+        names += [("claims", claim.metric) for claim in self.claims]
+        names += [("figure", "recall@1")] if self.figure else []
+        for where, name in names:
+            if name not in self.metrics:
+                raise ValueError(
+                    f"{where}: {name!r} is not in metrics{closest(name, self.metrics)}"
+                )
         for claim in self.claims:
             self.row(claim.better), self.row(claim.worse)
-            if claim.metric not in self.metrics:
-                raise ValueError(f"claims: {claim.metric!r} is not in metrics")
         self.selected_rows()
-        if self.figure is not None and "recall@1" not in self.metrics:
-            raise ValueError("figure: the picture shows recall@1, which is not in metrics")
-        if self.figure is not None and self.figure.kind == "sweep":
-            without = [row.name for row in self.rows if row.x is None]
-            if without:
-                raise ValueError(f"a sweep needs x for every row; {without} have none")
+        without = [row.name for row in self.rows if row.x is None]
+        if without and self.figure is not None and self.figure.kind == "sweep":
+            raise ValueError(f"a sweep needs x for every row; {without} have none")
         if self.protocol == "held_out" and (self.selection or self.claims or self.figure):
             raise ValueError("a table with protocol held_out has no selection, claims or figure")
         if self.protocol == "last" and self.views:
             raise ValueError("views are for tables with protocol held_out")
-        _ = self.shared  # there is no table without the recipes it names
-        return self
-
-    @model_validator(mode="after")
-    def _check_published(self) -> Self:
-        """Refuse figures that would never be shown."""
-        for row in self.rows:
-            for name in row.published:
-                if name not in self.metrics:
-                    told = f"row {row.name!r}: published {name!r} is not in metrics"
-                    raise ValueError(f"{told}{closest(name, self.metrics)}")
+        _ = self.shared  # raises if a recipe does not exist
         return self
 
     @classmethod
     def load(cls, source: "str | Path | Mapping[str, Any] | Table") -> "Table":
-        """Make a table of a YAML file, a shipped table's name or plain values."""
+        """Load a table from a YAML file, the name of a shipped table or plain values."""
         if isinstance(source, Table):
             return source
         values: Any = source
@@ -185,59 +203,56 @@ class Table(Section):
                 values = {"name": where.stem, **read_yaml(where, "table")}
             return cls.model_validate(values)
         except ValidationError as error:
-            sentence = f"{where} is no table that can be used: {validation_message(error, cls)}"
+            message = f"{where} is an invalid table: {validation_message(error, cls)}"
         except RecipeError as error:
-            sentence = str(error)
-        raise ReproduceError(sentence)
+            message = str(error)
+        raise ReproduceError(message)
 
     def recipe_values(self, row: Row) -> dict[str, Any]:
-        """The plain recipe of a row."""
+        """Return the plain recipe of a row."""
         return merge(self.shared[row.recipe or self.recipe], row.changes)
 
     @cached_property
     def shared(self) -> dict[str | None, dict[str, Any]]:
-        """The plain recipes that rows share, by the shipped recipe that the base is laid over."""
+        """The plain recipes that rows share, by the shipped recipe that the base overrides."""
         names = {row.recipe or self.recipe for row in self.rows}
         return {name: merge(plain_values(name) if name else {}, self.base) for name in names}
 
     def dataset(self, row: Row) -> str:
-        """The dataset of a row."""
+        """Return the dataset of a row."""
         return str(self.recipe_values(row).get("data", {}).get("dataset", "folder"))
 
     def row(self, name: str) -> Row:
-        """The row of this name."""
+        """Return the row of this name."""
         rows = {row.name: row for row in self.rows}
         if name not in rows:
             raise ReproduceError(f"there is no row {shown(name)}{closest(name, rows)}")
         return rows[name]
 
-    def selected_rows(self, asked: bool | None = None) -> tuple[Row, ...]:
-        """The rows whose epoch is also selected; ``asked`` is for all rows, whatever is said."""
-        wanted = self.selection if asked is None else asked
-        if isinstance(wanted, bool):
-            return self.rows if wanted else ()
-        return tuple(map(self.row, wanted))
+    def selected_rows(self, override: bool | None = None) -> tuple[Row, ...]:
+        """Return the rows whose epoch is also selected; ``override`` applies to all rows."""
+        selection = self.selection if override is None else override
+        if isinstance(selection, bool):
+            return self.rows if selection else ()
+        return tuple(map(self.row, selection))
 
     def epochs(self, row: Row) -> int | str:
-        """The number of epochs of a row, or auto."""
-        given = self.recipe_values(row).get("training", {})
-        epochs: int | str = given.get("epochs", TrainingConfig().epochs)
-        return epochs
+        """Return the number of epochs of a row, or auto."""
+        training: dict[str, int | str] = self.recipe_values(row).get("training", {})
+        return training.get("epochs", TrainingConfig().epochs)
 
 
 def shipped_tables() -> dict[str, Path]:
-    """The tables that come with the package, by name."""
+    """Return the tables that come with the package, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def list_tables() -> str:
-    """A line for every shipped table: name, number of runs, title."""
+    """Return a line for every shipped table: name, number of runs, title."""
     lines = []
-    for name in shipped_tables():
-        table = Table.load(name)
-        rows = len(table.rows)
-        runs = f"{rows} run{'s' * (rows > 1)} per seed"
+    for table in map(Table.load, shipped_tables()):
+        runs = f"{len(table.rows)} runs per seed"
         selected = len(table.selected_rows())
         runs += f" + {selected} for selection" if selected else ""
-        lines.append(f"{name:26} {runs:34} {table.title}")
+        lines.append(f"{table.name:26} {runs:34} {table.title}")
     return "\n".join(lines)
