@@ -305,7 +305,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({**PAIRED, "labels": None}, "labels and query_labels"),
     ({"query_labels": [1, 2, 3, 4]}, "query_labels is given"),
     ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given"),
-    ({**PAIRED, "queries": GOOD[:, :3]}, "3 dimensions"),
+    ({**PAIRED, "queries": GOOD[:, :3]}, "dimensions.* 3"),
     ({**PAIRED, "queries": GOOD.astype(np.float64)}, "float64"),
     ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "one kind"),
     ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),

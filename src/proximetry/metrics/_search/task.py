@@ -141,25 +141,15 @@ def check_inputs(
         if (gallery[column] is None) != (queries[column] is None):
             raise ValueError(f"give {pair} together, or neither")
     checked_queries = items(queries, names)
-    _check_alike(checked.vectors, checked_queries.vectors)
+    one, two = checked.vectors, checked_queries.vectors
+    for what, first, second in (
+        ("dimensions", one.shape[1], two.shape[1]),
+        ("devices", one.device, two.device),
+        ("types", one.dtype, two.dtype),
+    ):
+        if first != second:
+            raise ValueError(f"embeddings and queries have different {what}: {first} and {second}")
     return [checked, checked_queries]
-
-
-def _check_alike(gallery: Tensor, queries: Tensor) -> None:
-    if gallery.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"queries have {queries.shape[1]} dimensions and embeddings {gallery.shape[1]}; "
-            "they must come from one model"
-        )
-    if gallery.device != queries.device:
-        raise ValueError(
-            f"queries are on {queries.device} and embeddings on {gallery.device}; "
-            "move them to one device"
-        )
-    if gallery.dtype != queries.dtype:
-        raise ValueError(
-            f"queries are {queries.dtype} and embeddings {gallery.dtype}; use one type for both"
-        )
 
 
 def build_task(
