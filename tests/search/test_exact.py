@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import retrieve
 from proximetry.metrics._search.inputs import normalize
-from proximetry.search import exact
-from proximetry.search.exact import Part, Store, group_pairs, similar_pairs
+from proximetry.metrics._search.neighbors import largest
+from proximetry.search import duplicates
+from proximetry.search.duplicates import compare_all, group_pairs
+from proximetry.search.exact import Part, Store
+from proximetry.search.snapshot import no_progress
 
 
 def make_store(vectors, similarity, edges=()):
@@ -55,7 +58,7 @@ def test_exact_search_equals_retrieve_including_ties(seed, count, queries, k, si
     k = min(k, count)
     found = store.search(parts, asked, k)
     wanted = retrieve(vectors, queries=asked, k=k, similarity=similarity)
-    assert np.array_equal(found.places, wanted.ids)
+    assert np.array_equal(found.positions, wanted.ids)
     scores = found.scores if similarity == "cosine" else -np.sqrt(-found.scores)
     np.testing.assert_allclose(scores, wanted.similarities, rtol=2e-7)
 
@@ -82,8 +85,8 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     if similarity == "cosine":
         asked = normalize(torch.from_numpy(asked)).numpy()
         found = store.search(parts, asked, 10)
-    assert np.array_equal(found.places, wanted.ids)
-    assert found.places[7].tolist() == [7, 3007, *range(4000, 4008)]
+    assert np.array_equal(found.positions, wanted.ids)
+    assert found.positions[7].tolist() == [7, 3007, *range(4000, 4008)]
     assert len(set(found.scores[7].tolist())) == 1
 
 
@@ -95,7 +98,7 @@ def test_neighbours_that_float32_products_confuse_are_told_apart(seed, scale):
     asked = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
     store, parts = make_store(vectors, "euclidean", {77})
     found = store.search(parts, asked, 5)
-    for query, places in zip(asked.astype(np.longdouble), found.places, strict=True):
+    for query, places in zip(asked.astype(np.longdouble), found.positions, strict=True):
         distances = ((vectors.astype(np.longdouble) - query) ** 2).sum(1).astype(np.float64)
         assert places.tolist() == np.lexsort((np.arange(200), distances))[:5].tolist()
 
@@ -108,7 +111,7 @@ def test_a_query_alone_finds_what_it_finds_among_a_thousand():
     together = store.search(parts, asked, 7)
     for row in (0, 1, 500, 1099):
         alone = store.search(parts, asked[row : row + 1], 7)
-        assert np.array_equal(alone.places[0], together.places[row])
+        assert np.array_equal(alone.positions[0], together.positions[row])
         assert np.array_equal(alone.scores[0], together.scores[row])
 
 
@@ -121,21 +124,21 @@ def test_what_is_not_allowed_is_not_found(seed, share, k):
     rows = np.flatnonzero(allowed)
     found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
     gathered = store.search([parts[0]._replace(rows=rows)], vectors[:3], k)
-    assert np.array_equal(found.places, gathered.places)
+    assert np.array_equal(found.positions, gathered.positions)
     if not len(rows):
-        assert (found.places == -1).all()
+        assert (found.positions == -1).all()
         assert (found.scores == -np.inf).all()
         return
     wanted = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
-    assert np.array_equal(found.places[:, : wanted.k], rows[wanted.ids])
-    assert (found.places[:, wanted.k :] == -1).all()
+    assert np.array_equal(found.positions[:, : wanted.k], rows[wanted.ids])
+    assert (found.positions[:, wanted.k :] == -1).all()
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
 def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
     draw = np.random.default_rng(seed)
     values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
-    found, columns = exact._largest(values, count)
+    found, columns = largest(values, count)
     wanted = values.topk(min(count, width), 1).values
     assert torch.equal(found.sort(1, descending=True).values, wanted)
     assert torch.equal(values.gather(1, columns), found)
@@ -144,14 +147,14 @@ def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
-    monkeypatch.setattr(exact, "_TILE", 16)
+    monkeypatch.setattr(duplicates, "_TILE", 16)
     draw = np.random.default_rng(3)
     vectors = exact_vectors(draw, 70, similarity)
     store, parts = make_store(vectors, similarity, {20, 40})
     allowed = draw.random(20) < 0.7
     parts[1] = parts[1]._replace(allowed=allowed)
     least = 0.5 if similarity == "cosine" else -8.0
-    pairs, scores = similar_pairs(store, parts, least, None)
+    pairs, scores = compare_all(store, parts, least, no_progress)
     gone = set((20 + np.flatnonzero(~allowed)).tolist())
     wanted = {}
     for i in range(70):
@@ -172,7 +175,7 @@ def test_groups_are_what_pairs_lead_to():
 
 
 def test_a_threshold_that_nearly_all_meet_is_refused(monkeypatch):
-    monkeypatch.setattr(exact, "_MOST_PAIRS", 100)
+    monkeypatch.setattr(duplicates, "_MOST_PAIRS", 100)
     store, parts = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
     with pytest.raises(ValueError, match="more than 100 pairs"):
-        similar_pairs(store, parts, 0.9, None)
+        compare_all(store, parts, 0.9, no_progress)
