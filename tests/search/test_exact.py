@@ -75,7 +75,7 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     asked = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
     store, parts = make_store(vectors, similarity, {1000, 5990})
     found = store.search(parts, asked, 10)
-    # In float64, as in float32 neighbours of almost the same distance may change places.
+    # In float64, as in float32 neighbors of almost the same distance may change places.
     wanted = retrieve(
         vectors.astype(np.float64),
         queries=asked.astype(np.float64),
@@ -91,7 +91,7 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
 
 
 @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-25, 1e-6, 1.0, 1e6]))
-def test_neighbours_that_float32_products_confuse_are_told_apart(seed, scale):
+def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
     draw = np.random.default_rng(seed)
     center = draw.standard_normal(16) * 30  # far from the origin, and close together
     vectors = ((center + draw.standard_normal((200, 16)) * 1e-3) * scale).astype(np.float32)
@@ -103,7 +103,7 @@ def test_neighbours_that_float32_products_confuse_are_told_apart(seed, scale):
         assert places.tolist() == np.lexsort((np.arange(200), distances))[:5].tolist()
 
 
-def test_a_query_alone_finds_what_it_finds_among_a_thousand():
+def test_scores_do_not_depend_on_the_batch():
     draw = np.random.default_rng(1)
     vectors = normalize(torch.from_numpy(draw.standard_normal((5000, 33)))).float().numpy()
     asked = normalize(torch.from_numpy(draw.standard_normal((1100, 33)))).float().numpy()
@@ -116,7 +116,7 @@ def test_a_query_alone_finds_what_it_finds_among_a_thousand():
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1), k=st.integers(1, 12))
-def test_what_is_not_allowed_is_not_found(seed, share, k):
+def test_masked_and_gathered_rows_equal_retrieve(seed, share, k):
     draw = np.random.default_rng(seed)
     vectors = exact_vectors(draw, 60, "euclidean")
     allowed = draw.random(60) < share
@@ -135,7 +135,7 @@ def test_what_is_not_allowed_is_not_found(seed, share, k):
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
-def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
+def test_largest_equals_topk(seed, width, count):
     draw = np.random.default_rng(seed)
     values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
     found, columns = largest(values, count)
@@ -167,14 +167,14 @@ def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
     assert dict(zip(map(tuple, pairs.tolist()), scores.tolist(), strict=True)) == wanted
 
 
-def test_groups_are_what_pairs_lead_to():
+def test_group_pairs_returns_connected_components():
     pairs = np.array([[1, 5], [5, 9], [2, 3], [20, 21], [21, 22], [20, 22]])
     found = [group.tolist() for group in group_pairs(pairs)]
     assert found == [[1, 5, 9], [20, 21, 22], [2, 3]]
     assert group_pairs(np.empty((0, 2), np.int64)) == []
 
 
-def test_a_threshold_that_nearly_all_meet_is_refused(monkeypatch):
+def test_too_many_pairs_are_rejected(monkeypatch):
     monkeypatch.setattr(duplicates, "_MOST_PAIRS", 100)
     store, parts = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
     with pytest.raises(ValueError, match="more than 100 pairs"):

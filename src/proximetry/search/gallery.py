@@ -49,7 +49,6 @@ from proximetry.search.manifest import (
 )
 from proximetry.search.result import SearchResult
 from proximetry.search.snapshot import (
-    COMPARED,
     Snapshot,
     check_segment,
     no_progress,
@@ -574,7 +573,9 @@ class Gallery:
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
         least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
-        small = len(now) <= COMPARED or not any(info.index for info in now.manifest.segments)
+        small = len(now) <= duplicates.COMPARED or not any(
+            info.index for info in now.manifest.segments
+        )
         if isinstance(now, Snapshot) and small:
             parts = now.parts(now.alive)
             positions, scores = duplicates.compare_all(now.store, parts, least, progress)

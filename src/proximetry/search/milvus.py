@@ -17,8 +17,9 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,25 +118,36 @@ def _milvus_errors(address: Address) -> Iterator[None]:
         raise MilvusError(f"{address}: Milvus reports: {error.message}") from error
 
 
-def _connect(address: Address) -> Any:
-    pymilvus = need("pymilvus", "milvus", "A gallery on Milvus")
-    if address.local:
-        need("milvus_lite", None, "A gallery in a file of Milvus")
-        if not Path(address.uri).parent.is_dir():
-            raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
-    token = os.environ.get(TOKEN, "")
-    for attempt in range(2):
-        try:
-            with _milvus_errors(address):
-                return pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
-        except MilvusError as error:
-            if attempt == 0:  # an idle connection may be dead, and is closed now
-                continue
-            reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
-            if address.local:
-                reason = "cannot be opened: another process uses it, or it is not a Milvus file"
-            raise MilvusError(f"{address}: {reason}") from error
-    raise AssertionError
+class _Client:
+    """A MilvusClient whose errors name the gallery."""
+
+    def __init__(self, address: Address) -> None:
+        pymilvus = need("pymilvus", "milvus", "A gallery on Milvus")
+        if address.local:
+            need("milvus_lite", None, "A gallery in a file of Milvus")
+            if not Path(address.uri).parent.is_dir():
+                raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
+        self._address, token = address, os.environ.get(TOKEN, "")
+        for attempt in range(2):
+            try:
+                self._client = pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
+                return
+            except pymilvus.MilvusException as error:
+                if attempt == 0:  # an idle connection may be dead, and is closed now
+                    continue
+                reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
+                if address.local:
+                    reason = "cannot be opened: another process uses it, or it is not a Milvus file"
+                raise MilvusError(f"{address}: {reason}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _milvus_errors(self._address):
+                return method(*arguments, **options)
+
+        return call
 
 
 class Index(NamedTuple):
@@ -277,11 +289,10 @@ class Collection:
         missing = UsageError(f"no gallery {address}. `proximetry index` builds one.")
         if client is None and address.local and not Path(address.uri).exists():
             raise missing
-        loaded, client = client is not None, client or _connect(address)
-        with _milvus_errors(address):
-            if not client.has_collection(address.collection):
-                raise missing
-            properties = client.describe_collection(address.collection).get("properties") or {}
+        loaded, client = client is not None, client or _Client(address)
+        if not client.has_collection(address.collection):
+            raise missing
+        properties = client.describe_collection(address.collection).get("properties") or {}
         version = properties.get(f"{_OURS}version")
         if version is None:
             raise UsageError(f"{address} is a collection of Milvus, but not a gallery")
@@ -295,8 +306,7 @@ class Collection:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the properties of {address} are damaged: {error}") from error
         if not loaded:
-            with _milvus_errors(address):
-                client.load_collection(opened.name)
+            client.load_collection(opened.name)
         return opened
 
     @classmethod
@@ -326,34 +336,27 @@ class Collection:
             f"{_OURS}kind": json.dumps(index),
         }
         created = cls(address, client, address.building, properties)
-        with _milvus_errors(address):
-            client.drop_collection(created.name)  # of an interrupted build
-            client.create_collection(
-                created.name,
-                schema=schema,
-                index_params=params,
-                properties=properties,
-                consistency_level="Strong",
-            )
+        client.drop_collection(created.name)  # of an interrupted build
+        client.create_collection(
+            created.name,
+            schema=schema,
+            index_params=params,
+            properties=properties,
+            consistency_level="Strong",
+        )
         return created
 
     def finish(self) -> None:
         """Rename a complete gallery."""
-        with _milvus_errors(self.address):
-            self.client.alter_collection_properties(self.name, {f"{_OURS}version": _VERSION})
-            self.client.rename_collection(self.name, self.address.collection)
+        self.client.alter_collection_properties(self.name, {f"{_OURS}version": _VERSION})
+        self.client.rename_collection(self.name, self.address.collection)
 
     def drop(self) -> None:
         """Remove the whole collection."""
-        with _milvus_errors(self.address):
-            self.client.drop_collection(self.name)
+        self.client.drop_collection(self.name)
 
-    def _query(self, condition: str, fields: Sequence[str], **options: Any) -> list[dict[str, Any]]:
-        with _milvus_errors(self.address):
-            found: list[dict[str, Any]] = self.client.query(
-                self.name, filter=condition, output_fields=[*fields], **options
-            )
-        return found
+    def _query(self, condition: str, fields: Sequence[str], **options: Any) -> Any:
+        return self.client.query(self.name, filter=condition, output_fields=[*fields], **options)
 
     def __len__(self) -> int:
         return int(self._query("", ["count(*)"])[0]["count(*)"])
@@ -368,24 +371,14 @@ class Collection:
                 raise UsageError(f"no image has {name} {some(map(shown, wanted))}")
         return " and ".join(terms)
 
-    def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
-        """Yield id and this field of the allowed rows, in the order of ids."""
-        with _milvus_errors(self.address):
-            batches = self.client.query_iterator(
-                self.name,
-                batch_size=self._batch,
-                filter=allowed,
-                output_fields=["id", field],
-            )
-        try:
-            while True:
-                with _milvus_errors(self.address):
-                    batch = batches.next()
-                if not batch:
-                    return
-                yield batch
-        finally:
-            batches.close()
+    def _iterate(self, field: str, allowed: str = "") -> Iterator[dict[str, Any]]:
+        """Yield rows with id and this field, in the order of ids."""
+        batches = self.client.query_iterator(
+            self.name, batch_size=self._batch, filter=allowed, output_fields=["id", field]
+        )
+        with closing(batches), _milvus_errors(self.address):
+            while batch := batches.next():
+                yield from batch
 
     @property
     def _batch(self) -> int:
@@ -394,14 +387,14 @@ class Collection:
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield ids and vectors of all rows."""
-        for batch in self._iterate("vector"):
+        records = self._iterate("vector")
+        while batch := list(islice(records, self._batch)):
             ids = np.array([row["id"] for row in batch], np.int64)
             yield ids, np.array([row["vector"] for row in batch], np.float32)
 
     def chosen(self, allowed: Any) -> IntArray:
         """Return the ids of the allowed rows."""
-        ids = [row["id"] for batch in self._iterate("id", allowed) for row in batch]
-        return np.sort(np.array(ids, np.int64))
+        return np.sort(np.array([row["id"] for row in self._iterate("id", allowed)], np.int64))
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -417,8 +410,7 @@ class Collection:
         known: dict[int, dict[str, Any]] = {}
         wanted, names = np.unique(ids).tolist(), ["id", *fields]
         for part in chunks(len(wanted), self._batch if "vector" in names else _ROWS):
-            with _milvus_errors(self.address):
-                batch = self.client.get(self.name, ids=wanted[part], output_fields=names)
+            batch = self.client.get(self.name, ids=wanted[part], output_fields=names)
             known |= {row["id"]: row for row in batch}
         return known
 
@@ -455,30 +447,28 @@ class Collection:
         if k > MOST:
             raise UsageError(f"Milvus returns up to {spaced(MOST)} images per query, got k = {k}")
         count = min(self.index.candidates(k), MOST)
-        lists: list[Any] = []
+        parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
         for part in chunks(len(queries), max(1, _NUMBERS // (count * self.manifest.dim))):
-            with _milvus_errors(self.address):
-                lists += self.client.search(
-                    self.name,
-                    data=list(queries[part]),
-                    anns_field="vector",
-                    filter=allowed,
-                    limit=count,
-                    output_fields=["vector"],
-                    search_params={"params": self.index.depth(count)},
-                )
-        width = max(map(len, lists), default=0)
-        positions = np.full((len(queries), width), -1, np.int64)
-        scores = np.full(positions.shape, -np.inf)
-        for row, found in enumerate(lists):
-            if len(found):
-                vectors = np.array([hit["entity"]["vector"] for hit in found], np.float32)[None]
-                near = exact_scores(queries[row : row + 1], vectors, self.manifest.similarity)
-                positions[row, : len(found)], scores[row, : len(found)] = (
-                    [hit["id"] for hit in found],
-                    near[0],
-                )
-        return merge_hits([Hits(positions, scores)], min(k, max(1, width)))
+            lists = self.client.search(
+                self.name,
+                data=list(queries[part]),
+                anns_field="vector",
+                filter=allowed,
+                limit=count,
+                output_fields=["vector"],
+                search_params={"params": self.index.depth(count)},
+            )
+            positions = np.full((len(lists), count), -1, np.int64)
+            vectors = np.zeros((*positions.shape, self.manifest.dim), np.float32)
+            for row, hits in enumerate(lists):
+                for rank, hit in enumerate(hits):
+                    positions[row, rank], vectors[row, rank] = hit["id"], hit["entity"]["vector"]
+            scores = exact_scores(queries[part], vectors, self.manifest.similarity)
+            scores[positions < 0] = -np.inf
+            parts.append(merge_hits([Hits(positions, scores)], k))
+        positions, scores = map(np.concatenate, zip(*parts, strict=True))
+        width = max(1, int((positions >= 0).sum(1).max(initial=0)))
+        return Hits(positions[:, :width], scores[:, :width])
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and an id of each."""
@@ -497,16 +487,14 @@ class Collection:
         missing = [name for name in new.table.column_names if name not in self.columns]
         if missing:
             keys = {f"{_COLUMN}{_to_utf8(name)}": "1" for name in missing}
-            with _milvus_errors(self.address):
-                self.client.alter_collection_properties(self.name, keys)
+            self.client.alter_collection_properties(self.name, keys)
             self.columns += missing
         ids: list[int] = []
         try:
             for block in new.blocks(self.manifest):
                 for part in chunks(len(block), self._batch):
                     data = _records(new.table.slice(len(ids), part.stop - part.start), block[part])
-                    with _milvus_errors(self.address):
-                        ids += self.client.insert(self.name, data)["ids"]
+                    ids += self.client.insert(self.name, data)["ids"]
                     new.progress(len(ids), len(new.table))
         except BaseException:
             with suppress(ValueError):
@@ -517,8 +505,7 @@ class Collection:
     def delete(self, ids: IntArray) -> None:
         """Remove rows."""
         for part in chunks(len(ids), _ROWS):
-            with _milvus_errors(self.address):
-                self.client.delete(self.name, ids=ids[part].tolist())
+            self.client.delete(self.name, ids=ids[part].tolist())
 
 
 def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
@@ -555,7 +542,7 @@ class MilvusGallery(Gallery):
         """See `Gallery.build`."""
         address = Address.parse(path)
         Index.choose(index, len(new.table))  # raises for an unknown index
-        client = _connect(address)
+        client = _Client(address)
         _check_new(address, client)
         folder, fingerprint = address.folder, embedder.fingerprint()
         with writing(folder):
@@ -576,8 +563,7 @@ class MilvusGallery(Gallery):
                     collection.drop()
                 raise
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            with _milvus_errors(address):
-                client.load_collection(address.collection)
+            client.load_collection(address.collection)
             built = cls(Collection.open(address, client), embedder)
             built.skipped = new.skipped
             return built
@@ -627,8 +613,7 @@ class MilvusGallery(Gallery):
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Ask Milvus to reclaim the space of removed rows, which it also does on its own."""
-        with _milvus_errors(self._now.address):
-            self._now.client.compact(self._now.name)
+        self._now.client.compact(self._now.name)
 
     @property
     def needs_compaction(self) -> bool:
@@ -652,14 +637,12 @@ def exists(path: str) -> bool:
     address = Address.parse(path)
     if address.local and not Path(address.uri).exists():
         return False
-    client = _connect(address)
-    with _milvus_errors(address):
-        return bool(client.has_collection(address.collection))
+    client = _Client(address)
+    return bool(client.has_collection(address.collection))
 
 
 def _check_new(address: Address, client: Any) -> None:
-    with _milvus_errors(address):
-        if client.has_collection(address.collection):
-            raise UsageError(
-                f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
-            )
+    if client.has_collection(address.collection):
+        raise UsageError(
+            f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
+        )

@@ -35,8 +35,6 @@ from proximetry.search.manifest import (
     read_manifest,
 )
 
-# All pairs of this many rows are compared for duplicates: at 512 dimensions on one core 10 minutes.
-COMPARED = 250_000
 # A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
 # query, 70 ms for 100.
 SCANNED = 1 << 24
