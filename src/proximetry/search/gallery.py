@@ -29,6 +29,7 @@ from proximetry.data import Catalog
 from proximetry.metrics._search.inputs import IntArray, as_embeddings
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
+from proximetry.models.names import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search import duplicates, indexes, rows
 from proximetry.search.duplicates import Duplicates
@@ -218,7 +219,7 @@ class Gallery:
         return self._now.manifest.dim
 
     @property
-    def similarity(self) -> str:
+    def similarity(self) -> Similarity:
         """The similarity of vectors: "cosine" or "euclidean"."""
         return self._now.manifest.similarity
 
@@ -287,6 +288,11 @@ class Gallery:
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class; for galleries in folders."""
+        assert isinstance(self._now, Snapshot)
+        return self._now.count_labels()
+
     def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
         table = rows.make_rows(list(paths))
@@ -353,7 +359,7 @@ class Gallery:
         if not len(new.table):
             return np.arange(0)
         unlabeled = 0 if renew or new.has_labels else new.table["label"].null_count
-        if unlabeled and isinstance(newest, Snapshot) and newest.has_labels:
+        if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
             new.warn(
                 f"{spaced(unlabeled)} of the images have no class, others in the gallery "
                 f"{self.name} do. Pass labels=, a class folder or a table."

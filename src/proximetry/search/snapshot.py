@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -356,10 +357,16 @@ class Snapshot:
         names = (name for segment in self.segments for name in segment.rows.column_names)
         return [name for name in dict.fromkeys(("path", "label", *names)) if name not in rows.STAMP]
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether any image has a class."""
-        return any(segment.rows["label"].null_count < len(segment.ids) for segment in self.segments)
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class."""
+        counts: Counter[str] = Counter()
+        for segment, mask in zip(self.segments, self.alive, strict=True):
+            labels = segment.rows["label"]
+            labels = (labels if mask is None else labels.filter(mask)).drop_null()
+            pairs = rows.arrow("pyarrow.compute").value_counts(labels)
+            names = rows.values(pairs.field("values"))
+            counts.update(dict(zip(names, pairs.field("counts").to_pylist(), strict=True)))
+        return dict(counts)
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and time of modification of the images below a folder, as embedded."""
