@@ -55,7 +55,8 @@ def serve(
             f"search IMAGE --gallery {gallery} --model RUN."
         )
     read_manifest(Path(gallery))  # reports a wrong name before torch is imported
-    need("python_multipart", "web", "The search page")
+    for package in ("uvicorn", "python_multipart", "fastapi", "httptools"):
+        need(package, "web", "The search page")
     from PIL import Image
 
     from proximetry.web.app import make_app
