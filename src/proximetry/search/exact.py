@@ -41,19 +41,11 @@ _RESCORED = 4096
 
 
 class Part(NamedTuple):
-    """Rows of one segment that are searched together.
+    """Rows of one segment that are searched together: all, `rows`, or a mask of most of them."""
 
-    Attributes:
-        vectors: of the whole segment [n, dim], float32.
-        squares: the squared length of each, for Euclidean distances.
-        start: the position of the first row of the segment.
-        rows: the rows to search, if not all.
-        allowed: a mask of the rows to search, if not all: faster than `rows` if most are.
-    """
-
-    vectors: FloatArray
-    squares: FloatArray | None
-    start: int
+    vectors: FloatArray  # of the whole segment [n, dim], float32
+    squares: FloatArray | None  # the squared length of each, for Euclidean distances
+    start: int  # the position of the first row of the segment
     rows: IntArray | None = None
     allowed: Mask | None = None
 
@@ -97,19 +89,12 @@ def merge_hits(hits: Sequence[Hits], k: int) -> Hits:
 
 @dataclass(frozen=True)
 class Store:
-    """The vectors of all segments, by position.
+    """The vectors of all segments, by position."""
 
-    Attributes:
-        vectors: of each segment [rows, dim], float32, memory-mapped.
-        starts: the position of the first row of each segment, and the number of all rows.
-        similarity: "cosine", with vectors of unit length, or "euclidean".
-        longest: an upper bound on the length of the vectors.
-    """
-
-    vectors: Sequence[FloatArray]
-    starts: IntArray
-    similarity: Similarity
-    longest: float
+    vectors: Sequence[FloatArray]  # of each segment [rows, dim], float32, memory-mapped
+    starts: IntArray  # the position of the first row of each segment, and the number of all rows
+    similarity: Similarity  # "cosine", with vectors of unit length, or "euclidean"
+    longest: float  # an upper bound on the length of the vectors
 
     def take(self, positions: IntArray) -> FloatArray:
         """Return the vectors at positions, [n, dim]."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from proximetry._util.errors import Progress, UsageError, is_whole, some, spaced
@@ -70,9 +69,6 @@ Images = Catalog | Sequence[str | os.PathLike[str]] | Any
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 Queries = Sequence[ImageSource] | Vectors
-
-_FLOATING = {*map(np.dtype, ("f2", "f4", "f8")), torch.float32, torch.float64}
-_FLOATING |= {torch.float16, torch.bfloat16}
 
 # Segments of up to this many rows are merged as they accumulate: writing them takes a second.
 MERGED = 65_536
@@ -542,7 +538,7 @@ class Gallery:
         )
 
     def _embed_queries(self, queries: Any, batch_size: int, progress: Progress) -> FloatArray:
-        if getattr(queries, "dtype", None) in _FLOATING and queries.ndim == 2:
+        if "float" in str(getattr(queries, "dtype", "")) and queries.ndim == 2:
             vectors = as_vectors(queries, len(queries), self.dim)
         else:
             try:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -148,21 +146,6 @@ def build(
     write(built, os.fspath(file))
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Limit the threads of faiss: to wake others takes longer than one graph search."""
-    if count is None:
-        yield
-        return
-    faiss = load_faiss()
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(count)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
-
-
 def compressed(k: int) -> int:
     """Return the number of candidates for k results where vectors are compressed."""
     return 10 * max(k, 10)
@@ -208,8 +191,15 @@ class Index:
         wider = 2 / share if share < 1 else 1.0
         count = min(math.ceil(self.count(k) * wider), self._index.ntotal)
         points = binary_codes(queries) if self._binary else queries
-        with _threads(1 if "HNSW" in self.kind and len(queries) == 1 else None):
+        faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
+        threads = faiss.omp_get_max_threads()
+        if single:  # to wake other threads takes longer than one graph search
+            faiss.omp_set_num_threads(1)
+        try:
             _, rows = self._index.search(points, count, params=self._parameters(count, wider))
+        finally:
+            if single:
+                faiss.omp_set_num_threads(threads)
         return np.asarray(rows)
 
     def _parameters(self, count: int, wider: float) -> Any:

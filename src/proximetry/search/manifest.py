@@ -75,25 +75,15 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """Rows that were written together.
+    """Rows that were written together."""
 
-    Attributes:
-        name: of its folder.
-        rows: number of rows.
-        index: the faiss index, "" for an exact scan.
-        longest: the length of the longest vector.
-        files: by the names of `FILES`.
-        effort: the search effort of the index (`indexes.Index`).
-        recall: its recall@10 with that effort, measured when it was built.
-    """
-
-    name: str
-    rows: int
-    index: str
-    longest: float
-    files: Mapping[str, FileInfo]
-    effort: int = 1
-    recall: float | None = None
+    name: str  # of its folder
+    rows: int  # number of rows
+    index: str  # the faiss index, "" for an exact scan
+    longest: float  # the length of the longest vector
+    files: Mapping[str, FileInfo]  # by the names of `FILES`
+    effort: int = 1  # the search effort of the index (`indexes.Index`)
+    recall: float | None = None  # its recall@10 with that effort, measured when it was built
 
     def paths(self, folder: Path) -> dict[str, Path]:
         """Return the files, by the names of `FILES`."""
@@ -111,27 +101,16 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The current version of a gallery.
+    """The current version of a gallery."""
 
-    Attributes:
-        embedder: the fingerprint of the embedder.
-        similarity: of the vectors.
-        dim: of the vectors.
-        index: "auto" or a faiss factory string, as passed to `build`.
-        next_id: the id of the next image.
-        segments: in rising order of ids.
-        deleted: ids that are removed but still in a segment.
-        retired: replaced segments that are still on disk, and the time of replacement.
-    """
-
-    embedder: str
+    embedder: str  # its fingerprint
     similarity: Similarity
     dim: int
-    index: str
+    index: str  # "auto" or a faiss factory string, as passed to `build`
     next_id: int = 0
-    segments: tuple[SegmentInfo, ...] = ()
-    deleted: Deleted | None = None
-    retired: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[SegmentInfo, ...] = ()  # in rising order of ids
+    deleted: Deleted | None = None  # ids that are still in a segment
+    retired: Mapping[str, float] = field(default_factory=dict)  # replaced segments, and when
 
     @property
     def version(self) -> str:

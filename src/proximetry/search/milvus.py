@@ -55,19 +55,12 @@ _FILE = re.compile(r"milvus:(?!//[^/])(?://)?(.+\.db)(?:/([A-Za-z_][A-Za-z0-9_]*
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a collection.
+    """The address of a collection."""
 
-    Attributes:
-        text: as written, without secrets.
-        uri: of the server, or the file.
-        collection: its name there.
-        local: whether it is a file.
-    """
-
-    text: str
-    uri: str
-    collection: str
-    local: bool
+    text: str  # as written, without secrets
+    uri: str  # of the server, or the file
+    collection: str  # its name there
+    local: bool  # whether it is a file
 
     def __str__(self) -> str:
         return self.text
@@ -259,13 +252,7 @@ def _to_json(value: Any) -> Any:
 
 
 class Collection:
-    """A gallery on Milvus in its current state, with the methods of a `Snapshot`.
-
-    Attributes:
-        manifest: embedder, similarity, dimension and index; no segments.
-        columns: the names of all columns when it was opened.
-        index: the index of the vectors.
-    """
+    """A gallery on Milvus in its current state, with the methods of a `Snapshot`."""
 
     largest_k = MOST
 

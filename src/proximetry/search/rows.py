@@ -117,27 +117,13 @@ def stack(tables: Sequence[Any]) -> Any:
     try:
         return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UsageError(f"columns do not match those of the gallery: {error}") from error
+        reason = str(error).replace("large_binary", "text")
+        raise UsageError(f"column types differ: {reason}. Rename the column.") from error
 
 
 def check_fits(tables: Sequence[Any], more: Any) -> None:
     """Reject columns of another type than in the tables."""
-    pa = arrow()
-    for name in more.column_names:
-        for known in tables:
-            if name not in known.column_names:
-                continue
-            fields = [known.schema.field(name), more.schema.field(name)]
-            try:
-                pa.unify_schemas(
-                    [pa.schema([field]) for field in fields], promote_options="permissive"
-                )
-            except pa.ArrowTypeError:
-                kinds = ["text" if pa.types.is_large_binary(f.type) else f.type for f in fields]
-                raise UsageError(
-                    f"column {name} is {kinds[0]} in the gallery and {kinds[1]} in these images. "
-                    "Rename it."
-                ) from None
+    stack([rows.slice(0, 0) for rows in (*tables, more)])
 
 
 def write(rows: Any, stream: Any) -> None:

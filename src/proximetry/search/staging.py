@@ -88,17 +88,11 @@ class _Chunks:
 
 @dataclass
 class Staged:
-    """Embedded images.
+    """Embedded images."""
 
-    Attributes:
-        images: the indices of the readable images.
-        skipped: the others.
-        stamps: of the readable images, size and time of modification, if known.
-    """
-
-    images: IntArray
-    skipped: list[SkippedImage]
-    stamps: list[tuple[int, int] | None]
+    images: IntArray  # the indices of the readable images
+    skipped: list[SkippedImage]  # the others
+    stamps: list[tuple[int, int] | None]  # size and time of modification of the readable ones
     _chunks: _Chunks
 
     def blocks(self) -> Iterator[FloatArray]:

@@ -41,21 +41,13 @@ class ChangedError(RuntimeError):
 
 
 class Query(NamedTuple):
-    """The query of one client: pixels for the network, or an image of the gallery.
+    """The query of one client: pixels for the network, or an image of the gallery."""
 
-    Attributes:
-        gallery: the one whose embedder takes the pixels; None without pixels.
-        pixels: uint8 [3, H, W].
-        item: an id.
-        k: number of results.
-        where: conditions.
-    """
-
-    gallery: Gallery | None
-    pixels: Tensor | None
-    item: int | None
-    k: int
-    where: Conditions
+    gallery: Gallery | None  # the one whose embedder takes the pixels; None without pixels
+    pixels: Tensor | None  # uint8 [3, H, W]
+    item: int | None  # an id
+    k: int  # number of results
+    where: Conditions  # conditions
 
 
 class Answer(NamedTuple):

@@ -42,21 +42,13 @@ class EncodedImage(NamedTuple):
 
 
 class About(NamedTuple):
-    """A description of one version of a gallery.
+    """A description of one version of a gallery."""
 
-    Attributes:
-        gallery: the gallery, which may have a newer version by now.
-        version: the version.
-        home: the common folder of its images, which is never sent.
-        classes: by name, the number of images; most frequent first.
-        suggested: ids for the start page.
-    """
-
-    gallery: Gallery
-    version: str
-    home: str
-    classes: dict[str, int]
-    suggested: list[int]
+    gallery: Gallery  # the gallery, which may have a newer version by now
+    version: str  # the version
+    home: str  # the common folder of its images, which is never sent
+    classes: dict[str, int]  # by name, the number of images; most frequent first
+    suggested: list[int]  # ids for the start page
 
 
 class View:
