@@ -214,9 +214,10 @@ def resume_build(home):
         left = [15]
 
         def watch(event, arguments):
-            left[0] -= event == "open" and str(arguments[0]).endswith(".png")
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if event == "open" and str(arguments[0]).endswith(".png"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         Gallery.build(EMBEDDER, files, home / "g", batch_size=2)

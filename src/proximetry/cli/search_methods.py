@@ -52,18 +52,18 @@ def make_rows(
     methods: SearchMethods,
     plain: Evaluation,
     compared: Mapping[str, Any],
-    wanted: Metrics,
+    metrics: Metrics,
     progress: Progress,
 ) -> list[Row]:
     """Return a row for each search method, the plain one first; nothing if there is no other."""
     if methods == SearchMethods(binary=False, expand=0, rerank=False):
         return []
     near, count = compared["similarity"], candidates(FEWEST)
-    options: Any = {**compared, "metrics": wanted.of_lists(), "progress": progress}
+    options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
     rows = [_row(f"vectors, {near}", f"float32 vectors, {near}, exact", plain, compared)]
 
-    def add(name: str, protocol: str, found: Evaluation) -> None:
-        rows.append(_row(name, protocol, found, compared))
+    def add(name: str, protocol: str, evaluation: Evaluation) -> None:
+        rows.append(_row(name, protocol, evaluation, compared))
 
     if methods.binary:
         signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
@@ -101,12 +101,12 @@ def make_rows(
     return rows
 
 
-def _row(name: str, protocol: str, found: Evaluation, compared: Mapping[str, Any]) -> Row:
+def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str, Any]) -> Row:
     count = spaced(len(compared["embeddings"]))
     who = f"each of {count} images against all others"
     if "queries" in compared:
         who = f"{spaced(len(compared['queries']))} queries against a gallery of {count} images"
-    means = {key: value for key, value in found.mean().items() if key not in found.whole}
+    means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
     return {"name": name, "protocol": f"{who}; {protocol}", "metrics": means}
 
 

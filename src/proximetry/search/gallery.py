@@ -274,13 +274,13 @@ class Gallery:
         return now.vectors(self._positions(now, ids))
 
     def _positions(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
-        wanted = np.asarray(ids)
-        if wanted.size and wanted.dtype.kind not in "iu":  # such as a mask
-            raise UsageError(f"ids must be whole numbers, got {wanted.dtype}")
-        wanted = wanted.astype(np.int64).reshape(-1)
-        positions = now.positions(wanted)
+        numbers = np.asarray(ids)
+        if numbers.size and numbers.dtype.kind not in "iu":  # such as a mask
+            raise UsageError(f"ids must be whole numbers, got {numbers.dtype}")
+        numbers = numbers.astype(np.int64).reshape(-1)
+        positions = now.positions(numbers)
         if (positions < 0).any():
-            missing = some([str(one) for one in wanted[positions < 0]])
+            missing = some([str(one) for one in numbers[positions < 0]])
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 

@@ -225,19 +225,19 @@ def _literals(value: Any) -> list[str]:
     return literals
 
 
-def _condition(column: str, wanted: Sequence[Any]) -> str:
+def _condition(column: str, targets: Sequence[Any]) -> str:
     """Return the filter expression for a column to have one of these values."""
-    values = [one for one in wanted if one is not None]
+    values = [one for one in targets if one is not None]
     terms = []
     if column in _TEXTS:
         if values:
             terms.append(f"{column} in [{', '.join(_quoted(str(one)) for one in values)}]")
-        if len(values) < len(wanted):
+        if len(values) < len(targets):
             terms.append(f"{column} is null")
     else:
         field = f"{_OTHERS}[{_quoted(column)}]"
         terms += [f"{field} == {literal}" for one in values for literal in _literals(one)]
-        if len(values) < len(wanted):
+        if len(values) < len(targets):
             terms.append(f"not exists {field}")
     return f"({' or '.join(terms)})"
 
@@ -352,10 +352,10 @@ class Collection:
         """Return the filter expression of all conditions, each of which some image meets."""
         terms = []
         for name, value in where.items():
-            wanted = rows.condition_values(name, value, self.columns)
-            terms.append(_condition(name, wanted))
+            targets = rows.condition_values(name, value, self.columns)
+            terms.append(_condition(name, targets))
             if not self._query(terms[-1], ["id"], limit=1):
-                raise UsageError(f"no image has {name} {some(map(shown, wanted))}")
+                raise UsageError(f"no image has {name} {some(map(shown, targets))}")
         return " and ".join(terms)
 
     def _iterate(self, field: str, allowed: str = "") -> Iterator[dict[str, Any]]:
@@ -395,9 +395,9 @@ class Collection:
     def _get(self, ids: IntArray, fields: Iterable[str]) -> dict[int, dict[str, Any]]:
         """Return fields of rows by their ids, without missing rows."""
         known: dict[int, dict[str, Any]] = {}
-        wanted, names = np.unique(ids).tolist(), ["id", *fields]
-        for part in chunks(len(wanted), self._batch if "vector" in names else _ROWS):
-            batch = self.client.get(self.name, ids=wanted[part], output_fields=names)
+        targets, names = np.unique(ids).tolist(), ["id", *fields]
+        for part in chunks(len(targets), self._batch if "vector" in names else _ROWS):
+            batch = self.client.get(self.name, ids=targets[part], output_fields=names)
             known |= {row["id"]: row for row in batch}
         return known
 
@@ -405,11 +405,11 @@ class Collection:
         """Return columns of rows, None for rows that were removed meanwhile."""
         names = list(columns)
         known = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
-        found = [known.get(one, {}) for one in positions.tolist()]
+        records = [known.get(one, {}) for one in positions.tolist()]
         return {
             name: [
                 _from_utf8(row.get(name) if name in _TEXTS else row.get(_OTHERS, {}).get(name))
-                for row in found
+                for row in records
             ]
             for name in names
         }

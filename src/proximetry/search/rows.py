@@ -153,9 +153,9 @@ def values(column: Any) -> list[Any]:
     ]
 
 
-def contains(column: Any, wanted: Any) -> Mask:
+def contains(column: Any, targets: Any) -> Mask:
     """Return a mask of the values that are in an array of the same type."""
-    return np.asarray(arrow("pyarrow.compute").is_in(column, value_set=wanted))
+    return np.asarray(arrow("pyarrow.compute").is_in(column, value_set=targets))
 
 
 def select(tables: Sequence[Any], where: Where) -> list[Mask]:
@@ -163,25 +163,25 @@ def select(tables: Sequence[Any], where: Where) -> list[Mask]:
     known = dict.fromkeys(name for rows in tables for name in rows.column_names)
     masks = [np.ones(len(rows), np.bool_) for rows in tables]
     for name, value in where.items():
-        wanted = condition_values(name, value, known)
+        targets = condition_values(name, value, known)
         kinds = [column_type(rows, name) for rows in tables]
         present = [kind for kind in dict.fromkeys(kinds) if kind is not None]
         invalid = [
-            one for one in wanted if present and not any(len(_cast([one], k)) for k in present)
+            one for one in targets if present and not any(len(_cast([one], k)) for k in present)
         ]
         if invalid:
             raise UsageError(
                 f"column {name} is {some(map(str, present))}, got {some(map(shown, invalid))}"
             )
         met = [
-            np.full(len(rows), None in wanted)
+            np.full(len(rows), None in targets)
             if kind is None
-            else contains(rows[name], _cast(wanted, kind))
+            else contains(rows[name], _cast(targets, kind))
             for rows, kind in zip(tables, kinds, strict=True)
         ]
         if not any(mask.any() for mask in met):
-            hint = _suggest(tables, name, wanted)
-            raise UsageError(f"no image has {name} {some(map(shown, wanted))}{hint}")
+            hint = _suggest(tables, name, targets)
+            raise UsageError(f"no image has {name} {some(map(shown, targets))}{hint}")
         masks = [mask & more for mask, more in zip(masks, met, strict=True)]
     return masks
 
@@ -191,10 +191,10 @@ def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
     if name not in known:
         raise UsageError(f"the gallery has no column {shown(name)}{closest(name, known)}")
     single = isinstance(value, str | bytes) or not isinstance(value, Iterable)
-    wanted = [value] if single else [*value]
-    if not wanted:
+    targets = [value] if single else [*value]
+    if not targets:
         raise UsageError(f"where has no value for {name}. Pass one, or remove {name}.")
-    return wanted
+    return targets
 
 
 def parse_conditions(words: Iterable[str]) -> dict[str, list[str]]:
@@ -226,7 +226,7 @@ def _cast(values: list[Any], kind: Any) -> Any:
     return pa.concat_arrays(arrays)
 
 
-def _suggest(tables: Sequence[Any], name: str, wanted: list[Any]) -> str:
+def _suggest(tables: Sequence[Any], name: str, targets: list[Any]) -> str:
     """Return a similar value, if there are not too many values to compare."""
     known: set[str] = set()
     for rows in tables:
@@ -235,5 +235,5 @@ def _suggest(tables: Sequence[Any], name: str, wanted: list[Any]) -> str:
             known |= {value for value in values(rows[name].unique()) if value is not None}
         if len(known) > 10_000:
             return ""
-    hint = closest(str(wanted[0]), sorted(known))
+    hint = closest(str(targets[0]), sorted(known))
     return "" if hint == "." else hint

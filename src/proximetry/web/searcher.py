@@ -144,11 +144,11 @@ class Searcher:
         known: dict[int, dict[str, Any]] = {}
         images = []
         items = [number for number, job in enumerate(jobs) if job.query.item is not None]
-        for number, found in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
-            if found is None:
+        for number, entry in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
+            if entry is None:
                 answers[number] = GoneError(jobs[number].query.item)
             else:
-                vectors[number], known[number] = found
+                vectors[number], known[number] = entry
         for number, (query, _, _) in enumerate(jobs):
             if query.pixels is not None and query.gallery is not gallery:
                 answers[number] = ChangedError()
@@ -207,15 +207,15 @@ class Searcher:
         try:
             ids = list(items.values())
             vectors = torch.from_numpy(gallery.vectors(ids))
-            found = zip(vectors, self._view.items(gallery, ids), strict=True)
-            return dict(zip(items, found, strict=True))
+            entries = zip(vectors, self._view.items(gallery, ids), strict=True)
+            return dict(zip(items, entries, strict=True))
         except UsageError:
             if len(items) == 1:
                 return dict.fromkeys(items)
             return {
-                number: found
+                number: entries
                 for one in items
-                for number, found in self._look_up(gallery, {one: items[one]}).items()
+                for number, entries in self._look_up(gallery, {one: items[one]}).items()
             }
 
 

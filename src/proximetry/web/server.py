@@ -106,10 +106,10 @@ def serve(
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"unknown host {shown(host)}") from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     return family, address
 
 

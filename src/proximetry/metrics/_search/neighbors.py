@@ -18,7 +18,7 @@ from proximetry._util.tensors import chunks
 from proximetry.metrics._search.symmetric import applies, search_symmetric
 from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 
-# Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
+# Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 MOST_ROWS = 8192

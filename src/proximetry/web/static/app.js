@@ -178,8 +178,8 @@ async function search(fields) {
   const { signal } = running;
   const form = new FormData();
   form.set("k", $("count").value);
-  const wanted = $("class").value.trim();
-  if (wanted) form.set("where", `label=${wanted}`);
+  const label = $("class").value.trim();
+  if (label) form.set("where", `label=${label}`);
   for (const [name, value] of Object.entries(fields)) form.set(name, value);
   showProblem("");
   showWaiting();

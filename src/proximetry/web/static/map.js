@@ -73,7 +73,7 @@ export class MapView {
   color(number) {
     const dark = this.isDark();
     if (number < 0) return dark ? "#8a93a6" : "#7b8496";
-    // The golden angle keeps neighbours in the list apart; lightness tells more of them apart.
+    // The golden angle separates adjacent colors; lightness distinguishes more of them.
     const light = (dark ? 66 : 46) + [0, 9, -7][number % 3];
     return `hsl(${(number * 137.508 + 225) % 360} ${dark ? 62 : 58}% ${light}%)`;
   }
