@@ -71,7 +71,6 @@ def build_plain(kind: str, vectors: Vectors) -> Any:
         made.add(binary_codes(vectors))
         return made
     if not made.is_trained:
-        indexes._limit_training(made)
         made.train(vectors[: indexes._POINTS * 1024])
     made.add(vectors)
     return set_depth(made)
@@ -102,7 +101,7 @@ def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
 
 def exact(vectors: Vectors, queries: Vectors) -> npt.NDArray[np.int64]:
     store = Store([vectors], np.array([0, len(vectors)]), "cosine", 1.001)
-    return store.search([Part(vectors, None, 0)], queries, K).places
+    return store.search([Part(vectors, None, 0)], queries, K).positions
 
 
 def compare(
@@ -127,7 +126,7 @@ def compare(
     print(f"\n{kind}, {count} vectors")
     print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
     print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
-    index = gallery._now.segments[0].index  # type: ignore[attr-defined]
+    index = gallery._now.segments[0].index  # type: ignore[union-attr]
     more = K if index is None else index.count(K)
     for batch in BATCHES[size]:
         # A scan takes as long whatever is searched for; an index does not.
@@ -197,7 +196,7 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
             if not chosen.any():
                 continue
             queries = some(draw.choice(np.flatnonzero(chosen), 200))
-            truth = store.search([part], queries, K).places
+            truth = store.search([part], queries, K).positions
             for budget, about in ((snapshot.SCANNED, ""), (0, " without a budget")):
                 before, snapshot.SCANNED = snapshot.SCANNED, budget
                 start = time.process_time()

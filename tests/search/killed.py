@@ -1,9 +1,8 @@
-"""Changes of a gallery, each in a process of its own that is killed at one moment after another.
+"""Changes of a gallery, each in a forked process that is killed at every file operation.
 
     python -m tests.search.killed FOLDER
 
-Everything is imported once; then processes are forked. A moment is the beginning of anything the
-system is asked for about a file of the gallery: opening it to write, renaming, removing it.
+Kill points are those of `tests.interrupt.kill_at`. Everything is imported once.
 """
 
 import json
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from proximetry.metrics import retrieve
@@ -25,10 +25,11 @@ from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.training.tiny import make_images
 
 BEFORE, AFTER = make_vectors(60), make_vectors(30, seed=1)
+EMBEDDER = make_embedder()
 
 
 def build(folder):
-    Gallery.build(make_embedder(), make_table(0, 60), folder, vectors=BEFORE)
+    Gallery.build(EMBEDDER, make_table(0, 60), folder, vectors=BEFORE)
 
 
 def add(folder):
@@ -48,7 +49,7 @@ def compact(folder):
 
 
 def state(folder):
-    """What a gallery holds, found by a search that is compared with a plain one."""
+    """Return the content of a gallery, after comparing a search with `retrieve`."""
     found = Gallery.open(folder)
     found.verify()
     ids = found.ids()
@@ -60,7 +61,7 @@ def state(folder):
 
 
 def interrupt(change, before, home):
-    """Kill a change at every moment; what is there is the state before or after, and goes on."""
+    """Kill a change at every moment; the state is that before or after, and the change resumes."""
     home.mkdir()
     start = home / "start"
     if before:
@@ -89,7 +90,7 @@ def interrupt(change, before, home):
         if "after" not in names:
             change(folder)
             assert state(folder) == wanted["after"]
-        # Nothing is left over from the killed process once another one has written.
+        # The next change removes the files of the killed process.
         Gallery.open(folder).remove([])
         named = {info.name for info in Gallery.open(folder)._now.manifest.segments}
         assert {path.name for path in (folder / "segments").iterdir()} == named
@@ -109,7 +110,7 @@ def update_images(home):
         sorted(make_images(home / str(seed), 3, 2, seed=seed).rglob("*.png")) for seed in (0, 1)
     ]
     files, others = paths
-    start, embedder = home / "start", make_embedder()
+    start, embedder = home / "start", EMBEDDER
     Gallery.build(embedder, files, start, batch_size=2)
     old = embedder.encode(files).numpy()
     for file, other in zip(files, others, strict=True):
@@ -142,7 +143,7 @@ def update_images(home):
 
 
 def at_random(home, times):
-    """Kill a process that changes a gallery again and again; no change is ever half there."""
+    """Kill a process that changes a gallery in a loop; every change is complete or absent."""
     home.mkdir()
     folder = home / "gallery"
     build(folder)
@@ -158,7 +159,7 @@ def at_random(home, times):
                 ids = opened.add(make_table(first, 20), vectors=make_vectors(20, seed=2))
                 opened.remove(ids[::2])
                 opened.compact()
-        time.sleep(draw.uniform(0.02, 0.5))
+        time.sleep(draw.uniform(0.02, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found = Gallery.open(folder)
@@ -173,7 +174,7 @@ def at_random(home, times):
 
 
 def together(home, writers, times):
-    """Several processes add and remove at once; nothing of anybody is lost."""
+    """Several processes add and remove concurrently; nothing is lost."""
     home.mkdir()
     folder = home / "gallery"
     build(folder)
@@ -204,23 +205,62 @@ def together(home, writers, times):
     return len(found)
 
 
+def resume_build(home):
+    """Kill a build while it embeds; repeat it with one changed and two new images."""
+    pngs = sorted(make_images(home / "images").rglob("*.png"))
+    files, more = [str(path) for path in pngs[:20]], [str(path) for path in pngs[20:22]]
+
+    def killed():
+        left = [15]
+
+        def watch(event, arguments):
+            if event == "open" and str(arguments[0]).endswith(".png"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        Gallery.build(EMBEDDER, files, home / "g", batch_size=2)
+
+    assert not completes(killed)
+    with pytest.raises(ValueError, match="not finished"):
+        Gallery.open(home / "g")
+    Path(files[1]).touch()
+    read, encode = [], type(EMBEDDER).encode
+
+    def count(self, images, *rest, **options):
+        read.extend(images)
+        return encode(self, images, *rest, **options)
+
+    type(EMBEDDER).encode = count
+    built = Gallery.build(EMBEDDER, [more[0], *files, more[1]], home / "g")
+    type(EMBEDDER).encode = encode
+    assert {files[1], *more} <= set(read)
+    assert built.search(files[:8], 1).paths.ravel().tolist() == files[:8]
+    assert not (home / "g" / "staging").exists()
+    return 22 - len(read)
+
+
 def main(home):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
     gallery.MERGED = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
+    staging.CHUNK = 4
+    resumed = resume_build(home / "resumed")
     staging.CHUNK = 2
-    told = {
+    results = {
+        "resumed": resumed,
         "build": interrupt(build, [], home / "build"),
         "add": interrupt(add, [remove], home / "add"),
         "remove": interrupt(remove, [add], home / "remove"),
         "update": interrupt(update, [remove], home / "update"),
         "update_images": update_images(home / "update_images"),
         "compact": interrupt(compact, [add, remove], home / "compact"),
-        "random": at_random(home / "random", 10),
+        "random": at_random(home / "random", 8),
         "together": together(home / "together", 2, 8),
     }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import retrieve
 from proximetry.metrics._search.inputs import normalize
-from proximetry.search import exact
-from proximetry.search.exact import Part, Store, group_pairs, similar_pairs
+from proximetry.metrics._search.neighbors import largest
+from proximetry.search import duplicates
+from proximetry.search.duplicates import compare_all, group_pairs
+from proximetry.search.exact import Part, Store
+from proximetry.search.snapshot import no_progress
 
 
 def make_store(vectors, similarity, edges=()):
@@ -55,7 +58,7 @@ def test_exact_search_equals_retrieve_including_ties(seed, count, queries, k, si
     k = min(k, count)
     found = store.search(parts, asked, k)
     wanted = retrieve(vectors, queries=asked, k=k, similarity=similarity)
-    assert np.array_equal(found.places, wanted.ids)
+    assert np.array_equal(found.positions, wanted.ids)
     scores = found.scores if similarity == "cosine" else -np.sqrt(-found.scores)
     np.testing.assert_allclose(scores, wanted.similarities, rtol=2e-7)
 
@@ -72,7 +75,7 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     asked = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
     store, parts = make_store(vectors, similarity, {1000, 5990})
     found = store.search(parts, asked, 10)
-    # In float64, as in float32 neighbours of almost the same distance may change places.
+    # In float64, as in float32 neighbors of almost the same distance may change places.
     wanted = retrieve(
         vectors.astype(np.float64),
         queries=asked.astype(np.float64),
@@ -82,25 +85,25 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     if similarity == "cosine":
         asked = normalize(torch.from_numpy(asked)).numpy()
         found = store.search(parts, asked, 10)
-    assert np.array_equal(found.places, wanted.ids)
-    assert found.places[7].tolist() == [7, 3007, *range(4000, 4008)]
+    assert np.array_equal(found.positions, wanted.ids)
+    assert found.positions[7].tolist() == [7, 3007, *range(4000, 4008)]
     assert len(set(found.scores[7].tolist())) == 1
 
 
 @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-25, 1e-6, 1.0, 1e6]))
-def test_neighbours_that_float32_products_confuse_are_told_apart(seed, scale):
+def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
     draw = np.random.default_rng(seed)
     center = draw.standard_normal(16) * 30  # far from the origin, and close together
     vectors = ((center + draw.standard_normal((200, 16)) * 1e-3) * scale).astype(np.float32)
     asked = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
     store, parts = make_store(vectors, "euclidean", {77})
     found = store.search(parts, asked, 5)
-    for query, places in zip(asked.astype(np.longdouble), found.places, strict=True):
+    for query, places in zip(asked.astype(np.longdouble), found.positions, strict=True):
         distances = ((vectors.astype(np.longdouble) - query) ** 2).sum(1).astype(np.float64)
         assert places.tolist() == np.lexsort((np.arange(200), distances))[:5].tolist()
 
 
-def test_a_query_alone_finds_what_it_finds_among_a_thousand():
+def test_scores_do_not_depend_on_the_batch():
     draw = np.random.default_rng(1)
     vectors = normalize(torch.from_numpy(draw.standard_normal((5000, 33)))).float().numpy()
     asked = normalize(torch.from_numpy(draw.standard_normal((1100, 33)))).float().numpy()
@@ -108,12 +111,12 @@ def test_a_query_alone_finds_what_it_finds_among_a_thousand():
     together = store.search(parts, asked, 7)
     for row in (0, 1, 500, 1099):
         alone = store.search(parts, asked[row : row + 1], 7)
-        assert np.array_equal(alone.places[0], together.places[row])
+        assert np.array_equal(alone.positions[0], together.positions[row])
         assert np.array_equal(alone.scores[0], together.scores[row])
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1), k=st.integers(1, 12))
-def test_what_is_not_allowed_is_not_found(seed, share, k):
+def test_masked_and_gathered_rows_equal_retrieve(seed, share, k):
     draw = np.random.default_rng(seed)
     vectors = exact_vectors(draw, 60, "euclidean")
     allowed = draw.random(60) < share
@@ -121,21 +124,21 @@ def test_what_is_not_allowed_is_not_found(seed, share, k):
     rows = np.flatnonzero(allowed)
     found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
     gathered = store.search([parts[0]._replace(rows=rows)], vectors[:3], k)
-    assert np.array_equal(found.places, gathered.places)
+    assert np.array_equal(found.positions, gathered.positions)
     if not len(rows):
-        assert (found.places == -1).all()
+        assert (found.positions == -1).all()
         assert (found.scores == -np.inf).all()
         return
     wanted = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
-    assert np.array_equal(found.places[:, : wanted.k], rows[wanted.ids])
-    assert (found.places[:, wanted.k :] == -1).all()
+    assert np.array_equal(found.positions[:, : wanted.k], rows[wanted.ids])
+    assert (found.positions[:, wanted.k :] == -1).all()
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
-def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
+def test_largest_equals_topk(seed, width, count):
     draw = np.random.default_rng(seed)
     values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
-    found, columns = exact._largest(values, count)
+    found, columns = largest(values, count)
     wanted = values.topk(min(count, width), 1).values
     assert torch.equal(found.sort(1, descending=True).values, wanted)
     assert torch.equal(values.gather(1, columns), found)
@@ -144,14 +147,14 @@ def test_the_largest_entries_by_groups_are_the_largest(seed, width, count):
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
 def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
-    monkeypatch.setattr(exact, "_TILE", 16)
+    monkeypatch.setattr(duplicates, "_TILE", 16)
     draw = np.random.default_rng(3)
     vectors = exact_vectors(draw, 70, similarity)
     store, parts = make_store(vectors, similarity, {20, 40})
     allowed = draw.random(20) < 0.7
     parts[1] = parts[1]._replace(allowed=allowed)
     least = 0.5 if similarity == "cosine" else -8.0
-    pairs, scores = similar_pairs(store, parts, least, None)
+    pairs, scores = compare_all(store, parts, least, no_progress)
     gone = set((20 + np.flatnonzero(~allowed)).tolist())
     wanted = {}
     for i in range(70):
@@ -164,15 +167,15 @@ def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
     assert dict(zip(map(tuple, pairs.tolist()), scores.tolist(), strict=True)) == wanted
 
 
-def test_groups_are_what_pairs_lead_to():
+def test_group_pairs_returns_connected_components():
     pairs = np.array([[1, 5], [5, 9], [2, 3], [20, 21], [21, 22], [20, 22]])
     found = [group.tolist() for group in group_pairs(pairs)]
     assert found == [[1, 5, 9], [20, 21, 22], [2, 3]]
     assert group_pairs(np.empty((0, 2), np.int64)) == []
 
 
-def test_a_threshold_that_nearly_all_meet_is_refused(monkeypatch):
-    monkeypatch.setattr(exact, "_MOST_PAIRS", 100)
+def test_too_many_pairs_are_rejected(monkeypatch):
+    monkeypatch.setattr(duplicates, "_MOST_PAIRS", 100)
     store, parts = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
     with pytest.raises(ValueError, match="more than 100 pairs"):
-        similar_pairs(store, parts, 0.9, None)
+        compare_all(store, parts, 0.9, no_progress)

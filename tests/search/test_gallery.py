@@ -1,4 +1,4 @@
-"""A gallery from the outside: build, search, change; and what it refuses."""
+"""The public interface of a gallery: build, search, change, errors."""
 
 import dataclasses
 import errno
@@ -19,17 +19,17 @@ from proximetry._util.files import CHECKSUM, sealed_json
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.inputs import normalize
-from proximetry.search import Gallery, indexes, manifest, rows, snapshot
+from proximetry.search import Gallery, duplicates, indexes, manifest, rows, snapshot
 from proximetry.search import gallery as gallery_module
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
 
 
-def test_images_are_found_as_retrieve_finds_them(embedder, images, tmp_path):
+def test_search_equals_retrieve(embedder, images, tmp_path):
     catalog = Catalog.from_folder(images)
-    said = []
-    built = Gallery.build(embedder, catalog, tmp_path / "gallery", report=said.append)
-    assert said == ["index: auto → Flat for 48 images: every search is exact"]
+    lines = []
+    built = Gallery.build(embedder, catalog, tmp_path / "gallery", report=lines.append)
+    assert lines == ["index: auto → Flat for 48 images: every search is exact"]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     for found in (built, Gallery.open(tmp_path / "gallery")):
         result = found.search([catalog.file(3), Image.open(catalog.file(40))], 5)
@@ -44,7 +44,7 @@ def test_images_are_found_as_retrieve_finds_them(embedder, images, tmp_path):
     assert "48 images, 8 dimensions, cosine, index Flat" in repr(built)
 
 
-def test_euclidean_embedders_are_compared_by_distance(tmp_path):
+def test_euclidean_search_equals_retrieve(tmp_path):
     embedder = make_embedder(normalize=False)
     vectors = make_vectors(50) * 3 + 5
     found = Gallery.build(embedder, make_table(0, 50), tmp_path / "g", vectors=vectors)
@@ -71,21 +71,6 @@ def test_flat_order_equals_float64_brute_force(tmp_path, normalized):
         assert ids.tolist() == np.lexsort((np.arange(5000), -scores))[:1000].tolist()
 
 
-def test_half_precision_and_tensors_are_vectors_too(gallery):
-    wanted = gallery.search(make_vectors(3), 4).ids
-    for queries in (torch.from_numpy(make_vectors(3)), make_vectors(3).astype(np.float64)):
-        assert np.array_equal(gallery.search(queries, 4).ids, wanted)
-
-
-def test_images_without_classes_are_a_list_of_files(embedder, images, tmp_path):
-    files = sorted(images.rglob("*.png"))[:5]
-    found = Gallery.build(embedder, files, tmp_path / "gallery")
-    result = found.search(files[:1], 9)
-    assert result.labels.tolist() == [[None] * 5]  # as many as there are
-    assert result.paths[0, 0] == str(files[0])
-    assert found.known([files[0], "elsewhere.png"]) == [True, False]
-
-
 def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
     found = Gallery.build(embedder, files[:3], tmp_path / "g", labels=["a", "b", None])
@@ -97,9 +82,9 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     (relabeled,) = found.update(files[1:2], labels=["d"])
     assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
     for wrong in (["x", "y"], "x"):
-        with pytest.raises(UsageError, match="labels must be a list of 1"):
+        with pytest.raises(UsageError, match="labels"):
             found.add(files[5:], labels=wrong)
-    with pytest.raises(UsageError, match="has its own"):
+    with pytest.raises(UsageError, match="labels"):
         found.add(Catalog.from_folder(images), labels=["x"])
 
 
@@ -123,7 +108,7 @@ def test_galleries_without_file_sizes_open(gallery, monkeypatch, images):
     assert opened.columns == ["path", "label"]
 
 
-def test_a_member_of_a_shard_is_no_file_outside(images, tmp_path):
+def test_shard_members_reject_path_traversal(images, tmp_path):
     picture = next(images.rglob("*.png"))
     members = ["ant/../../private/photo.png", "ant//0.png", "ant/./1.png"]
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
@@ -136,7 +121,7 @@ def test_a_member_of_a_shard_is_no_file_outside(images, tmp_path):
         open_image(path)
 
 
-def test_what_lies_above_a_symbolic_link_is_what_the_system_says(tmp_path):
+def test_symlink_parent_is_resolved(tmp_path):
     (tmp_path / "far" / "inner").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "inner")
     found = rows.make_rows([str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")])
@@ -159,26 +144,26 @@ def test_where_filters_exactly(gallery):
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "token"),
     [
-        ({"lable": "class1"}, "no column 'lable', did you mean 'label'"),
-        ({"label": "clas1"}, "no image of the gallery has label 'clas1', did you mean 'class1'"),
-        ({"label": []}, "where asks for no value of label"),
+        ({"lable": "class1"}, "did you mean 'label'"),
+        ({"label": "clas1"}, "did you mean 'class1'"),
+        ({"label": []}, "no value for label"),
     ],
 )
-def test_where_that_cannot_be_meant(gallery, where, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_where_is_rejected(gallery, where, token):
+    with pytest.raises(ValueError, match=token):
         gallery.search(make_vectors(1), where=where)
 
 
-def test_columns_of_other_kinds_and_rows_that_lack_them(embedder, tmp_path):
+def test_numeric_columns_and_missing_values(embedder, tmp_path):
     table = rows.table({"path": names(0, 3), "year": [1990, 2001, 2001]})
     found = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
     found.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
     assert found.ids({"year": 2001}).tolist() == [1, 2]
     assert found.ids({"year": "1990"}).tolist() == [0]
     assert found.ids({"label": None}).tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"column year holds int64, which 'then' is not"):
+    with pytest.raises(ValueError, match="int64, got 'then'"):
         found.ids({"year": "then"})
     found.compact()
     assert found.rows([4, 1]) == {
@@ -188,7 +173,7 @@ def test_columns_of_other_kinds_and_rows_that_lack_them(embedder, tmp_path):
     }
 
 
-def test_a_column_that_grew_into_another_kind(embedder, tmp_path, monkeypatch):
+def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
     monkeypatch.setattr(gallery_module, "MERGED", 0)  # segments keep the types they came with
 
     def table(first, **columns):
@@ -203,11 +188,11 @@ def test_a_column_that_grew_into_another_kind(embedder, tmp_path, monkeypatch):
     assert found.ids({"size": ["9", "9.5"]}).tolist() == [0, 2, 3]
     assert found.ids({"hue": "red"}).tolist() == [2]
     assert found.ids({"hue": None}).tolist() == [0, 1, 3]
-    with pytest.raises(ValueError, match=r"column size holds int64, double, which 'big' is not"):
+    with pytest.raises(ValueError, match="int64, double, got 'big'"):
         found.ids({"size": ["big", 9]})
 
 
-def test_names_that_are_not_utf8(embedder, images, tmp_path):
+def test_paths_that_are_not_utf8(embedder, images, tmp_path):
     odd = os.fsencode(tmp_path) + b"/caf\xe9"
     os.mkdir(odd)
     file = os.fsdecode(odd + b"/\xff.png")
@@ -219,7 +204,7 @@ def test_names_that_are_not_utf8(embedder, images, tmp_path):
     assert found.ids({"label": os.fsdecode(b"caf\xe9")}).tolist() == [0]
 
 
-def test_changes_keep_ids_and_equal_a_search_of_what_is_left(gallery):
+def test_changes_keep_ids_and_search_equals_retrieve(gallery):
     everything = np.concatenate([make_vectors(60), make_vectors(30, seed=1)])
     assert gallery.add(make_table(60, 20), vectors=everything[60:80]).tolist() == [*range(60, 80)]
     gallery.remove([5, 61, 0])
@@ -248,120 +233,88 @@ def test_update_embeds_again_and_gives_new_ids(gallery):
     assert gallery.search(new, 1).ids.ravel().tolist() == [60, 61, 62]
 
 
-def test_an_image_that_changed_is_embedded_again(embedder, images, tmp_path):
-    files = [shutil.copy(file, tmp_path) for file in sorted(images.rglob("0.png"))[:1]]
-    found = Gallery.build(embedder, files, tmp_path / "g")
-    shutil.copy(sorted(images.rglob("3.png"))[-1], files[0])
-    found.update(files)
-    assert found.search(embedder.encode(files), 1).similarities[0, 0] > 0.99999
-    assert len(found) == 1
-
-
-def test_everything_can_be_removed(gallery):
-    gallery.remove(gallery.ids())
-    for _ in range(2):
-        assert len(gallery) == 0
-        result = gallery.search(make_vectors(2), 3)
-        assert result.ids.tolist() == [[-1], [-1]]
-        assert result.paths.tolist() == [[None], [None]]
-        assert gallery.duplicates().groups == []
-        gallery.compact()
-    assert gallery.add(make_table(0, 2), vectors=make_vectors(2)).tolist() == [60, 61]
-    assert gallery.search(make_vectors(2), 1).ids.ravel().tolist() == [60, 61]
-
-
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "token"),
     [
-        (lambda g: g.remove([3, 99]), "no image of the gallery .* has the id 99"),
-        (lambda g: g.remove(g.ids() > 57), "ids must be whole numbers, got bool"),
-        (lambda g: g.rows([1.5]), "ids must be whole numbers, got float64"),
-        (lambda g: g.add(make_table(59, 2), vectors=make_vectors(2)), "1 of the images are in"),
+        (lambda g: g.remove([3, 99]), "99"),
+        (lambda g: g.remove(g.ids() > 57), "bool"),
+        (lambda g: g.rows([1.5]), "float64"),
+        (lambda g: g.add(make_table(59, 2), vectors=make_vectors(2)), "already in the gallery"),
         (lambda g: g.add(make_table(0, 0), vectors=make_vectors(0)), "no images"),
-        (lambda g: g.add(["/x.png", "/x.png"], vectors=make_vectors(2)), "listed twice: /x.png"),
+        (
+            lambda g: g.add(["/x.png", "/x.png"], vectors=make_vectors(2)),
+            "duplicate images: /x.png",
+        ),
         (lambda g: g.add(make_table(60, 2), vectors=make_vectors(3)), r"vectors must be \[2, 8\]"),
         (lambda g: g.add(make_table(60, 1), vectors=make_vectors(1) * np.nan), "NaN"),
-        (lambda g: g.add("/x.png"), "a list of files, got /x.png"),
+        (lambda g: g.add("/x.png"), "got /x.png"),
         (lambda g: g.add(["/x.png"]), "/x.png: no such file"),
-        (lambda g: g.search(make_vectors(1), 0), "k must be a whole number from 1 up"),
+        (lambda g: g.search(make_vectors(1), 0), "k must be"),
         (lambda g: g.search(make_vectors(1)[:, :4]), r"vectors must be \[1, 8\]"),
         (lambda g: g.search(make_vectors(1) * np.inf), "NaN or infinite"),
         (lambda g: g.search("/x.png"), r"write \[image\]"),
         (lambda g: g.duplicates(1.5), "from −1 to 1, got 1.5"),
-        (lambda g: g.search(make_vectors(1), expand=-1), "expand must be a whole number"),
-        (lambda g: g.search(make_vectors(1), 1001, rerank=True), "lists of up to 1000"),
+        (lambda g: g.search(make_vectors(1), expand=-1), "expand must be"),
+        (lambda g: g.search(make_vectors(1), 1001, rerank=True), "up to 1000"),
     ],
 )
-def test_mistakes_change_nothing(gallery, change, told):
+def test_invalid_arguments_change_nothing(gallery, change, token):
     before = sorted(gallery.path.rglob("*"))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=token):
         change(gallery)
     assert len(Gallery.open(gallery.path)) == 60
     assert sorted(gallery.path.rglob("*")) == before
 
 
-def test_a_query_that_is_no_image(gallery, tmp_path):
-    (tmp_path / "text.jpg").write_text("no picture")
-    with pytest.raises(ValueError, match=r"text\.jpg: not an image in a known format"):
-        gallery.search([tmp_path / "text.jpg"])
-
-
-def test_bad_images_stop_a_build_or_are_left_out(embedder, images, tmp_path):
+def test_bad_images_raise_or_are_skipped(embedder, images, tmp_path):
     folder = shutil.copytree(images, tmp_path / "images")
     bad = folder / "class00" / "bad.png"
-    bad.write_bytes(b"no picture")
+    bad.write_bytes(b"no image")
     catalog = Catalog.from_folder(folder)
     with pytest.raises(ValueError, match=r"bad\.png: not an image"):
         Gallery.build(embedder, catalog, tmp_path / "g")
     with pytest.raises(ValueError, match="not finished"):
         Gallery.open(tmp_path / "g")
-    said = []
-    found = Gallery.build(embedder, catalog, tmp_path / "g", bad_images="skip", report=said.append)
+    found = Gallery.build(embedder, catalog, tmp_path / "g", bad_images="skip")
     assert len(found) == len(catalog) - 1
-    assert any("bad.png" in line for line in said)
+    assert [one.path for one in found.skipped] == [str(bad)]
+    assert "not an image" in found.skipped[0].reason
+    assert len(found.add([bad], bad_images="skip")) == 0
     assert str(bad) not in found.search([catalog.file(0)], 48).paths
-    with pytest.raises(ValueError, match="none of the 1 images can be read"):
+    with pytest.raises(ValueError, match="none of 1 images"):
         Gallery.build(embedder, [bad], tmp_path / "h", bad_images="skip")
 
 
-def test_a_fingerprint_survives_saving_and_half_precision(embedder, tmp_path):
-    loaded = type(embedder).load(embedder.save(tmp_path / "saved"))
-    assert loaded.fingerprint() == embedder.fingerprint()
-    half = make_embedder().half()
-    assert half.fingerprint() != embedder.fingerprint()
-    assert type(half).load(half.save(tmp_path / "half")).fingerprint() == half.fingerprint()
-
-
-def test_another_embedder_is_refused(gallery, embedder):
+def test_another_embedder_is_rejected(gallery, embedder):
     same = make_embedder()
     assert same.fingerprint() == embedder.fingerprint()
     assert Gallery.open(gallery.path, same).embedder is same
     for other in (make_embedder(seed=1), make_embedder(flip_tta=True)):
-        with pytest.raises(ValueError, match="not the one that built the gallery"):
+        with pytest.raises(ValueError, match="did not build"):
             Gallery.open(gallery.path, other)
-    # One that was put in its place is refused as well.
+    # A replaced embedder folder is rejected as well.
     make_embedder(seed=1).save(gallery.path / "embedder")
     opened = Gallery.open(gallery.path)
     assert len(opened.search(make_vectors(1), 2)) == 1
-    with pytest.raises(ValueError, match="not the one that built the gallery"):
+    with pytest.raises(ValueError, match="did not build"):
         opened.search([np.zeros((24, 24, 3), np.uint8)])
 
 
-def test_a_place_that_is_taken_is_refused(gallery, embedder, tmp_path):
-    for place, told in (
-        (gallery.path, "is a gallery already"),
+def test_build_rejects_existing_files(gallery, embedder, tmp_path):
+    for place, token in (
+        (gallery.path, "already a gallery"),
         (gallery.path / "gallery.json", "is a file"),
-        (tmp_path, "holds other files"),
+        (tmp_path, "other files"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=token):
             Gallery.build(embedder, make_table(0, 2), place, vectors=make_vectors(2))
-    with pytest.raises(ValueError, match="there is no gallery"):
+    with pytest.raises(ValueError, match="no gallery"):
         Gallery.open(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"it has no gallery\.json"):
+    with pytest.raises(ValueError, match=r"gallery\.json"):
         Gallery.open(tmp_path)
 
 
-def test_a_tampered_manifest_is_refused(gallery):
+def test_tampered_manifest_is_rejected(gallery):
     file = gallery.path / "gallery.json"
     text = file.read_text()
     content = json.loads(text)
@@ -380,19 +333,11 @@ def test_a_tampered_manifest_is_refused(gallery):
         file.write_text(text.replace(old, new, 1))
         with pytest.raises(ValueError, match=r"gallery\.json (is damaged|has format version)"):
             Gallery.open(gallery.path)
-    draw = np.random.default_rng(0)
-    for place in draw.integers(len(text), size=200):
-        flipped = bytearray(text.encode())
-        flipped[place] ^= 1 << draw.integers(8)
-        file.write_bytes(flipped)
-        if flipped.split() != text.encode().split():  # no blank that became another blank
-            with pytest.raises(ValueError, match=r"gallery\.json"):
-                Gallery.open(gallery.path)
     file.write_text(text)
     assert len(Gallery.open(gallery.path)) == 60
 
 
-def test_a_sealed_manifest_names_no_other_places(gallery):
+def test_manifest_rejects_path_traversal(gallery):
     def write(name):
         found = gallery._now.manifest
         info = found.segments[0]
@@ -401,7 +346,7 @@ def test_a_sealed_manifest_names_no_other_places(gallery):
 
     for name in ("../../etc", "", "A" * 32):
         write(name)
-        with pytest.raises(ValueError, match="is no segment"):
+        with pytest.raises(ValueError, match="invalid segment"):
             Gallery.open(gallery.path)
 
 
@@ -418,7 +363,7 @@ def test_manifest_of_an_earlier_version_opens(gallery):
     assert len(Gallery.open(gallery.path)) == 59
 
 
-def test_every_damaged_file_is_found(gallery):
+def test_every_damaged_file_is_detected(gallery):
     gallery.remove([3])
     home = gallery.path / "segments" / gallery._now.manifest.segments[0].name
     for file in (*home.iterdir(), *gallery.path.glob("deleted-*.npy")):
@@ -497,11 +442,11 @@ def test_manifest_rejects_repeated_segments(gallery):
     found = manifest.read_manifest(gallery.path)
     twice = dataclasses.replace(found, segments=found.segments * 2, next_id=120)
     manifest.write_manifest(gallery.path, twice)
-    with pytest.raises(DamagedGalleryError, match="listed twice"):
+    with pytest.raises(DamagedGalleryError, match="duplicate segment"):
         Gallery.open(gallery.path)
 
 
-def test_replaced_segments_are_kept_for_readers_elsewhere(gallery, monkeypatch):
+def test_replaced_segments_stay_for_a_grace_period(gallery, monkeypatch):
     (old,) = (gallery.path / "segments").iterdir()
     gallery.compact()
     (gallery.path / "segments" / ("0" * 32)).mkdir()  # of a writer that was killed
@@ -515,7 +460,7 @@ def test_replaced_segments_are_kept_for_readers_elsewhere(gallery, monkeypatch):
     Gallery.open(gallery.path).verify()
 
 
-def test_readers_go_on_with_the_version_they_opened(gallery, monkeypatch):
+def test_open_gallery_stays_at_its_version(gallery, monkeypatch):
     queries = make_vectors(4, seed=9)
     reader = Gallery.open(gallery.path)
     before = reader.search(queries, 60)
@@ -534,7 +479,7 @@ def test_readers_go_on_with_the_version_they_opened(gallery, monkeypatch):
     assert np.array_equal(reader.search(queries, 9).ids, gallery.search(queries, 9).ids)
 
 
-def test_a_gallery_that_is_built_anew_is_searched_with_its_new_embedder(gallery):
+def test_rebuilt_gallery_rejects_changes_until_refresh(gallery):
     reader = Gallery.open(gallery.path)
     old = reader.embedder.fingerprint()
     shutil.rmtree(gallery.path)
@@ -546,7 +491,7 @@ def test_a_gallery_that_is_built_anew_is_searched_with_its_new_embedder(gallery)
         lambda: reader.update(make_table(0, 1), vectors=make_vectors(1)),
         lambda: reader.remove([0]),
     ):
-        with pytest.raises(ValueError, match="was built anew by another embedder"):
+        with pytest.raises(ValueError, match=r"refresh\(\)"):
             change()
     assert len(Gallery.open(gallery.path)) == 5
     reader.refresh()
@@ -554,7 +499,7 @@ def test_a_gallery_that_is_built_anew_is_searched_with_its_new_embedder(gallery)
     assert reader.embedder.fingerprint() == other.fingerprint() != old
 
 
-def test_a_reader_that_was_overtaken_while_opening_reads_again(gallery, monkeypatch):
+def test_open_retries_after_a_concurrent_change(gallery, monkeypatch):
     old = manifest.read_manifest(gallery.path)
     gallery.compact()
     answers = iter([old, manifest.read_manifest(gallery.path)])
@@ -562,7 +507,7 @@ def test_a_reader_that_was_overtaken_while_opening_reads_again(gallery, monkeypa
     assert len(Gallery.open(gallery.path)) == 60
 
 
-def test_searching_in_threads_while_another_one_writes(gallery):
+def test_search_in_threads_during_changes(gallery):
     queries, problems = make_vectors(3, seed=4), []
     done = threading.Event()
 
@@ -609,15 +554,15 @@ def test_directory_fsync_failure_does_not_fail_the_change(gallery, monkeypatch):
     assert len(gallery) == len(Gallery.open(gallery.path)) == 58
 
 
-def test_a_second_writer_is_told_who_writes(gallery, monkeypatch):
+def test_lock_timeout_names_the_writer(gallery, monkeypatch):
     monkeypatch.setattr(manifest, "LOCK_SECONDS", 0.1)
-    said = []
+    lines = []
     with (
-        manifest.locked(gallery.path, None),
-        pytest.raises(ValueError, match=rf"process {os.getpid()} .* has been writing"),
+        manifest.locked(gallery.path, print),
+        pytest.raises(ValueError, match=rf"process {os.getpid()} "),
     ):
-        gallery.remove([1], report=said.append)
-    assert "waiting up to 0.1 s" in said[0]
+        gallery.remove([1], report=lines.append)
+    assert "0.1 s" in lines[0]
     assert len(Gallery.open(gallery.path)) == 60
 
 
@@ -649,7 +594,7 @@ def indexed(monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "PCA6,SQ8", "PCA5,Flat", "BFlat"]
 )
-def test_an_index_proposes_and_the_vectors_decide(embedder, tmp_path, indexed, kind):
+def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind):
     centers = make_vectors(40, seed=7) * 2
     vectors = (centers[np.arange(800) % 40] + make_vectors(800)).astype(np.float32)
     found = Gallery.build(embedder, make_table(0, 800), tmp_path / "g", kind, vectors=vectors)
@@ -661,9 +606,8 @@ def test_an_index_proposes_and_the_vectors_decide(embedder, tmp_path, indexed, k
     assert hits > (0.9 if kind in ("HNSW16", "IVF8,Flat") else 0.6)
     whole = retrieve(vectors, queries=queries, k=800)
     by_id = np.take_along_axis(whole.similarities, np.argsort(whole.ids, 1), 1)
-    told = np.take_along_axis(by_id, result.ids, 1).ravel()
-    np.testing.assert_allclose(result.similarities.ravel(), told, atol=1e-6)
-    # What is removed or not asked for is never found, and what is added is.
+    wanted_scores = np.take_along_axis(by_id, result.ids, 1).ravel()
+    np.testing.assert_allclose(result.similarities.ravel(), wanted_scores, atol=1e-6)
     gone = np.unique(wanted.ids[:10, 0])
     found.remove(gone)
     ids = found.add(make_table(800, 60), vectors=queries)
@@ -682,26 +626,18 @@ def test_an_index_proposes_and_the_vectors_decide(embedder, tmp_path, indexed, k
     assert np.mean(found.search(queries, 1).ids[:, 0] == ids) > 0.9
 
 
-def test_few_rows_are_searched_exactly_whatever_the_index(embedder, tmp_path):
-    found = Gallery.build(
-        embedder, make_table(0, 30), tmp_path / "g", "HNSW32", vectors=make_vectors(30)
-    )
-    assert "index Flat)" in repr(found)
-    assert found.index == "HNSW32"
-
-
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "token"),
     [
         ("HSNW32", "unknown index 'HSNW32'"),
-        ("IVF16,PQ3", "cannot be made for 8 dimensions"),
-        ("IVF64,Flat", "at least 64 images, and there are 60"),
+        ("IVF16,PQ3", "8 dimensions"),
+        ("IVF64,Flat", "64 images for training, got 60"),
         ("BHNSW32", "unknown index"),
-        ("PQ4x4", "unknown index"),  # faiss cannot leave rows out of it
+        ("PQ4x4", "unknown index"),  # faiss cannot filter it
     ],
 )
-def test_an_index_that_cannot_be_made_is_refused_before_the_work(embedder, tmp_path, kind, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_index_is_rejected_before_embedding(embedder, tmp_path, kind, token):
+    with pytest.raises(ValueError, match=token):
         Gallery.build(embedder, make_table(0, 60), tmp_path / "g", kind)
     assert not (tmp_path / "g").exists()
 
@@ -714,41 +650,39 @@ def test_auto_chooses_by_size():
     assert indexes.resolve("HNSW32", 10_000) == "HNSW32"
 
 
-@pytest.mark.parametrize("dim", [8, 97, 1000])
-@pytest.mark.parametrize("count", [200_000, 16_000_000])
-def test_auto_fits_every_dimension(dim, count):
-    indexes.check("auto", dim, count)  # which faiss makes
-
-
-def test_a_gallery_that_was_emptied_finds_nothing(gallery):
+def test_empty_gallery(gallery):
     gallery.remove(gallery.ids())
     gallery.compact()
     for options in ({}, {"expand": 2}, {"rerank": True}):
         found = gallery.search(make_vectors(2), 3, **options)
-        assert (found.ids == -1).all()
+        assert found.ids.tolist() == [[-1], [-1]]
+        assert found.paths.tolist() == [[None], [None]]
+    assert gallery.duplicates().groups == []
+    assert gallery.add(make_table(0, 2), vectors=make_vectors(2)).tolist() == [60, 61]
+    assert gallery.search(make_vectors(2), 1).ids.ravel().tolist() == [60, 61]
 
 
-def test_compacting_says_how_the_gallery_is_searched(gallery, monkeypatch):
-    said = []
-    gallery.compact(report=said.append)
+def test_compact_reports_the_index(gallery, monkeypatch):
+    lines = []
+    gallery.compact(report=lines.append)
     monkeypatch.setattr(indexes, "MOST_EXACT", 50)
     monkeypatch.setattr(indexes, "LEAST_INDEXED", 50)
-    gallery.compact(report=said.append)
-    assert said == [
+    gallery.compact(report=lines.append)
+    assert lines == [
         "index: Flat for 60 images: every search is exact",
         "index: HNSW32 for 60 images: approximate, with exact similarities, recall@10 1.000",
     ]
 
 
-def test_searching_for_images_tells_how_far_it_is(embedder, images, tmp_path):
+def test_search_reports_progress(embedder, images, tmp_path):
     files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
     found = Gallery.build(embedder, files, tmp_path / "g")
-    told = []
-    found.search(files, 1, batch_size=2, steps=lambda *step: told.append(step))
-    assert told[-1] == ("embedding", 6, 6)
+    steps = []
+    found.search(files, 1, batch_size=2, progress=lambda *step: steps.append(step))
+    assert steps[-1] == (6, 6)
 
 
-def test_duplicates_are_found_exactly(gallery):
+def test_duplicates_are_exact(gallery):
     copies = gallery.vectors([3, 3, 8])
     gallery.add(make_table(60, 3), vectors=copies)
     found = gallery.duplicates()
@@ -762,23 +696,23 @@ def test_duplicates_are_found_exactly(gallery):
     assert (np.diff(everything.similarities) <= 0).all()
 
 
-def test_copies_are_found_though_their_cosine_is_rounded(gallery):
+def test_duplicates_allow_for_rounding_of_the_cosine(gallery):
     gallery.add(make_table(60, 60), vectors=gallery.vectors(range(60)))
     found = gallery.duplicates(1)
     assert found.similarities.min() < 1
     assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
-@pytest.mark.parametrize("compared", [0, snapshot.COMPARED])
+@pytest.mark.parametrize("compared", [0, duplicates.COMPARED])
 @pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat"])
 def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
-    monkeypatch.setattr(snapshot, "COMPARED", compared)
+    monkeypatch.setattr(duplicates, "COMPARED", compared)
     monkeypatch.setattr(snapshot, "SHORTEST", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
-    vectors[400:701] = vectors[400]  # more copies than the index proposes at first
+    vectors[400:701] = vectors[400]  # more copies than are searched first
     found = Gallery.build(embedder, make_table(0, 1500), tmp_path / "g", kind, vectors=vectors)
     pairs = found.duplicates(0.999999).pairs.tolist()
     copies = [[i, j] for i in range(400, 701) for j in range(i + 1, 701)]
@@ -791,13 +725,13 @@ def test_euclidean_duplicates_need_a_threshold(tmp_path):
     found = Gallery.build(
         make_embedder(normalize=False), make_table(0, 20), tmp_path / "g", vectors=vectors
     )
-    with pytest.raises(ValueError, match="Give a threshold"):
+    with pytest.raises(ValueError, match="threshold"):
         found.duplicates()
     assert found.duplicates(0.1).pairs.tolist() == [[2, 7]]
     np.testing.assert_allclose(found.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)
 
 
-def test_expansion_and_re_ranking_are_told_beside_the_plain_similarity(gallery):
+def test_expansion_and_reranking_keep_plain_similarities(gallery):
     queries = make_vectors(4, seed=8)
     plain = gallery.search(queries, 60)
     by_id = np.take_along_axis(plain.similarities, np.argsort(plain.ids, 1), 1)
@@ -819,7 +753,6 @@ def test_expansion_and_re_ranking_are_told_beside_the_plain_similarity(gallery):
     np.testing.assert_allclose(-reranked.scores, np.sort(distances, 1)[:, :5], atol=1e-6)
 
     for result in (expanded, reranked, gallery.search(queries, 5, expand=2, rerank=True)):
-        told = np.take_along_axis(by_id, result.ids, 1)
-        assert np.array_equal(result.similarities, told)
+        assert np.array_equal(result.similarities, np.take_along_axis(by_id, result.ids, 1))
     few = gallery.search(queries, 5, expand=3, rerank=True, where={"path": names(0, 2)})
     assert sorted(few.ids[0].tolist()) == [-1, -1, -1, 0, 1]

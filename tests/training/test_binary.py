@@ -229,5 +229,5 @@ def test_expansion_needs_the_cosine(call, images, tmp_path):
         tmp_path / "model"
     )
     told = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
-    assert "--expand is for embeddings that are compared by the cosine, not euclidean" in told
+    assert "--expand requires cosine" in told
     assert "3 images" not in told

@@ -1,7 +1,6 @@
 """A gallery of real images, its application, and a real server."""
 
 import io
-import os
 import re
 import struct
 import zlib
@@ -11,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from proximetry import metrics
 from proximetry.data import Catalog
 from proximetry.search import Gallery
 from proximetry.web import make_app, view
@@ -41,7 +41,7 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.delenv("PROXIMETRY_TOKEN", raising=False)
 
 
-def place_anywhere(vectors, similarity):
+def random_points(vectors, similarity):
     return np.random.default_rng(0).random((len(vectors), 2), np.float32)
 
 
@@ -53,12 +53,10 @@ def real_maps():
 @pytest.fixture(autouse=True)
 def quick_maps(request, monkeypatch):
     if "real_maps" not in request.fixturenames:
-        monkeypatch.setattr(gallery_map, "map_embeddings", place_anywhere)
-        monkeypatch.setattr(gallery_map, "_end_with_the_server", lambda: None)
-        monkeypatch.setattr(os, "nice", lambda by: None)
+        monkeypatch.setattr(metrics, "map_embeddings", random_points)
 
-        def start_here(self, version):
-            gallery_map.make(str(self._path))
+        def start_here(self, gallery, version):
+            gallery_map.compute(version, *gallery_map.sample(gallery), gallery.similarity)
 
         monkeypatch.setattr(gallery_map.MapMaker, "_start", start_here)
 
@@ -71,16 +69,16 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A gallery that a test may change, and that is looked at every time."""
-    monkeypatch.setattr(view, "_LOOK_EVERY", 0.0)
+    """A gallery that a test may change, and that is checked every time."""
+    monkeypatch.setattr(view, "_CHECK_EVERY", 0.0)
     return make_gallery(tmp_path)
 
 
-def keep_map(gallery, cache):
-    """Make a map of a gallery be in the cache, at once."""
+def cache_map(gallery, cache):
+    """Write a map of a gallery to the cache."""
     ids = gallery.ids()
     (cache / "maps").mkdir(parents=True, exist_ok=True)
-    points = place_anywhere(ids, gallery.similarity)
+    points = random_points(ids, gallery.similarity)
     np.savez(cache / "maps" / gallery_map._file(gallery.version).name, ids=ids, points=points)
     return cache
 
@@ -102,7 +100,7 @@ def own_client(own):
 
 
 def png(color=(200, 30, 60), size=(24, 24)):
-    """The bytes of a picture."""
+    """The bytes of an image."""
     noise = np.random.default_rng(0).integers(0, 30, (*size[::-1], 3))
     buffer = io.BytesIO()
     Image.fromarray((noise + np.array(color)).clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
@@ -124,5 +122,5 @@ def bomb(width=60_000, height=60_000):
 def start(server, log, *words, **environment):
     """Start a server in a process of its own; return it and its address."""
     process = Process(server, log, SERVE, *words, "--port", 0, **environment)
-    process.until(lambda: log.exists() and "Ctrl-C ends it" in process.said())
+    process.until(lambda: log.exists() and "Ctrl-C stops it" in process.said())
     return process, re.search(r"http://\S+", process.said())[0]

@@ -1,7 +1,6 @@
-"""Further search methods that `proximetry evaluate` measures beside the plain one.
+"""Search methods that `proximetry evaluate` compares with plain search.
 
-Binary codes, query expansion and k-reciprocal re-ranking: each has a row of its own, with what was
-done, and none changes the plain figures.
+Binary codes, query expansion and k-reciprocal re-ranking: each has its row with its protocol.
 """
 
 import time
@@ -36,56 +35,54 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SearchMethods:
-    """Those that were asked for."""
+    """The selected methods."""
 
     binary: bool
     expand: int
     rerank: bool
 
     def check(self, similarity: Similarity) -> None:
-        """Refuse what vectors that are compared so cannot be searched by."""
+        """Reject methods that do not support this similarity."""
         if self.expand and similarity != "cosine":
-            raise UsageError(
-                f"--expand is for embeddings that are compared by the cosine, not {similarity}"
-            )
+            raise UsageError(f"--expand requires cosine similarity, got {similarity}")
 
 
 def make_rows(
     methods: SearchMethods,
     plain: Evaluation,
     compared: Mapping[str, Any],
-    wanted: Metrics,
+    metrics: Metrics,
     progress: Progress,
 ) -> list[Row]:
     """Return a row for each search method, the plain one first; nothing if there is no other."""
     if methods == SearchMethods(binary=False, expand=0, rerank=False):
         return []
-    near, kept = compared["similarity"], candidates(FEWEST)
-    given: Any = {**compared, "metrics": wanted.of_lists(), "progress": progress}
+    near, count = compared["similarity"], candidates(FEWEST)
+    options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
     rows = [_row(f"vectors, {near}", f"float32 vectors, {near}, exact", plain, compared)]
 
-    def add(name: str, protocol: str, found: Evaluation) -> None:
-        rows.append(_row(name, protocol, found, compared))
+    def add(name: str, protocol: str, evaluation: Evaluation) -> None:
+        rows.append(_row(name, protocol, evaluation, compared))
 
     if methods.binary:
         signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
         add(
             "binary codes, Hamming distance",
             f"{signs}; Hamming distance, exact, equal distances by index",
-            evaluate(**given, binary=True),
+            evaluate(**options, binary=True),
         )
         add(
-            f"binary codes, {kept} re-ranked",
-            f"{signs}; the {kept} nearest by Hamming distance ordered by the {near} of their "
+            f"binary codes, {count} re-ranked",
+            f"{signs}; the {count} nearest by Hamming distance ordered by the {near} of their "
             "vectors, all others behind them",
-            evaluate(**given, binary=True, candidates=kept),
+            evaluate(**options, binary=True, candidates=count),
         )
-        costs = _bytes_per_image(compared), _milliseconds_per_query(compared, kept)
+        costs = _bytes_per_image(compared), _milliseconds_per_query(compared, count)
         for row, size, taken in zip(rows, *costs, strict=True):
             row |= {"bytes_per_image": size, "milliseconds_per_query": taken}
     expansion = (
-        f"each query moved towards its {methods.expand} nearest images (α = {ALPHA:g}), itself "
-        "never among them, and searched for again, exactly"
+        f"query expansion with {methods.expand} neighbors (α = {ALPHA:g}), without the query, then "
+        "exact search"
     )
     reranking = (
         f"the {RERANKED} nearest images ordered by k-reciprocal distance (k1 = {K1}, k2 = {K2}, "
@@ -93,27 +90,27 @@ def make_rows(
     )
     if methods.expand:
         name = f"query expansion (α-QE, n = {methods.expand})"
-        add(name, expansion, evaluate(**given, expand=methods.expand))
+        add(name, expansion, evaluate(**options, expand=methods.expand))
     if methods.rerank:
         name = f"k-reciprocal re-ranking ({K1}, {K2}, {WEIGHT})"
-        add(name, reranking, evaluate(**given, rerank=True))
+        add(name, reranking, evaluate(**options, rerank=True))
     if methods.expand and methods.rerank:
-        both = evaluate(**given, expand=methods.expand, rerank=True)
+        both = evaluate(**options, expand=methods.expand, rerank=True)
         add("expansion, then re-ranking", f"{expansion}; then {reranking}", both)
     return rows
 
 
-def _row(name: str, protocol: str, found: Evaluation, compared: Mapping[str, Any]) -> Row:
-    held = spaced(len(compared["embeddings"]))
-    who = f"each of {held} images against all others"
+def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str, Any]) -> Row:
+    count = spaced(len(compared["embeddings"]))
+    who = f"each of {count} images against all others"
     if "queries" in compared:
-        who = f"{spaced(len(compared['queries']))} queries against a gallery of {held} images"
-    means = {key: value for key, value in found.mean().items() if key not in found.whole}
+        who = f"{spaced(len(compared['queries']))} queries against a gallery of {count} images"
+    means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
     return {"name": name, "protocol": f"{who}; {protocol}", "metrics": means}
 
 
 def as_text(rows: Sequence[Row]) -> list[str]:
-    """The table of all search methods, what was done, and what each takes."""
+    """Return the table of all search methods, their protocols, and their costs."""
     columns = [name for name in rows[0]["metrics"] if name not in COUNTS]
     parts = [
         metrics_table({row["name"]: row["metrics"] for row in rows}, columns),
@@ -128,7 +125,7 @@ def as_text(rows: Sequence[Row]) -> list[str]:
         ]
         about = (
             f"Times: medians of {TIMED} queries at most, one at a time, scanned with NumPy on this "
-            "CPU. For re-ranking the vectors are kept too; they may stay on disk."
+            "CPU. Re-ranking also needs the vectors, which may stay on disk."
         )
         parts += ["\n".join(lines), wrap(about)]
     return parts
@@ -143,66 +140,53 @@ def _bytes_per_image(compared: Mapping[str, Any]) -> tuple[int, int, int]:
 def _milliseconds_per_query(
     compared: Mapping[str, Any], candidates: int
 ) -> tuple[float, float, float]:
-    """Return the median time to find the nearest by vectors, by codes, and by both together.
-
-    One query at a time, by an exact scan on the CPU: what a search costs before any index.
-    """
-    gallery = _array(compared["embeddings"])
-    queries = _array(compared.get("queries", compared["embeddings"])[:TIMED])
+    """Return the median time of an exact scan on the CPU by vectors, by codes, and by both."""
+    gallery = np.ascontiguousarray(compared["embeddings"].detach().cpu().numpy())
+    queries = compared.get("queries", compared["embeddings"])[:TIMED].detach().cpu().numpy()
     squares = np.square(gallery).sum(1) if compared["similarity"] == "euclidean" else None
-    codes, asked = _words(binary_codes(gallery)), _words(binary_codes(queries))
+    codes, query_codes = (_words(binary_codes(vectors)) for vectors in (gallery, queries))
 
     def distances(query: Array, rows: Any = slice(None)) -> Array:
-        found: Array = gallery[rows] @ query
-        return -found if squares is None else np.asarray(squares[rows] - 2 * found)
+        products: Array = gallery[rows] @ query
+        return -products if squares is None else np.asarray(squares[rows] - 2 * products)
 
     def by_vectors(number: int) -> Array:
         return _smallest(distances(queries[number]), FEWEST)
 
     def by_codes(number: int, count: int = FEWEST) -> Array:
-        differing = _count_bits(codes ^ asked[number])
+        differing = _count_bits(codes ^ query_codes[number])
         return _smallest(differing.sum(1, dtype=np.int32), count)
 
     def by_both(number: int) -> Array:
         near = by_codes(number, candidates)
         return near[_smallest(distances(queries[number], near), FEWEST)]
 
-    found = [_median(search, len(queries)) for search in (by_vectors, by_codes, by_both)]
-    return found[0], found[1], found[2]
+    def milliseconds(search: Callable[[int], Any]) -> float:
+        search(0)  # touches the pages
+        times = []
+        for number in range(len(queries)):
+            started = time.perf_counter()
+            search(number)
+            times.append(time.perf_counter() - started)
+        return 1000 * median(times)
 
-
-def _array(vectors: Any) -> Array:
-    return np.ascontiguousarray(vectors.detach().cpu().numpy())
+    return milliseconds(by_vectors), milliseconds(by_codes), milliseconds(by_both)
 
 
 def _words(codes: Array) -> Array:
-    """Eight bytes as one number, filled up with zeros."""
-    filled = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 8)))
-    return np.ascontiguousarray(filled).view(np.uint64)
+    """Pack eight bytes into one number, padded with zeros."""
+    return np.ascontiguousarray(np.pad(codes, ((0, 0), (0, -codes.shape[1] % 8)))).view(np.uint64)
 
 
 def _count_bits(words: Array) -> Array:
     if hasattr(np, "bitwise_count"):  # from NumPy 2 on
         return np.asarray(np.bitwise_count(words))
-    return np.asarray(_BITS[words.view(np.uint8)])
-
-
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1)
+    return np.unpackbits(words.view(np.uint8), axis=1)
 
 
 def _smallest(values: Array, count: int) -> Array:
-    """Places of the smallest values, in their order."""
+    """Return the indices of the smallest values, rising."""
+    rows = np.arange(len(values))
     if count < len(values):
-        places = np.argpartition(values, count - 1)[:count]
-        return places[np.argsort(values[places], kind="stable")]
-    return np.argsort(values, kind="stable")
-
-
-def _median(search: Callable[[int], Any], count: int) -> float:
-    search(0)  # the first time pages are touched
-    taken = []
-    for number in range(count):
-        started = time.perf_counter()
-        search(number)
-        taken.append(time.perf_counter() - started)
-    return 1000 * median(taken)
+        rows = np.argpartition(values, count - 1)[:count]
+    return rows[np.argsort(values[rows], kind="stable")]

@@ -1,4 +1,4 @@
-"""The command that serves the search page of a gallery."""
+"""The command `serve`."""
 
 from typing import Annotated
 
@@ -16,12 +16,12 @@ def serve(
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
     token: str | None = None,
 ) -> None:
-    """Open a page to search a gallery by image and to look at its map.
+    """Serve a page with image search and a map of a gallery.
 
     Args:
         gallery: folder of the gallery.
-        host: name or address to listen on; by default nobody but this machine can reach the page.
-        port: port to listen on; 0 takes one that is free.
+        host: name or address to listen on; the default is reachable from this machine only.
+        port: port to listen on; 0 chooses a free one.
         token: access token for page and API, required unless the server listens on the loopback
             only; default: the environment variable PROXIMETRY_TOKEN.
     """

@@ -1,14 +1,11 @@
-"""Galleries: images, their vectors and an index, on disk, to be searched.
-
-Names are imported when they are first used.
-"""
+"""Galleries: images, their vectors and an index, on disk. Names are imported at first use."""
 
 from typing import TYPE_CHECKING
 
 from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
-    from proximetry.search.exact import Duplicates
+    from proximetry.search.duplicates import Duplicates
     from proximetry.search.gallery import Gallery
     from proximetry.search.result import SearchResult
     from proximetry.search.sheet import contact_sheet
@@ -18,7 +15,7 @@ __all__ = ["Duplicates", "Gallery", "SearchResult", "contact_sheet"]
 __getattr__ = lazy_exports(
     __name__,
     {
-        "exact": ("Duplicates",),
+        "duplicates": ("Duplicates",),
         "gallery": ("Gallery",),
         "result": ("SearchResult",),
         "sheet": ("contact_sheet",),

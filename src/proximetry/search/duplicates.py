@@ -1,42 +1,149 @@
-"""How similar altered copies of a gallery's images are: the default threshold of `duplicates`."""
+"""Near-duplicates of a gallery: pairs above a threshold, their groups, the default threshold."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from proximetry._util.errors import Steps
+from proximetry._util.errors import Progress, UsageError, spaced
+from proximetry._util.tensors import chunks
 from proximetry.data import ImageError, open_image
+from proximetry.metrics._search.copies import connected_components
+from proximetry.metrics._search.inputs import IntArray, full_precision
 from proximetry.models import Embedder
-from proximetry.search.snapshot import Version, prepared
+from proximetry.search.exact import FloatArray, Part, Scores, Store
+from proximetry.search.snapshot import prepare_vectors
 
-SAMPLE = 50
+if TYPE_CHECKING:
+    from proximetry.search.gallery import Version
+
+# All pairs of this many rows are compared: at 512 dimensions on one core 10 minutes.
+COMPARED = 250_000
+_TILE = 4096
+_MOST_PAIRS = 10_000_000
+# Neighbors that are searched first for each image of a large gallery.
+_NEIGHBORS = 32
+# Images that the default threshold is measured with.
+_SAMPLE = 50
 # This share of altered copies may be less similar than the threshold.
 _MISSED = 0.1
 # Neighbors that are nearer than usual by this many robust standard deviations are exceptional.
 _DEVIATIONS = 2.0
 # Images are decoded at up to twice this size, which is enough for networks.
 _SIDE = 512
+_DEFAULT_THRESHOLD = 0.99
 
 
-class Measured(NamedTuple):
-    """What altered copies and different images reach, as `Version.search` scores them.
+@dataclass(frozen=True)
+class Duplicates:
+    """Near-duplicate images.
 
     Attributes:
-        copies: the score that 90 % of the altered copies reach.
-        others: the score that few different images reach; −inf for a single image.
-        images: number of images that were altered.
+        pairs: ids of two images each, the smaller one first, most similar first, [n, 2].
+        similarities: of each pair: the cosine, or the negative Euclidean distance.
+        groups: ids of images connected by pairs, the largest group first.
+        paths: the file of each image in a group, by its id.
+        threshold: the smallest cosine, or the largest Euclidean distance.
+        chosen: how the threshold was chosen, "" if it was passed.
     """
 
-    copies: float
-    others: float
-    images: int
+    pairs: IntArray
+    similarities: FloatArray
+    groups: list[IntArray]
+    paths: dict[int, str]
+    threshold: float
+    chosen: str = ""
+
+
+def compare_all(
+    store: Store, parts: Sequence[Part], least: float, progress: Progress
+) -> tuple[IntArray, Scores]:
+    """Return every pair of positions, smaller one first, with at least this score, exactly."""
+    tiles = []
+    for part in parts:
+        rows = np.arange(len(part.vectors))
+        rows = rows if part.allowed is None else rows[part.allowed]
+        for chunk in chunks(len(rows), _TILE):
+            tiles.append(part._replace(rows=rows[chunk], allowed=None))
+    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
+    scores: list[Scores] = [np.empty(0)]
+    count, done, total = 0, 0, len(tiles) * (len(tiles) + 1) // 2
+    with full_precision(torch.device("cpu")):
+        for number, tile in enumerate(tiles):
+            queries = tile.vectors[tile.rows]
+            limits = least + store.shifts(queries) - store.bounds(queries).max(initial=0)
+            limits = torch.from_numpy(limits.astype(np.float32))[:, None]
+            for other in tiles[number:]:
+                for scanned, products in other.products(queries):
+                    near = products >= limits
+                    if other is tile:
+                        near = near.triu(1 - scanned.start)
+                    first, second = (each.numpy() for each in near.nonzero(as_tuple=True))
+                    _check_count(count + len(first))
+                    candidates = np.stack(
+                        [tile.positions(first), other.positions(second + scanned.start)], 1
+                    )
+                    exact = store.scores(queries[first], candidates[:, 1:])[:, 0]
+                    pairs.append(candidates[exact >= least])
+                    scores.append(exact[exact >= least])
+                    count += len(pairs[-1])
+                done += 1
+                progress(done, total)
+    return np.concatenate(pairs), np.concatenate(scores)
+
+
+def compare_neighbors(
+    version: Version, least: float, progress: Progress
+) -> tuple[IntArray, Scores]:
+    """Return pairs with at least this score among the nearest neighbors of each image.
+
+    Lists that end above the threshold are searched again with a larger k.
+    """
+    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
+    scores: list[Scores] = [np.empty(0)]
+    done, total, allowed = 0, len(version), version.select({})
+    most = min(total, version.largest_k)
+    for positions, vectors in version.blocks():
+        waiting, k = np.arange(len(positions)), _NEIGHBORS
+        while len(waiting):
+            k = min(k, most)
+            hits = version.search(vectors[waiting], k, allowed)
+            full = (hits.scores[:, -1] >= least) & (k < most)
+            queries = np.broadcast_to(positions[waiting, None], hits.positions.shape)
+            near = (hits.scores >= least) & (hits.positions >= 0) & (hits.positions != queries)
+            near[full] = False
+            pairs.append(np.sort(np.stack([queries[near], hits.positions[near]], 1), 1))
+            scores.append(hits.scores[near])
+            _check_count(sum(map(len, scores)) // 2)
+            waiting, k = waiting[full], 4 * k
+        done += len(positions)
+        progress(done, total)
+    unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
+    return unique, np.concatenate(scores)[first]
+
+
+def _check_count(count: int) -> None:
+    if count > _MOST_PAIRS:
+        raise UsageError(f"more than {spaced(_MOST_PAIRS)} pairs. Pass a stricter threshold.")
+
+
+def group_pairs(pairs: IntArray) -> list[IntArray]:
+    """Return the connected components of pairs, the largest first."""
+    members, ends = np.unique(pairs, return_inverse=True)
+    one, two = torch.from_numpy(ends.reshape(-1, 2).astype(np.int64)).T
+    roots: Any = connected_components(len(members), one, two).numpy()
+    order = np.argsort(roots, kind="stable")
+    edges = np.flatnonzero(np.diff(roots[order])) + 1
+    groups = [group for group in np.split(members[order], edges) if len(group)]
+    return sorted(groups, key=lambda group: (-len(group), int(group[0])))
 
 
 def altered_copies(image: Image.Image) -> list[Image.Image]:
@@ -53,38 +160,48 @@ def altered_copies(image: Image.Image) -> list[Image.Image]:
     ]
 
 
-def measure(now: Version, embedder: Callable[[], Embedder], steps: Steps) -> Measured | None:
-    """Compare a sample of the images with altered copies and with their neighbors.
+def measure_threshold(
+    version: Version, embedder: Callable[[], Embedder] | None, progress: Progress
+) -> tuple[float, str]:
+    """Return the default threshold and how it was chosen.
 
-    Returns None where no image can be read.
+    A sample of the images is compared with altered copies and with its nearest neighbors.
     """
-    everything = now.select({})
-    places = now.chosen(everything)
-    draw = np.random.default_rng(0)
-    places = np.sort(draw.choice(places, min(SAMPLE, len(places)), replace=False))
+    cosine, allowed = version.manifest.similarity == "cosine", version.select({})
+    positions, draw = version.chosen(allowed), np.random.default_rng(0)
+    positions = np.sort(draw.choice(positions, min(_SAMPLE, len(positions)), replace=False))
     originals: list[int] = []
     copies: list[Image.Image] = []
-    for place, path in zip(places.tolist(), now.take(places, ["path"])["path"], strict=True):
+    paths = version.take(positions, ["path"])["path"] if embedder else []
+    for position, path in zip(positions.tolist(), paths, strict=False):
         with suppress(ImageError):
             more = altered_copies(open_image(path, size=_SIDE))
             copies += more
-            originals += [place] * len(more)
-    if not copies:
-        return None
-    vectors = embedder().encode(
-        copies,
-        progress=lambda done: steps("embedding altered copies", done, len(copies)),
+            originals += [position] * len(more)
+    if embedder is None or not copies:
+        reason = "no image can be read" if embedder else "the gallery has no embedder"
+        if not cosine:
+            raise UsageError(f"the threshold cannot be measured: {reason}. Pass a threshold.")
+        return _DEFAULT_THRESHOLD, f"cosine {_DEFAULT_THRESHOLD}, not measured: {reason}"
+    vectors = embedder().encode(copies, progress=lambda done: progress(done, len(copies)))
+    queries = prepare_vectors(vectors.numpy(), version.manifest)
+    scores = version.scores(queries, np.array(originals)[:, None])
+    reached, others = float(np.quantile(scores, _MISSED)), -np.inf
+    best = 1.0 if cosine else 0.0
+    if len(positions) > 1:
+        near = version.search(version.vectors(positions), 2, allowed).scores
+        others = best - _unusually_near(best - near[:, -1])
+    values = np.array([max(reached, others), reached, others])
+    threshold, reached, others = (np.minimum(values, 1.0) if cosine else np.sqrt(-values)).tolist()
+    return threshold, (
+        f"{'cosine' if cosine else 'distance'} {threshold:.4f}, measured on "
+        f"{len({*originals})} images: 90 % of altered copies reach {reached:.4f}, few different "
+        f"images reach {others:.4f}"
     )
-    queries = prepared(vectors.numpy(), now.manifest)
-    scores = now.store.scores(queries, np.array(originals)[:, None])
-    near = now.search(now.store.take(places), 2, everything).scores
-    best = 1.0 if now.manifest.similarity == "cosine" else 0.0
-    others = best - _unusually_near(best - near[:, -1]) if len(near) > 1 else -np.inf
-    return Measured(float(np.quantile(scores, _MISSED)), others, len({*originals}))
 
 
 def _unusually_near(distances: npt.NDArray[np.floating[Any]]) -> float:
-    """The distance that few nearest neighbors fall below, whether or not some are copies.
+    """Return the distance that few nearest neighbors fall below, whether or not some are copies.
 
     Distances are compared by their logarithms. Median and median absolute deviation change
     little while fewer than half of the images have copies.

@@ -1,8 +1,8 @@
-"""Approximate indexes of faiss: choose, build, open and search them.
+"""Approximate faiss indexes: choose, build, open and search them.
 
-An index proposes rows of one segment; how near they are is computed from the vectors afterwards.
-So an index that keeps no full vectors is asked for more rows than are wanted. Filters are applied
-to the proposed rows too: a selector of faiss would not show which rows an index did not reach.
+An index returns candidates of one segment, which are then re-scored with the full vectors; an
+index of compressed vectors returns more candidates than k. Filters are applied to the candidates:
+a selector of faiss would not show which rows an index did not reach.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import Steps, UsageError, need, shown
+from proximetry._util.errors import Progress, UsageError, need, shown
 from proximetry._util.tensors import chunks
 from proximetry.metrics._search.inputs import IntArray
 from proximetry.metrics.codes import binary_codes, candidates
@@ -36,10 +34,9 @@ MOST_EFFORT = 32
 # Fewer rows are scanned in less time than an index needs to be set up.
 LEAST_INDEXED = 10_000
 _BLOCK = 16_384
-# Training points per centroid; faiss takes up to 256, which finds nothing more.
+# Training points per centroid; 256, as faiss has it, is no better.
 _POINTS = 64
 
-_BINARY = re.compile(BINARY)
 _KNOWN = re.compile(
     r"(OPQ\d+(_\d+)?,|PCA[RW]*\d+,)?"
     r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+)"
@@ -50,8 +47,8 @@ _KNOWN = re.compile(
 def load_faiss() -> Any:
     """Import faiss such that its threads sleep while they wait.
 
-    It brings an OpenMP runtime of its own besides torch's. Threads of two runtimes that wait in
-    loops keep each other from the cores.
+    It has another OpenMP runtime than torch: threads of two runtimes that busy-wait block each
+    other.
     """
     key, policy = "OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault(key, "PASSIVE")
@@ -73,37 +70,37 @@ def resolve(index: str, count: int) -> str:
 
 
 def _lists(count: int) -> int:
-    """As many lists as usual: a power of two near 4 √n."""
+    """Return nlist: a power of two near 4 √n."""
     return int(2 ** round(np.log2(4 * np.sqrt(count))))
 
 
 def _training(index: str) -> int:
-    """How many vectors an index needs to be trained, at the least."""
+    """Return the smallest number of vectors that an index can be trained on."""
     lists = re.search(r"IVF(\d+)", index)
     return max(int(lists[1]) if lists else 0, 256 if "PQ" in index else 0)
 
 
 def check(index: str, dim: int, count: int) -> None:
-    """Refuse an index that there is not, or that cannot be trained on so few vectors."""
+    """Reject an unknown index, and one that cannot be trained on this number of vectors."""
     if index == "auto":
         index = resolve(index, count) or EXACT
     if index == EXACT:
         return
-    if not _KNOWN.fullmatch(index) and not _BINARY.fullmatch(index):
+    if not _KNOWN.fullmatch(index) and index != BINARY:
         raise UsageError(
-            f"unknown index {shown(index)}; write auto, Flat, HNSW32, IVF1024,PQ64 or another "
-            "factory string of faiss, or BFlat for binary codes"
+            f"unknown index {shown(index)}. Use auto, Flat, HNSW32, IVF1024,PQ64 or another "
+            "factory string of faiss, or BFlat for binary codes."
         )
     try:
         _make(index, dim, "cosine")
     except RuntimeError as error:
         raise UsageError(
-            f"index {index} cannot be made for {dim} dimensions: {_reason(error)}"
+            f"index {index} does not support {dim} dimensions: {_reason(error)}"
         ) from error
     if count < _training(index):
         raise UsageError(
-            f"index {index} is trained on at least {_training(index)} images, and there are "
-            f"{count}; use auto"
+            f"index {index} needs at least {_training(index)} images for training, got {count}. "
+            "Use auto."
         )
 
 
@@ -113,7 +110,7 @@ def _reason(error: RuntimeError) -> str:
 
 def _make(index: str, dim: int, similarity: Similarity) -> Any:
     faiss = load_faiss()
-    if _BINARY.fullmatch(index):
+    if index == BINARY:
         return faiss.index_binary_factory(-(-dim // 8) * 8, index)
     metric = faiss.METRIC_INNER_PRODUCT if similarity == "cosine" else faiss.METRIC_L2
     return faiss.index_factory(dim, index, metric)
@@ -124,53 +121,29 @@ def build(
     vectors: npt.NDArray[np.float32],
     similarity: Similarity,
     file: Path,
-    steps: Steps,
+    progress: Progress,
 ) -> None:
     """Build an index of all vectors and write it to a file."""
     faiss = load_faiss()
-    made, binary = _make(index, vectors.shape[1], similarity), bool(_BINARY.fullmatch(index))
-    if not made.is_trained:
-        steps(f"training {index}", 0, 1)
-        _limit_training(made)
-        wanted = _POINTS * max(_training(index), 1024)
-        draw = np.random.default_rng(0)
-        if len(vectors) > wanted:
-            sample = vectors[np.sort(draw.choice(len(vectors), wanted, replace=False))]
-        else:
-            sample = vectors
-        made.train(sample)
-        steps(f"training {index}", 1, 1)
+    built, binary = _make(index, vectors.shape[1], similarity), index == BINARY
+    if not built.is_trained:
+        inner = built
+        if isinstance(inner, faiss.IndexPreTransform):
+            inner = faiss.downcast_index(inner.index)
+        owners: list[Any] = [inner, getattr(inner, "pq", None)]
+        for owner in owners:
+            if hasattr(owner, "cp"):
+                owner.cp.max_points_per_centroid = _POINTS
+        sample, points = vectors, _POINTS * max(_training(index), 1024)
+        if len(vectors) > points:
+            chosen = np.random.default_rng(0).choice(len(vectors), points, replace=False)
+            sample = vectors[np.sort(chosen)]
+        built.train(sample)
     for rows in chunks(len(vectors), _BLOCK):
-        made.add(binary_codes(vectors[rows]) if binary else vectors[rows])
-        steps(f"building {index}", rows.stop, len(vectors))
+        built.add(binary_codes(vectors[rows]) if binary else vectors[rows])
+        progress(rows.stop, len(vectors))
     write = faiss.write_index_binary if binary else faiss.write_index
-    write(made, os.fspath(file))
-
-
-def _limit_training(index: Any) -> None:
-    """Take no more training points than are of use."""
-    faiss = load_faiss()
-    if isinstance(index, faiss.IndexPreTransform):
-        index = faiss.downcast_index(index.index)
-    owners: list[Any] = [index, getattr(index, "pq", None)]
-    for owner in owners:
-        if hasattr(owner, "cp"):
-            owner.cp.max_points_per_centroid = _POINTS
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let this thread use so many of faiss's: waking others takes longer than one graph search."""
-    if count is None:
-        yield
-        return
-    faiss = load_faiss()
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(count)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
+    write(built, os.fspath(file))
 
 
 def compressed(k: int) -> int:
@@ -179,7 +152,7 @@ def compressed(k: int) -> int:
 
 
 class Index:
-    """An open index that proposes rows.
+    """An open index.
 
     Attributes:
         kind: its factory string.
@@ -188,26 +161,22 @@ class Index:
 
     def __init__(self, file: Path, kind: str, effort: int = 1) -> None:
         faiss = load_faiss()
-        self.kind, self._binary = kind, bool(_BINARY.fullmatch(kind))
-        self.effort = effort
+        self.kind, self.effort, self._binary = kind, effort, kind == BINARY
         read = faiss.read_index_binary if self._binary else faiss.read_index
+        flags = int(faiss.IO_FLAG_MMAP_IFC)
+        if "IVF" in kind:
+            # Lists on disk are slower, and only needed if memory is too small.
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            flags = int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
         try:
-            self._index = read(os.fspath(file), self._flags(file))
+            self._index = read(os.fspath(file), flags)
         except RuntimeError as error:
             if not file.exists():
                 raise FileNotFoundError(2, "No such file", str(file)) from error
             raise ValueError(f"{file} is damaged: {_reason(error)}") from error
 
-    def _flags(self, file: Path) -> int:
-        faiss = load_faiss()
-        if "IVF" not in self.kind:
-            return int(faiss.IO_FLAG_MMAP_IFC)
-        # Lists on disk are slower to read, and only needed where memory does not hold them.
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
-
     def count(self, k: int) -> int:
-        """Return the number of candidates for k results: the coarser the codes, the more."""
+        """Return the number of candidates for k results: more for coarser codes."""
         if self._binary:
             return candidates(k) * self.effort
         coarse = any(part in self.kind for part in ("PQ", "SQ", "PCA"))
@@ -221,9 +190,16 @@ class Index:
         """
         wider = 2 / share if share < 1 else 1.0
         count = min(math.ceil(self.count(k) * wider), self._index.ntotal)
-        given = binary_codes(queries) if self._binary else queries
-        with _threads(1 if "HNSW" in self.kind and len(queries) == 1 else None):
-            _, rows = self._index.search(given, count, params=self._parameters(count, wider))
+        points = binary_codes(queries) if self._binary else queries
+        faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
+        threads = faiss.omp_get_max_threads()
+        if single:  # to wake other threads takes longer than one graph search
+            faiss.omp_set_num_threads(1)
+        try:
+            _, rows = self._index.search(points, count, params=self._parameters(count, wider))
+        finally:
+            if single:
+                faiss.omp_set_num_threads(threads)
         return np.asarray(rows)
 
     def _parameters(self, count: int, wider: float) -> Any:
@@ -233,12 +209,12 @@ class Index:
             index = faiss.downcast_index(index.index)
         if isinstance(index, faiss.IndexIVF):
             lists = math.ceil(probes(index.nlist) * self.effort * wider)
-            found = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
+            inner = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
-            found = faiss.SearchParametersHNSW(efSearch=max(DEPTH * self.effort, 2 * count))
+            inner = faiss.SearchParametersHNSW(efSearch=max(DEPTH * self.effort, 2 * count))
         else:
             return None
-        return faiss.SearchParametersPreTransform(index_params=found) if transformed else found
+        return faiss.SearchParametersPreTransform(index_params=inner) if transformed else inner
 
 
 DEPTH = 128

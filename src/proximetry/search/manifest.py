@@ -1,7 +1,7 @@
-"""`gallery.json`: what a gallery consists of at this moment.
+"""`gallery.json`: the files of a gallery's current version.
 
-It is the one file that is ever replaced, and replacing it is the moment a change takes place.
-All other files are written before, under names that were never used, and never change.
+It is the only file that is ever replaced, and replacing it commits a change. All other files are
+written before, under new names, and never change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOCK = "gallery.lock"
 LOCK_SECONDS = 60.0
 """How long a writer waits for another one."""
 GRACE = 86_400.0
-"""Seconds that replaced segments and staged vectors are kept: readers on other hosts use them."""
+"""Seconds for which replaced segments and staged vectors stay: readers on other hosts use them."""
 EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
 FILES = {
     "vectors": "vectors.npy",
@@ -56,7 +56,7 @@ Report = Callable[[str], None]
 
 
 class DamagedGalleryError(ValueError):
-    """A file of a gallery is not what was written."""
+    """A file of a gallery is corrupt."""
 
     def __init__(self, file: Path, reason: object) -> None:
         super().__init__(
@@ -75,25 +75,19 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """Rows that were written together.
+    """Rows that were written together."""
 
-    Attributes:
-        name: of its folder.
-        rows: how many there are.
-        index: the faiss index that was built of them, "" where they are searched exactly.
-        longest: the length of the longest vector.
-        files: by the names of `FILES`.
-        effort: the search effort of the index (`indexes.Index`).
-        recall: its recall@10 with that effort, measured when it was built.
-    """
+    name: str  # of its folder
+    rows: int  # number of rows
+    index: str  # the faiss index, "" for an exact scan
+    longest: float  # the length of the longest vector
+    files: Mapping[str, FileInfo]  # by the names of `FILES`
+    effort: int = 1  # the search effort of the index (`indexes.Index`)
+    recall: float | None = None  # its recall@10 with that effort, measured when it was built
 
-    name: str
-    rows: int
-    index: str
-    longest: float
-    files: Mapping[str, FileInfo]
-    effort: int = 1
-    recall: float | None = None
+    def paths(self, folder: Path) -> dict[str, Path]:
+        """Return the files, by the names of `FILES`."""
+        return {kind: folder / SEGMENTS / self.name / FILES[kind] for kind in self.files}
 
 
 @dataclass(frozen=True)
@@ -107,61 +101,48 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a gallery consists of.
+    """The current version of a gallery."""
 
-    Attributes:
-        embedder: the fingerprint of the embedder.
-        similarity: how its vectors are compared.
-        dim: their dimension.
-        index: "auto" or a faiss factory string, as it was asked for.
-        next_id: the id of the next image.
-        segments: in rising order of ids.
-        deleted: ids that are removed but still in a segment.
-        retired: replaced segments that are still on disk, and when they were replaced.
-    """
-
-    embedder: str
+    embedder: str  # its fingerprint
     similarity: Similarity
     dim: int
-    index: str
+    index: str  # "auto" or a faiss factory string, as passed to `build`
     next_id: int = 0
-    segments: tuple[SegmentInfo, ...] = ()
-    deleted: Deleted | None = None
-    retired: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[SegmentInfo, ...] = ()  # in rising order of ids
+    deleted: Deleted | None = None  # ids that are still in a segment
+    retired: Mapping[str, float] = field(default_factory=dict)  # replaced segments, and when
 
     @property
     def version(self) -> str:
-        """A name for what is there: another one after every change, as names of files are."""
+        """An identifier that changes with every change, as file names do."""
         files = [info.name for info in self.segments], self.deleted and self.deleted.name
         return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
 
 
 def is_milvus(path: str | os.PathLike[str]) -> bool:
-    """Whether this is the address of a gallery on Milvus, not a folder."""
+    """Return whether this is the address of a gallery on Milvus, not a folder."""
     return os.fspath(path).startswith(("milvus:", "milvuss:"))
 
 
 def new_name() -> str:
-    """Return a name that no file ever had."""
+    """Return a unique name."""
     return uuid4().hex
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what `write_manifest` wrote; anything else is refused."""
+    """Read and validate `gallery.json`."""
     path = folder / MANIFEST
     if not path.is_file():
         if not folder.exists():
-            raise UsageError(f"there is no gallery {folder}; `proximetry index` makes one")
+            raise UsageError(f"no gallery {folder}. `proximetry index` builds one.")
         from proximetry.models.storage import DESCRIPTION, find_embedder  # which imports torch
 
-        why = f"it has no {MANIFEST}"
+        reason = f"it has no {MANIFEST}"
         if (folder / LOCK).exists():
-            why = "it was not finished; give the command that builds it again"
+            reason = "the build is not finished. Run it again."
         elif (find_embedder(folder) / DESCRIPTION).exists():
-            why = (
-                f"it holds an embedder; proximetry index IMAGES --model {folder} makes one with it"
-            )
-        raise UsageError(f"{folder} is no gallery: {why}")
+            reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}"
+        raise UsageError(f"{folder} is not a gallery: {reason}")
     try:
         content = read_json(path, _LARGEST)
     except ValueError as error:
@@ -171,18 +152,18 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("version") != VERSION:
         raise ValueError(
             f"{path} has format version {shown(content.get('version'))}; this Proximetry "
-            f"({__version__}) reads version {VERSION}: install the one that wrote it"
+            f"({__version__}) reads version {VERSION}. Install the version that wrote it."
         )
     if CHECKSUM not in content:
         raise DamagedGalleryError(path, "it has no checksum")
     try:
-        return _parsed(content["gallery"])
+        return _parse(content["gallery"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedGalleryError(path, error) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest: the change takes place, or has not happened."""
+    """Replace the manifest, which commits a change."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -192,106 +173,88 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     atomic_write(folder / MANIFEST, sealed_json(content))
 
 
-def _parsed(values: dict[str, Any]) -> Manifest:
+def _parse(values: dict[str, Any]) -> Manifest:
+    values.pop("generation", None)  # written by earlier versions
+    segments = []
+    for one in values["segments"]:
+        files = {name: _parse_file(info) for name, info in one["files"].items()}
+        segments.append(SegmentInfo(**{**one, "files": files}))
     deleted = values["deleted"]
-    values.pop("generation", None)  # a count of changes that galleries once had
-    manifest = Manifest(
-        **{
-            **values,
-            "segments": tuple(
-                SegmentInfo(
-                    **{**one, "files": {name: _file(info) for name, info in one["files"].items()}}
-                )
-                for one in values["segments"]
-            ),
-            "deleted": deleted and Deleted(**{**deleted, "file": _file(deleted["file"])}),
-        }
-    )
-    # Names become paths: nothing else may stand there.
-    for segment in manifest.segments:
-        files = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
-        files |= {"squares"} if manifest.similarity == "euclidean" else set()
-        if not _NAME.fullmatch(segment.name) or set(segment.files) != files:
-            raise ValueError(f"{shown(segment.name)} is no segment")
+    if deleted:
+        deleted = Deleted(**{**deleted, "file": _parse_file(deleted["file"])})
+    manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
+    # Names become paths.
+    for segment in segments:
+        kinds = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
+        kinds |= {"squares"} if manifest.similarity == "euclidean" else set()
+        if not _NAME.fullmatch(segment.name) or set(segment.files) != kinds:
+            raise ValueError(f"invalid segment {shown(segment.name)}")
         if type(segment.rows) is not int or segment.rows < 0:
             raise ValueError(f"segment {segment.name} has {shown(segment.rows)} rows")
-    names = [segment.name for segment in manifest.segments]
+    names = [segment.name for segment in segments]
     if len({*names, *manifest.retired}) < len(names) + len(manifest.retired):
-        raise ValueError("a segment is listed twice")
+        raise ValueError("duplicate segment")
     if not all(_NAME.fullmatch(name) for name in manifest.retired):
-        raise ValueError(f"{shown(manifest.retired)} are no segments")
+        raise ValueError(f"invalid segments {shown(manifest.retired)}")
     if manifest.deleted and not _DELETED.fullmatch(manifest.deleted.name):
-        raise ValueError(f"{shown(manifest.deleted.name)} is no file of deleted ids")
+        raise ValueError(f"invalid file of deleted ids {shown(manifest.deleted.name)}")
     if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= LARGEST_DIM:
         raise ValueError(f"{shown(manifest.similarity)} in {shown(manifest.dim)} dimensions")
     return manifest
 
 
-def _file(values: Mapping[str, Any]) -> FileInfo:
-    found = FileInfo(**values)
-    if type(found.bytes) is not int or not _DIGEST.fullmatch(found.sha256):
-        raise ValueError(f"{shown(values)} is no size with a checksum")
-    return found
+def _parse_file(values: Mapping[str, Any]) -> FileInfo:
+    info = FileInfo(**values)
+    if type(info.bytes) is not int or not _DIGEST.fullmatch(info.sha256):
+        raise ValueError(f"invalid size or checksum {shown(values)}")
+    return info
 
 
 class Digest:
-    """A stream that knows size and checksum of what was written to it."""
+    """A stream that computes the size and checksum of its content."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
+        self.flush, self.closed = stream.flush, False  # which Arrow asks for
 
     def write(self, data: Any) -> int:
-        """Write bytes, or anything that is laid out like bytes."""
+        """Write bytes, or any contiguous buffer."""
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._bytes += len(view)
         return self._stream.write(view)
 
-    def flush(self) -> None:
-        """Pass on what is buffered."""
-        self._stream.flush()
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be written any more."""
-        return self._stream.closed
-
     @property
     def info(self) -> FileInfo:
-        """What was written so far."""
+        """Size and checksum so far."""
         return FileInfo(self._bytes, self._digest.hexdigest())
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Digest]:
-    """Write a file under a name that nobody knows yet; at the end it is on the disk."""
+    """Write a new file; it is on disk at the end."""
     with writing(path), path.open("wb") as stream:
         yield Digest(stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def read_digest(path: Path, progress: Callable[[int], None] | None = None) -> FileInfo:
-    """Return size and checksum of a file that is there."""
-    digest, size = hashlib.sha256(), 0
+def read_digest(path: Path) -> FileInfo:
+    """Return size and checksum of a file."""
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-            if progress is not None:
-                progress(len(block))
-    return FileInfo(size, digest.hexdigest())
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileInfo(stream.tell(), digest)
 
 
 @contextmanager
-def locked(folder: Path, report: Report | None) -> Iterator[None]:
-    """Be the one process that writes here; a process that is killed gives that up."""
+def locked(folder: Path, report: Report) -> Iterator[None]:
+    """Lock the gallery for writing; the lock ends with the process."""
     try:
-        lock = take_lock(folder / LOCK, LOCK_SECONDS, report or (lambda line: None))
+        lock = take_lock(folder / LOCK, LOCK_SECONDS, report)
     except TimeoutError as error:
         raise ValueError(
-            f"{error} has been writing to the gallery {folder} for more than {LOCK_SECONDS:g} s; "
-            "try again when it is done"
+            f"{error} has been writing to the gallery {folder} for more than {LOCK_SECONDS:g} s. "
+            "Try again later."
         ) from None
     try:
         yield
@@ -299,60 +262,54 @@ def locked(folder: Path, report: Report | None) -> Iterator[None]:
         lock.release()
 
 
-def check_place(folder: Path) -> None:
-    """Refuse a folder in which no gallery can be begun."""
+def check_new_folder(folder: Path) -> None:
+    """Reject a folder in which no gallery can be built."""
     if not folder.exists():
-        there = next(path for path in folder.absolute().parents if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UsageError(f"{folder} cannot be made: {there} cannot be written to")
+        parent = next(path for path in folder.absolute().parents if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(f"{folder} cannot be created: {parent} is not writable")
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; a gallery is a folder")
     if (folder / MANIFEST).exists():
         raise UsageError(
-            f"{folder} is a gallery already; Gallery.open({str(folder)!r}).add(…) adds to it"
+            f"{folder} is already a gallery. Add to it: Gallery.open({str(folder)!r}).add(…)"
         )
     ours = {LOCK, EMBEDDER, STAGING, SEGMENTS}
     names = (path.name for path in folder.iterdir() if written_for(path) != MANIFEST)
     foreign = sorted(name for name in names if name not in ours)
     if foreign:
         raise UsageError(
-            f"{folder} holds other files ({some(foreign, 3)}); choose a new or empty folder"
+            f"{folder} has other files: {some(foreign, 3)}. Choose a new or empty folder."
         )
 
 
 def retire(before: Manifest, after: Manifest) -> Manifest:
     """Keep the segments that a change replaces for `GRACE` seconds."""
     now = time.time()
-    kept = {name: since for name, since in before.retired.items() if now - since < GRACE}
+    recent = {name: since for name, since in before.retired.items() if now - since < GRACE}
     names = {segment.name for segment in after.segments}
     replaced = [segment.name for segment in before.segments if segment.name not in names]
-    return replace(after, retired=kept | dict.fromkeys(replaced, now))
+    return replace(after, retired=recent | dict.fromkeys(replaced, now))
 
 
 def sweep(folder: Path, manifest: Manifest) -> None:
-    """Remove files that the manifest does not name, and old staged vectors; under the lock.
-
-    Files of others stay.
-    """
+    """Remove our files that the manifest does not name, and old staged vectors; under the lock."""
     named = {*(segment.name for segment in manifest.segments), *manifest.retired}
     for path in (folder / SEGMENTS).glob("*"):
         if _NAME.fullmatch(path.name) and path.name not in named:
             shutil.rmtree(path, ignore_errors=True)
-    kept = manifest.deleted.name if manifest.deleted else ""
+    current = manifest.deleted.name if manifest.deleted else ""
     for path in folder.iterdir():
-        if (_DELETED.fullmatch(path.name) and path.name != kept) or written_for(path) == MANIFEST:
+        stale = _DELETED.fullmatch(path.name) and path.name != current
+        if stale or written_for(path) == MANIFEST:
             with suppress(OSError):
                 path.unlink()
-    sweep_staging(folder / STAGING)
-
-
-def sweep_staging(staging: Path) -> None:
-    """Remove the vectors of interrupted additions that were not repeated for `GRACE` seconds."""
-    for path in staging.glob("*/*"):
+    # Vectors of interrupted additions that were not repeated.
+    for path in (folder / STAGING).glob("*/*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= GRACE:
                 path.unlink()
-    for folder in (*staging.glob("*"), staging):
-        with suppress(OSError):  # it is not there, or not empty
-            folder.rmdir()
+    for emptied in (*(folder / STAGING).glob("*"), folder / STAGING):
+        with suppress(OSError):  # it does not exist, or is not empty
+            emptied.rmdir()

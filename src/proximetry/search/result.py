@@ -1,4 +1,4 @@
-"""`SearchResult`: what a search in a gallery has found."""
+"""`SearchResult`: the result of a search in a gallery."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from proximetry.metrics._search.inputs import IntArray
 from proximetry.models.names import Similarity
 
 REMOVED = "(removed meanwhile)"
-"""The name of an image on Milvus that was removed between searching and asking for its path."""
-Take = Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
+"""The name of an image on Milvus that was removed after the search."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,13 +22,13 @@ class SearchResult:
     """The k nearest images of every query, nearest first.
 
     Attributes:
-        ids: of the images, [queries, k]; −1 where there are fewer than k.
+        ids: of the images, [queries, k]; −1 if there are fewer than k.
         similarities: the cosine or the negative Euclidean distance to the query, computed from
             the stored vectors whatever the index; −inf beside an id of −1.
         similarity: "cosine" or "euclidean".
-        scores: what images are ordered by where that is not `similarities`: those of the
+        columns: the names of the metadata columns; see `column`.
+        scores: the values that images are ordered by, if not `similarities`: those of the
             expanded query, or the negative distance of k-reciprocal re-ranking.
-        columns: the names of what is known of an image; see `column`.
     """
 
     ids: IntArray
@@ -37,25 +36,25 @@ class SearchResult:
     similarity: Similarity
     columns: tuple[str, ...]
     scores: npt.NDArray[np.float32] | None = None
-    _places: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    _take: Take = field(default=lambda places, columns: {})
+    _positions: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]] = lambda positions, names: {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def k(self) -> int:
-        """How many images each list holds."""
+        """The length of each list."""
         return int(self.ids.shape[1])
 
     def column(self, name: str) -> npt.NDArray[np.object_]:
-        """Return what is known of each image under this name, [queries, k]; None beside −1."""
+        """Return a metadata column of the images, [queries, k]; None beside −1."""
         if name not in self.columns:
-            raise ValueError(f"there is no column {name!r}; there are {', '.join(self.columns)}")
-        there = self._places >= 0
-        found = np.full(self.ids.shape, None, np.object_)
-        found[there] = self._take(self._places[there], [name])[name]
-        return found
+            raise ValueError(f"no column {name!r}. Columns: {', '.join(self.columns)}.")
+        there = self._positions >= 0
+        values = np.full(self.ids.shape, None, np.object_)
+        values[there] = self._take(self._positions[there], [name])[name]
+        return values
 
     @cached_property
     def paths(self) -> npt.NDArray[np.object_]:
@@ -64,7 +63,7 @@ class SearchResult:
 
     @cached_property
     def labels(self) -> npt.NDArray[np.object_]:
-        """The class of each image, None where it has none."""
+        """The class of each image, or None."""
         return self.column("label")
 
     def __repr__(self) -> str:

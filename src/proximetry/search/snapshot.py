@@ -1,25 +1,26 @@
-"""Segments: rows that were written together, and all of them as one opened version."""
+"""Segments (rows that were written together), and all of them as one opened version."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.errors import Steps
+from proximetry._util.errors import Progress
 from proximetry._util.files import sync_folder, writing
 from proximetry._util.tensors import chunks
 from proximetry.metrics._search.inputs import IntArray, normalize
-from proximetry.search import exact, indexes, rows
-from proximetry.search.exact import FloatArray, Found, Mask, Part, Scores, Store, join
+from proximetry.search import indexes, rows
+from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits
 from proximetry.search.manifest import (
     FILES,
     SEGMENTS,
@@ -35,14 +36,10 @@ from proximetry.search.manifest import (
     read_manifest,
 )
 
-# All pairs of so many rows are compared for duplicates: at 512 dimensions on one core 10 minutes.
-COMPARED = 250_000
-# Neighbors that an index proposes at first for each of more rows.
-_ALIKE = 32
-# A filter that allows so many rows × dimensions is scanned exactly: on one core 10 ms for one
+# A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
 # query, 70 ms for 100.
 SCANNED = 1 << 24
-# A list of more than this share of the rows is found by a scan as fast as by an index.
+# A scan is as fast as an index for a list of more than this share of the rows.
 SHORTEST = 64
 # Neighbors that show whether the rows around a query are allowed.
 _NEAR = 10
@@ -54,121 +51,16 @@ _SAMPLE = 256
 _LONGEST = 1e15
 
 
-def quiet(what: str, done: int, total: int) -> None:
-    """Steps that nobody looks at."""
+def no_progress(done: int, total: int) -> None:
+    """Ignore progress."""
 
 
-class Vectors(Protocol):
-    """The vectors of a gallery, by place."""
-
-    def take(self, places: IntArray) -> FloatArray:
-        """The vectors at places, [n, dim]."""
-
-    def scores(self, queries: FloatArray, places: IntArray) -> Scores:
-        """The similarity of each query to the rows at its places; −inf at −1."""
-
-
-class Version(Protocol):
-    """One version of a gallery, ready to be searched.
-
-    Rows have places, in the order of their ids; −1 is no place.
-    """
-
-    @property
-    def manifest(self) -> Manifest:
-        """What made the vectors, and how they are compared."""
-
-    @property
-    def store(self) -> Vectors:
-        """The vectors."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of all columns."""
-
-    def __len__(self) -> int: ...
-
-    def select(self, where: rows.Where) -> Any:
-        """What `chosen` and `search` take to mean the rows that meet the conditions."""
-
-    def chosen(self, allowed: Any) -> IntArray:
-        """The places of these rows, rising."""
-
-    def ids(self, places: IntArray) -> IntArray:
-        """The ids at places; −1 for none."""
-
-    def places(self, ids: IntArray) -> IntArray:
-        """The places of ids that are there; −1 for all others."""
-
-    def take(self, places: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
-        """Columns of the rows at places, which are all there."""
-
-    def paths_there(self, table: Any) -> dict[bytes, int]:
-        """Those of a table's paths that are in the gallery, and their places."""
-
-    def check_fits(self, table: Any) -> None:
-        """Refuse rows that cannot be added on account of what their columns hold."""
-
-    def search(self, queries: FloatArray, k: int, allowed: Any) -> Found:
-        """The k nearest of the allowed rows, by place."""
-
-    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
-        """Pairs of places, smaller one first, that are at least so similar."""
-
-
-def proposed_pairs(
-    version: Version,
-    blocks: Iterable[tuple[IntArray, FloatArray]],
-    everything: Any,
-    least: float,
-    steps: Steps,
-    most: int,
-) -> tuple[IntArray, Scores]:
-    """Compare rows, given as places and vectors, with those that a search finds.
-
-    Lists that end above the threshold are searched again with a larger k, up to `most`.
-    """
-    pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
-    scores: list[Scores] = [np.empty(0)]
-    done, total = 0, len(version)
-    for here, vectors in blocks:
-        waiting, k = np.arange(len(here)), _ALIKE
-        while len(waiting):
-            k = min(k, total, most)
-            found = version.search(vectors[waiting], k, everything)
-            full = (found.scores[:, -1] >= least) & (k < min(total, most))
-            own = np.broadcast_to(here[waiting, None], found.places.shape)
-            near = (found.scores >= least) & (found.places >= 0) & (found.places != own)
-            near[full] = False
-            pairs.append(np.sort(np.stack([own[near], found.places[near]], 1), 1))
-            scores.append(found.scores[near])
-            exact.check_pairs(sum(map(len, scores)) // 2)
-            waiting, k = waiting[full], 4 * k
-        done += len(here)
-        steps("comparing with what the index finds", done, total)
-    unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
-    return unique, np.concatenate(scores)[first]
-
-
-def all_pairs(
-    store: Store, parts: list[Part], least: float, steps: Steps
-) -> tuple[IntArray, Scores]:
-    """Compare all rows with all."""
-
-    def progress(done: int, total: int) -> None:
-        steps("comparing all images", done, total)
-
-    return exact.similar_pairs(store, parts, least, progress)
-
-
-def prepared(vectors: FloatArray, manifest: Manifest) -> FloatArray:
-    """Vectors as they are stored and searched for: of unit length if angles are compared."""
+def prepare_vectors(vectors: FloatArray, manifest: Manifest) -> FloatArray:
+    """Return vectors as they are stored and searched for: unit length for cosines."""
     if manifest.similarity == "cosine":
         return normalize(torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
     if len(vectors) and np.abs(vectors).max() > _LONGEST:
-        raise ValueError(
-            f"vectors have entries above {_LONGEST:g}, whose squares float32 does not hold"
-        )
+        raise ValueError(f"vectors have entries above {_LONGEST:g}: their squares overflow float32")
     return vectors
 
 
@@ -179,9 +71,9 @@ def write_segment(
     ids: IntArray,
     blocks: Iterable[FloatArray],
     index: str,
-    steps: Steps,
+    progress: Progress,
 ) -> SegmentInfo:
-    """Write rows with their vectors, which are prepared, and an index if one is asked for."""
+    """Write rows with their prepared vectors, and an index unless `index` is ""."""
     name, count = new_name(), len(ids)
     home = folder / SEGMENTS / name
     with writing(home):
@@ -189,41 +81,38 @@ def write_segment(
     files: dict[str, FileInfo] = {}
     lengths = [np.empty(0)]
     with new_file(home / FILES["vectors"]) as stream:
-        _header(stream, np.float32, (count, manifest.dim))
-        done = 0
+        _write_header(stream, np.float32, (count, manifest.dim))
         for block in blocks:
             stream.write(np.ascontiguousarray(block, np.float32))
             lengths.append(np.square(block.astype(np.float64)).sum(1))
-            done += len(block)
-            steps("writing vectors", done, count)
-        if done != count:
-            raise RuntimeError(f"{done} vectors for {count} rows")
     files["vectors"] = stream.info
     squares = np.concatenate(lengths)
-    for kind, array in (("ids", ids), ("squares", squares.astype(np.float32))):
-        if kind == "ids" or manifest.similarity == "euclidean":
-            with new_file(home / FILES[kind]) as stream:
-                _header(stream, array.dtype.type, array.shape)
-                stream.write(np.ascontiguousarray(array))
-            files[kind] = stream.info
+    if len(squares) != count:
+        raise RuntimeError(f"{len(squares)} vectors for {count} rows")
+    arrays: dict[str, npt.NDArray[Any]] = {"ids": np.ascontiguousarray(ids)}
+    if manifest.similarity == "euclidean":
+        arrays["squares"] = squares.astype(np.float32)
+    for kind, array in arrays.items():
+        with new_file(home / FILES[kind]) as stream:
+            _write_header(stream, array.dtype, array.shape)
+            stream.write(array)
+        files[kind] = stream.info
     with new_file(home / FILES["rows"]) as stream:
         rows.write(table, stream)
     files["rows"] = stream.info
     longest = float(np.sqrt(squares.max(initial=0.0)))
     effort, recall = 1, None
     if index:
-        place = home / FILES["index"]
-        vectors = _mapped(home / FILES["vectors"], (count, manifest.dim), np.float32)
-        with writing(place):
-            indexes.build(index, vectors, manifest.similarity, place, steps)
-            with place.open("rb+") as file:
-                os.fsync(file.fileno())
-        files["index"] = read_digest(place)
-        steps("measuring recall", 0, 1)
+        file = home / FILES["index"]
+        vectors = _open_array(home / FILES["vectors"], (count, manifest.dim), np.float32)
+        with writing(file):
+            indexes.build(index, vectors, manifest.similarity, file, progress)
+            with file.open("rb+") as stored:
+                os.fsync(stored.fileno())
+        files["index"] = read_digest(file)
         store = Store([vectors], np.array([0, count]), manifest.similarity, longest * (1 + 1e-6))
-        part = Part(vectors, squares.astype(np.float32) if "squares" in files else None, 0)
-        effort, recall = _calibrate(indexes.Index(place, index), store, part)
-        steps("measuring recall", 1, 1)
+        part = Part(vectors, arrays.get("squares"), 0)
+        effort, recall = _calibrate(indexes.Index(file, index), store, part)
     for changed in (home, home.parent):
         sync_folder(changed)
     return SegmentInfo(name, count, index, longest, files, effort, recall)
@@ -236,10 +125,10 @@ def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, flo
     """
     count = len(part.vectors)
     sample = np.random.default_rng(0).choice(count, min(count, _SAMPLE), replace=False)
-    queries, k = part.vectors[np.sort(sample)], min(11, count)  # a row finds itself, which is free
+    queries, k = part.vectors[np.sort(sample)], min(11, count)  # a row finds itself
     farthest = store.search([part], queries, k).scores[:, -1:]
     while True:
-        scores = store.settle(queries, index.candidates(queries, k), k).scores
+        scores = store.rescore(queries, index.candidates(queries, k), k).scores
         recall = float((scores[:, 1:] >= farthest).mean())
         if recall >= indexes.RECALL or index.effort >= indexes.MOST_EFFORT:
             return index.effort, recall
@@ -252,19 +141,19 @@ def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
         return None
     name = f"deleted-{new_name()}.npy"
     with new_file(folder / name) as stream:
-        _header(stream, np.int64, ids.shape)
+        _write_header(stream, np.int64, ids.shape)
         stream.write(ids)
     return Deleted(name, len(ids), stream.info)
 
 
-def _header(stream: Digest, dtype: Any, shape: tuple[int, ...]) -> None:
+def _write_header(stream: Digest, dtype: Any, shape: tuple[int, ...]) -> None:
     about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, about)
 
 
-def _mapped(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+def _open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     try:
-        # Copy-on-write, as torch does not take what cannot be written to.
+        # Copy-on-write, as torch does not accept read-only arrays.
         array = np.lib.format.open_memmap(file, mode="c")
     except FileNotFoundError:
         raise
@@ -272,37 +161,29 @@ def _mapped(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
         raise DamagedGalleryError(file, error) from error
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise DamagedGalleryError(
-            file, f"it holds {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
+            file, f"it has {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
         )
     return np.asarray(array)
 
 
-def check_digest(file: Path, info: FileInfo, steps: Steps = quiet) -> None:
-    """Compare a file with the checksum it was written with."""
-    done = 0
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        steps(f"checking {file.name}", done, info.bytes)
-
-    _check_size(file, info)
-    if read_digest(file, count) != info:
-        raise DamagedGalleryError(file, "its checksum is not the one it was written with")
+def check_file(file: Path, info: FileInfo, *, digest: bool = True) -> None:
+    """Compare a file with its size, and with its checksum."""
+    size = file.stat().st_size
+    if size != info.bytes:
+        raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
+    if digest and read_digest(file) != info:
+        raise DamagedGalleryError(file, "its checksum differs from the manifest")
 
 
-def check_digests(
-    folder: Path, info: SegmentInfo, kinds: Container[str] = FILES, steps: Steps = quiet
-) -> None:
-    """Compare files of a segment with their checksums."""
-    for kind, about in info.files.items():
-        if kind in kinds:
-            check_digest(folder / SEGMENTS / info.name / FILES[kind], about, steps)
+def check_segment(folder: Path, info: SegmentInfo) -> None:
+    """Compare all files of a segment with their checksums."""
+    for kind, file in info.paths(folder).items():
+        check_file(file, info.files[kind])
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment that is open: nothing of it is read before it is needed."""
+    """An open segment: nothing of it is read before it is needed."""
 
     info: SegmentInfo
     vectors: FloatArray
@@ -313,38 +194,33 @@ class Segment:
 
     @classmethod
     def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo) -> Segment:
-        """Open every file of a segment; raises FileNotFoundError for one that is gone."""
-        home = folder / SEGMENTS / info.name
+        """Open every file of a segment; raises FileNotFoundError for a missing one."""
+        files = info.paths(folder)
         for kind, about in info.files.items():
-            _check_size(home / FILES[kind], about)
-        check_digests(folder, info, ("ids",))  # few bytes, on which everything else depends
-        squared = manifest.similarity == "euclidean"
-        found = cls(
-            info,
-            _mapped(home / FILES["vectors"], (info.rows, manifest.dim), np.float32),
-            _mapped(home / FILES["ids"], (info.rows,), np.int64),
-            rows.read(home / FILES["rows"]),
-            _mapped(home / FILES["squares"], (info.rows,), np.float32) if squared else None,
-            indexes.Index(home / FILES["index"], info.index, info.effort) if info.index else None,
-        )
-        table = home / FILES["rows"]
-        if len(found.rows) != info.rows:
-            raise DamagedGalleryError(table, f"it has {len(found.rows)} rows, not {info.rows}")
+            # The ids are few bytes, on which everything else depends.
+            check_file(files[kind], about, digest=kind == "ids")
+        table = rows.read(files["rows"])
+        if len(table) != info.rows:
+            raise DamagedGalleryError(files["rows"], f"it has {len(table)} rows, not {info.rows}")
         for name in ("path", "label"):
-            kind = rows.column_type(found.rows, name)
+            kind = rows.column_type(table, name)
             if kind is None or not rows.arrow().types.is_large_binary(kind):
-                raise DamagedGalleryError(table, f"its column {name} is {kind}")
-        return found
-
-
-def _check_size(file: Path, info: FileInfo) -> None:
-    size = file.stat().st_size
-    if size != info.bytes:
-        raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
+                raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
+        return cls(
+            info,
+            _open_array(files["vectors"], (info.rows, manifest.dim), np.float32),
+            _open_array(files["ids"], (info.rows,), np.int64),
+            table,
+            _open_array(files["squares"], (info.rows,), np.float32) if "squares" in files else None,
+            indexes.Index(files["index"], info.index, info.effort) if info.index else None,
+        )
 
 
 class Snapshot:
-    """One version of a gallery, with every file open: later changes do not reach it."""
+    """One version of a gallery, with every file open: later changes do not reach it.
+
+    Rows have positions, in the order of their ids over all segments; −1 is none.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -352,9 +228,16 @@ class Snapshot:
         self.deleted: IntArray = np.empty(0, np.int64)
         if manifest.deleted:
             file = folder / manifest.deleted.name
-            check_digest(file, manifest.deleted.file)  # else removed images could come back
-            self.deleted = _mapped(file, (manifest.deleted.count,), np.int64).copy()
-        self._check_ids()
+            check_file(file, manifest.deleted.file)  # else removed images could come back
+            self.deleted = _open_array(file, (manifest.deleted.count,), np.int64).copy()
+        last = -1
+        for segment in self.segments:  # their order is relied upon
+            ids = segment.ids
+            if len(ids) and (ids[0] <= last or (np.diff(ids) <= 0).any()):
+                raise DamagedGalleryError(folder, f"ids of segment {segment.info.name}")
+            last = int(ids[-1]) if len(ids) else last
+        if last >= manifest.next_id:
+            raise DamagedGalleryError(folder, f"id {last} is above the next id")
         self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
         self.store = Store(
             [segment.vectors for segment in self.segments],
@@ -365,7 +248,7 @@ class Snapshot:
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
-        """Open the version that is there now."""
+        """Open the current version."""
         manifest = read_manifest(folder)
         while True:
             try:
@@ -376,38 +259,30 @@ class Snapshot:
                 if manifest == before:
                     raise DamagedGalleryError(folder, f"{error.filename} is missing") from None
 
-    def _check_ids(self) -> None:
-        """Check that ids rise through all segments, as their order is relied upon."""
-        last = -1
-        for segment in self.segments:
-            ids = segment.ids
-            if len(ids) and (ids[0] <= last or (np.diff(ids) <= 0).any()):
-                raise DamagedGalleryError(self.folder, f"ids of segment {segment.info.name}")
-            last = int(ids[-1]) if len(ids) else last
-        if last >= self.manifest.next_id:
-            raise DamagedGalleryError(self.folder, f"id {last} is above the next id")
-
-    def check_digests(self) -> None:
+    def check_tables(self) -> None:
         """Compare the files that changes depend on with their checksums, before a change."""
-        for segment in self.segments:
-            check_digests(self.folder, segment.info, ("rows",))
+        for info in self.manifest.segments:
+            check_file(info.paths(self.folder)["rows"], info.files["rows"])
 
     def __len__(self) -> int:
         return int(self.starts[-1]) - len(self.deleted)
 
+    @property
+    def largest_k(self) -> int:
+        """The largest k of a search."""
+        return max(1, len(self))
+
     @cached_property
     def alive(self) -> list[Mask | None]:
-        """Of each segment, which rows are not removed; None where none is."""
-        found: list[Mask | None] = []
+        """Of each segment, which rows are not removed; None for all."""
+        masks: list[Mask | None] = []
         for segment in self.segments:
-            gone = self.deleted[_between(self.deleted, segment.ids)]
-            mask = np.ones(len(segment.ids), np.bool_)
-            mask[np.searchsorted(segment.ids, gone)] = False
-            found.append(mask if len(gone) else None)
-        return found
+            mask = ~np.isin(segment.ids, self.deleted, assume_unique=True)
+            masks.append(None if mask.all() else mask)
+        return masks
 
-    def select(self, where: rows.Where) -> list[Mask | None]:
-        """Of each segment, which rows are there and meet the conditions."""
+    def select(self, where: rows.Where) -> Any:
+        """Return a mask for each segment of the rows that meet the conditions; None for all."""
         if not where or not self.segments:
             return self.alive
         met = rows.select([segment.rows for segment in self.segments], where)
@@ -416,63 +291,64 @@ class Snapshot:
             for mask, alive in zip(met, self.alive, strict=True)
         ]
 
-    def chosen(self, allowed: list[Mask | None]) -> IntArray:
-        """The places of the allowed rows."""
-        found = [
+    def chosen(self, allowed: Any) -> IntArray:
+        """Return the positions of the allowed rows, rising."""
+        parts = [
             start + (np.arange(len(segment.ids)) if mask is None else np.flatnonzero(mask))
             for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False)
         ]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def ids(self, places: IntArray) -> IntArray:
-        """The ids at places; −1 for none."""
-        found = np.full(places.shape, -1, np.int64)
-        for start, end, segment in zip(
-            self.starts[:-1], self.starts[1:], self.segments, strict=True
-        ):
-            here = (places >= start) & (places < end)
-            found[here] = segment.ids[places[here] - start]
-        return found
+    @cached_property
+    def _ids(self) -> IntArray:
+        """All ids, and −1 at the end."""
+        return np.concatenate([*(segment.ids for segment in self.segments), [-1]])
 
-    def places(self, ids: IntArray) -> IntArray:
-        """The places of ids that are not removed; −1 for all others."""
-        found = np.full(ids.shape, -1, np.int64)
-        for start, segment in zip(self.starts, self.segments, strict=False):
-            row = np.searchsorted(segment.ids, ids).clip(max=len(segment.ids) - 1)
-            here = segment.ids[row] == ids
-            found[here] = start + row[here]
-        found[np.isin(ids, self.deleted)] = -1
-        return found
+    def ids(self, positions: IntArray) -> IntArray:
+        """Return the ids at positions; −1 for none."""
+        return self._ids[positions]
 
-    def take(self, places: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
-        """Columns of the rows at places, which are all there."""
-        found: dict[str, list[Any]] = {name: [None] * len(places) for name in columns}
-        owner = np.searchsorted(self.starts, places, "right") - 1
+    def positions(self, ids: IntArray) -> IntArray:
+        """Return the positions of ids; −1 for removed and unknown ones."""
+        rows = np.searchsorted(self._ids[:-1], ids)
+        known = (ids >= 0) & (self._ids[rows] == ids) & ~np.isin(ids, self.deleted)
+        return np.where(known, rows, -1)
+
+    def vectors(self, positions: IntArray) -> FloatArray:
+        """Return the vectors at positions, [n, dim]."""
+        if not len(positions):
+            return np.empty((0, self.manifest.dim), np.float32)
+        return self.store.take(positions)
+
+    def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
+        """Return the scores of each query with the rows at its positions; −inf at −1."""
+        return self.store.scores(queries, positions)
+
+    def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
+        """Return columns of the rows at positions."""
+        taken = {name: np.full(len(positions), None, np.object_) for name in columns}
+        owner = np.searchsorted(self.starts, positions, "right") - 1
         for number in np.unique(owner):
-            table = self.segments[number].rows
-            chosen = np.flatnonzero(owner == number)
-            part = rows.arrow().array(places[chosen] - self.starts[number])
-            for name in found:
+            table, here = self.segments[number].rows, owner == number
+            part = rows.arrow().array(positions[here] - self.starts[number])
+            for name in taken:
                 if name in table.column_names:
-                    values = rows.values(table[name].take(part))
-                    for place, value in zip(chosen, values, strict=True):
-                        found[name][place] = value
-        return found
+                    taken[name][here] = rows.values(table[name].take(part))
+        return {name: values.tolist() for name, values in taken.items()}
 
-    def paths_there(self, table: Any) -> dict[bytes, int]:
-        """Those of the table's paths that are in the gallery, and their places."""
-        there: dict[bytes, int] = {}
-        wanted = table["path"].combine_chunks()
+    def find_paths(self, table: Any) -> dict[bytes, int]:
+        """Return those of a table's paths that are in the gallery, and their positions."""
+        known: dict[bytes, int] = {}
+        paths = table["path"].combine_chunks()
         for segment, start, mask in zip(self.segments, self.starts, self.alive, strict=False):
-            met = rows.contains(segment.rows["path"], wanted)
-            met = met if mask is None else met & mask
-            found = np.flatnonzero(met)
-            paths = segment.rows["path"].take(rows.arrow().array(found)).to_pylist()
-            there |= dict(zip(paths, (found + start).tolist(), strict=True))
-        return there
+            met = rows.contains(segment.rows["path"], paths)
+            there = np.flatnonzero(met if mask is None else met & mask)
+            names = segment.rows["path"].take(rows.arrow().array(there)).to_pylist()
+            known |= dict(zip(names, (there + start).tolist(), strict=True))
+        return known
 
     def check_fits(self, table: Any) -> None:
-        """Refuse rows whose columns hold something else than here."""
+        """Reject rows whose columns have other types than here."""
         rows.check_fits([segment.rows for segment in self.segments], table)
 
     @cached_property
@@ -481,40 +357,46 @@ class Snapshot:
         names = (name for segment in self.segments for name in segment.rows.column_names)
         return [name for name in dict.fromkeys(("path", "label", *names)) if name not in rows.STAMP]
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether any image has a class."""
-        return any(segment.rows["label"].null_count < len(segment.ids) for segment in self.segments)
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class."""
+        counts: Counter[str] = Counter()
+        for segment, mask in zip(self.segments, self.alive, strict=True):
+            labels = segment.rows["label"]
+            labels = (labels if mask is None else labels.filter(mask)).drop_null()
+            pairs = rows.arrow("pyarrow.compute").value_counts(labels)
+            names = rows.values(pairs.field("values"))
+            counts.update(dict(zip(names, pairs.field("counts").to_pylist(), strict=True)))
+        return dict(counts)
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
-        """Path, size and time of modification of the images below a folder, as embedded."""
+        """Yield path, size and time of modification of the images below a folder, as embedded."""
         for segment, mask in zip(self.segments, self.alive, strict=True):
             met = rows.below(segment.rows, folder)
             part = rows.arrow().array(np.flatnonzero(met if mask is None else met & mask))
-            there = [name for name in rows.STAMP if name in segment.rows.column_names]
-            known = [rows.values(segment.rows[name].take(part)) for name in there]
-            empty = [[None] * len(part)] * (len(rows.STAMP) - len(there))
-            paths = rows.values(segment.rows["path"].take(part))
-            yield from zip(paths, *known, *empty, strict=True)
+            unknown = rows.arrow().nulls(len(segment.rows))
+            known = segment.rows.column_names
+            columns = [segment.rows[name] if name in known else unknown for name in rows.STAMP]
+            columns = [segment.rows["path"], *columns]
+            yield from zip(*(rows.values(column.take(part)) for column in columns), strict=True)
 
-    def search(self, queries: FloatArray, k: int, allowed: list[Mask | None]) -> Found:
-        """Return the k nearest of the allowed rows, as good as the indexes are, by place."""
+    def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
+        """Return the k nearest of the allowed rows, by index or by an exact scan."""
+        k = min(k, self.largest_k)
         scanned: list[Part] = []
-        found: list[Found] = []
-        for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False):
-            rows = len(segment.ids)
-            count = rows if mask is None else int(np.count_nonzero(mask))
-            part = Part(segment.vectors, segment.squares, int(start), allowed=mask)
-            if mask is not None and count < _GATHERED * rows:
+        hits: list[Hits] = []
+        for part, segment, mask in zip(self.parts(allowed), self.segments, allowed, strict=True):
+            total = len(segment.ids)
+            count = total if mask is None else int(np.count_nonzero(mask))
+            if mask is not None and count < _GATHERED * total:
                 part = part._replace(rows=np.flatnonzero(mask), allowed=None)
             few = mask is not None and count * segment.vectors.shape[1] <= SCANNED
-            if segment.index is None or few or count**2 < SHORTEST * k * rows:
+            if segment.index is None or few or count**2 < SHORTEST * k * total:
                 scanned.append(part)
             else:
-                found.append(self._search_index(segment.index, part, mask, count, queries, k))
-        if scanned or not found:
-            found.append(self.store.search(scanned, queries, k))
-        return found[0] if len(found) == 1 else join(found, k)
+                hits.append(self._search_index(segment.index, part, mask, count, queries, k))
+        if scanned or not hits:
+            hits.append(self.store.search(scanned, queries, k))
+        return hits[0] if len(hits) == 1 else merge_hits(hits, k)
 
     def _search_index(
         self,
@@ -524,54 +406,37 @@ class Snapshot:
         count: int,
         queries: FloatArray,
         k: int,
-    ) -> Found:
-        """Return the k nearest of the allowed rows that an index proposes.
+    ) -> Hits:
+        """Return the k nearest of the allowed rows among the candidates of an index.
 
         All allowed rows are scanned for a query that has less than half of its share of them
-        around it, so that the index proposes too few.
+        around it, so that the index returns too few.
         """
         share, near = count / len(part.vectors), k if mask is None else max(k, _NEAR)
         rows = index.candidates(queries, near, share)
-        hits = rows >= 0 if mask is None else (rows >= 0) & mask[rows]
-        short = hits.sum(1) < min(index.count(near), count)
-        short |= hits[:, : math.ceil(2 * near / share)].sum(1) < min(near, count)
-        rows = -np.sort(np.where(hits, -rows, 1), axis=1)[:, : hits.sum(1).max(initial=0)]
-        found = self.store.settle(queries, np.where(rows >= 0, rows + part.start, -1), k)
+        met = rows >= 0 if mask is None else (rows >= 0) & mask[rows]
+        short = met.sum(1) < min(index.count(near), count)
+        short |= met[:, : math.ceil(2 * near / share)].sum(1) < min(near, count)
+        rows = -np.sort(np.where(met, -rows, 1), axis=1)[:, : met.sum(1).max(initial=0)]
+        hits = self.store.rescore(queries, np.where(rows >= 0, rows + part.start, -1), k)
         if short.any():
-            again = self.store.search([part], queries[short], k)
-            found.places[short], found.scores[short] = again
-        return found
+            hits.positions[short], hits.scores[short] = self.store.search([part], queries[short], k)
+        return hits
 
-    def parts(self) -> list[Part]:
-        """All rows that are not removed, to be scanned."""
+    def parts(self, allowed: Any) -> list[Part]:
+        """Return the allowed rows of each segment, to be scanned."""
         return [
             Part(segment.vectors, segment.squares, int(start), allowed=mask)
-            for start, segment, mask in zip(self.starts, self.segments, self.alive, strict=False)
+            for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False)
         ]
 
-    def similar_pairs(self, least: float, steps: Steps) -> tuple[IntArray, Scores]:
-        """Return all pairs that are so similar or, of many rows, those that an index proposes."""
-        if len(self) <= COMPARED or not any(segment.index for segment in self.segments):
-            return all_pairs(self.store, self.parts(), least, steps)
-        return proposed_pairs(self, self._blocks(), self.alive, least, steps, len(self))
-
-    def _blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
-        """Places and vectors of all rows, some after others."""
-        for segment, start, mask in zip(self.segments, self.starts, self.alive, strict=False):
-            for part in chunks(len(segment.ids), 1024):
-                here = np.arange(part.start, part.stop)
-                here = here if mask is None else here[mask[part]]
-                yield here + start, segment.vectors[here]
+    def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
+        """Yield positions and vectors of all rows."""
+        positions = self.chosen(self.alive)
+        for part in chunks(len(positions), 1024):
+            yield positions[part], self.vectors(positions[part])
 
     def without(self, ids: IntArray) -> Manifest:
-        """The manifest of this gallery with more ids removed; their file is written."""
+        """Return the manifest with more ids removed, after writing their file."""
         gone = np.union1d(self.deleted, ids)
         return replace(self.manifest, deleted=write_deleted(self.folder, gone))
-
-
-def _between(ids: IntArray, all_ids: IntArray) -> Mask:
-    """Which ids stand in a sorted array of ids."""
-    if not len(all_ids):
-        return np.zeros(len(ids), np.bool_)
-    row = np.searchsorted(all_ids, ids).clip(max=len(all_ids) - 1)
-    return np.asarray(all_ids[row] == ids)

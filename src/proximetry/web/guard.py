@@ -1,4 +1,4 @@
-"""What stands before the interface: who may ask, how much, and what every answer carries."""
+"""Admission to the HTTP API: authentication, limits, and security headers."""
 
 import asyncio
 import hashlib
@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from proximetry._util.errors import UsageError, readable_size, shown
 
 MOST_BYTES = 20_000_000
-"""Of a request, which is an image and little else."""
+"""The largest request."""
 MOST_REQUESTS, MOST_SEARCHES = 256, 128
 """Maximum number of concurrent and waiting requests; others are answered 503."""
 _ALL_BYTES = 400_000_000
-_SECONDS = 30.0  # in which a request has to arrive
+_SECONDS = 30.0  # to send a request
 _TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -54,32 +54,29 @@ _FIXED = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.it
 
 
 def check_token(token: str) -> str:
-    """Refuse a token that is guessed easily, or that does not fit into an address."""
+    """Reject a token that is short, or that does not fit into a URL."""
     if not _TOKEN.fullmatch(token):
-        raise UsageError(
-            "the token must have 16 to 200 characters, letters, digits and . _ ~ - alone"
-        )
+        raise UsageError("the token must have 16 to 200 letters, digits and . _ ~ -")
     return token
 
 
 class Guard:
-    """Lets requests through to an application that are allowed and not too many.
+    """Passes allowed requests to an application, and limits their number.
 
-    Without a token it answers to the names of this machine's loopback alone: else any web site
-    could give its own name our address and read the gallery through its visitors' browsers. With
-    a token it answers to any name, since such a site does not know it.
+    Without a token it accepts the host names of the loopback only: else any web site could resolve
+    its name to our address and read the gallery in its visitors' browsers (DNS rebinding).
 
     Args:
         app: the application.
-        token: what every request has to bring, as a bearer or as the cookie that the page gets.
-        hosts: names to answer to beside those of the loopback.
+        token: required of every request, as a bearer or as the cookie that the page gets.
+        hosts: host names to accept beside those of the loopback.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] = ()) -> None:
         self._app = app
         self._token = None if token is None else check_token(token).encode()
         self._hosts = {*_LOOPBACK, *hosts}
-        # Cookies do not know ports: two servers on one machine have to call theirs differently.
+        # Cookies are shared by all ports of a host, so names must differ.
         self._cookie = b"proximetry-" + hashlib.sha256(self._token or b"").hexdigest()[:8].encode()
         self._requests = self._searches = self._bytes = 0
 
@@ -94,10 +91,10 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [*message.get("headers", []), *_FIXED]
-                if not any(name == b"cache-control" for name, _ in own):
-                    own.append((b"cache-control", b"no-store"))
-                message["headers"] = own
+                lines = [*message.get("headers", []), *_FIXED]
+                if not any(name == b"cache-control" for name, _ in lines):
+                    lines.append((b"cache-control", b"no-store"))
+                message["headers"] = lines
             await send(message)
 
         try:
@@ -114,16 +111,16 @@ class Guard:
         if self._token is None and name not in self._hosts:
             raise HTTPException(
                 421,
-                f"this server answers to {', '.join(sorted(self._hosts))} and not to "
-                f"{shown(host)}; start it with a token to reach it by another name",
+                f"unknown host {shown(host)}; this server accepts "
+                f"{', '.join(sorted(self._hosts))}. Start it with a token for other names.",
             )
         if scope["method"] not in ("GET", "HEAD") and not _same_origin(headers):
-            raise HTTPException(403, "this server takes no requests from other sites' pages")
+            raise HTTPException(403, "requests from other sites are not allowed")
         if self._token is not None:
             self._check_token(scope, headers)
 
     def _check_token(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if scope["path"] == "/healthz":  # which tells nothing
+        if scope["path"] == "/healthz":  # which reveals nothing
             return
         if scope["path"] == "/" and scope["method"] == "GET":
             tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
@@ -138,8 +135,8 @@ class Guard:
                 return
         raise HTTPException(
             401,
-            "authentication required: open the address of this page with ?token=TOKEN at its end, "
-            "or send the header Authorization: Bearer TOKEN",
+            "authentication required: open this page with ?token=TOKEN, or send the header "
+            "Authorization: Bearer TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
 
@@ -151,8 +148,8 @@ class Guard:
         secure = "; Secure" if scheme == "https" else ""
         return {"Location": "./", "Set-Cookie": cookie + secure}  # relative: a proxy has a path
 
-    def _is_token(self, given: bytes) -> bool:
-        return self._token is not None and hmac.compare_digest(given, self._token)
+    def _is_token(self, value: bytes) -> bool:
+        return self._token is not None and hmac.compare_digest(value, self._token)
 
     async def _admit(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
@@ -183,7 +180,7 @@ class Guard:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Receive no more than a request may have, and not for ever, whatever it says it is."""
+    """Limit the size and the time of a request, whatever its headers declare."""
     loop = asyncio.get_running_loop()
     until, count, whole = loop.time() + _SECONDS, 0, False
 
@@ -209,7 +206,7 @@ def _bounded(receive: Receive) -> Receive:
 
 def _too_large(*, close: bool = False) -> HTTPException:
     limit = readable_size(MOST_BYTES)
-    closed = {"Connection": "close"} if close else None  # there may be no end of it
+    closed = {"Connection": "close"} if close else None  # it may be endless
     return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
 
 

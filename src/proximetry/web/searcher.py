@@ -1,7 +1,7 @@
-"""Searches of many clients, made together: one pass of the network and of the vectors for all.
+"""Batched searches of many clients: one pass of the network and of the vectors for all.
 
-A search reads every vector once, however many queries there are, so fifty together take hardly
-longer than one. Nobody waits for others to come: while one batch is computed, the next gathers.
+A search reads every vector once, whatever the number of queries, so fifty together take hardly
+longer than one. No query waits for others: while one batch is computed, the next one collects.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from proximetry.web.view import View
 log = logging.getLogger("proximetry.web")
 
 MOST_PIXELS = 50_000_000
-"""Of an image that is uploaded: 150 MB when it is decoded."""
-# Queries that are answered together.
-_TOGETHER = 64
+"""The largest upload: 150 MB when decoded."""
+# Queries per batch.
+_BATCH = 64
 
 Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -37,29 +37,21 @@ class GoneError(LookupError):
 
 
 class ChangedError(RuntimeError):
-    """The gallery was built anew while a query was on its way."""
+    """The gallery was rebuilt while a query waited."""
 
 
 class Query(NamedTuple):
-    """What one client searches for: pixels for the network, or an image of the gallery.
+    """The query of one client: pixels for the network, or an image of the gallery."""
 
-    Attributes:
-        gallery: the one whose embedder takes the pixels; None without pixels.
-        pixels: uint8 [3, H, W].
-        item: an id.
-        k: how many images are wanted.
-        where: conditions.
-    """
-
-    gallery: Gallery | None
-    pixels: Tensor | None
-    item: int | None
-    k: int
-    where: Conditions
+    gallery: Gallery | None  # the one whose embedder takes the pixels; None without pixels
+    pixels: Tensor | None  # uint8 [3, H, W]
+    item: int | None  # an id
+    k: int  # number of results
+    where: Conditions  # conditions
 
 
 class Answer(NamedTuple):
-    """Images, nearest first, the one of the gallery that was searched for, and seconds spent."""
+    """Results, nearest first, the query if it is in the gallery, and seconds spent."""
 
     found: list[dict[str, Any]]
     query: dict[str, Any] | None
@@ -77,7 +69,7 @@ class _Job(NamedTuple):
 
 
 class Searcher:
-    """Answers queries in a thread of its own, and decodes images in some others."""
+    """Answers queries in one thread, and decodes images in others."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -87,7 +79,7 @@ class Searcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the threads; queries that wait are still answered."""
+        """End the threads; waiting queries are still answered."""
         self._jobs.put(None)
         self._thread.join()
         self._decoders.shutdown(cancel_futures=True)
@@ -98,7 +90,7 @@ class Searcher:
         return self._thread.is_alive()
 
     def warm_up(self) -> None:
-        """Read the embedder, and compute once: the first client does not wait for it."""
+        """Load the embedder and embed once, so that the first client need not wait."""
         embedder = self._view.current().embedder
         height, width = embedder.preprocessing.crop
         embedder.embed(
@@ -106,7 +98,7 @@ class Searcher:
         )
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
-        """Find the images that are nearest to one; raises ImageError if it is none."""
+        """Search for the images nearest to an upload; raises ImageError."""
 
         def decode() -> Query:
             gallery = self._view.current()
@@ -118,7 +110,7 @@ class Searcher:
         return await self._ask(await loop.run_in_executor(self._decoders, decode))
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
-        """Find the images that are nearest to one of the gallery, which is not among them."""
+        """Search for the images nearest to one of the gallery, which is excluded."""
         return await self._ask(Query(None, None, item, k, where))
 
     async def _ask(self, query: Query) -> Answer:
@@ -130,7 +122,7 @@ class Searcher:
         ending = False
         while not ending:
             waiting = [self._jobs.get()]
-            while len(waiting) < _TOGETHER and not self._jobs.empty():
+            while len(waiting) < _BATCH and not self._jobs.empty():
                 waiting.append(self._jobs.get())
             ending = None in waiting
             jobs = [job for job in waiting if job is not None]
@@ -138,7 +130,7 @@ class Searcher:
                 continue
             try:
                 answers = self._answer(jobs)
-            except Exception as error:  # ours; the next ones are to be answered all the same
+            except Exception as error:  # a defect; later queries are answered
                 log.exception("a search failed")
                 answers = [error] * len(jobs)
             loop = jobs[0].future.get_loop()
@@ -152,11 +144,11 @@ class Searcher:
         known: dict[int, dict[str, Any]] = {}
         images = []
         items = [number for number, job in enumerate(jobs) if job.query.item is not None]
-        for number, found in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
-            if found is None:
+        for number, entry in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
+            if entry is None:
                 answers[number] = GoneError(jobs[number].query.item)
             else:
-                vectors[number], known[number] = found
+                vectors[number], known[number] = entry
         for number, (query, _, _) in enumerate(jobs):
             if query.pixels is not None and query.gallery is not gallery:
                 answers[number] = ChangedError()
@@ -164,13 +156,13 @@ class Searcher:
                 images.append(number)
         if images:
             pixels = torch.stack([p for i in images if (p := jobs[i].query.pixels) is not None])
-            made = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
-            vectors |= dict(zip(images, made, strict=True))
-        embedded = time.perf_counter()
+            embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
+            vectors |= dict(zip(images, embedded, strict=True))
+        searching = time.perf_counter()
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
         for number in vectors:
             query = jobs[number].query
-            # One more, as an image of the gallery finds itself.
+            # One more, as an image of the gallery is its nearest neighbor.
             groups[query.k + (query.item is not None), query.where].append(number)
         for (k, where), members in groups.items():
             try:
@@ -181,7 +173,7 @@ class Searcher:
                 for number in members:
                     answers[number] = error
                 continue
-            lists = self._lists(gallery, result, [jobs[number].query for number in members])
+            lists = self._lists(result, [jobs[number].query for number in members])
             done = time.perf_counter()
             for number, matches in zip(members, lists, strict=True):
                 answers[number] = Answer(
@@ -190,22 +182,20 @@ class Searcher:
                     gallery.similarity,
                     len(gallery),
                     begun - jobs[number].since,
-                    embedded - begun,
-                    done - embedded,
+                    searching - begun,
+                    done - searching,
                 )
         return [answer or RuntimeError("no answer") for answer in answers]
 
-    def _lists(
-        self, gallery: Gallery, result: SearchResult, queries: list[Query]
-    ) -> Iterator[list[dict[str, Any]]]:
-        """What was found for each query; not the image that was searched for itself."""
-        # Lists, as going through arrays one by one takes longer than the search.
+    def _lists(self, result: SearchResult, queries: list[Query]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the results of each query, without the query itself."""
+        # Lists, as iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
         rows = zip(queries, result.ids.tolist(), result.similarities.tolist(), strict=True)
         for row, (query, ids, near) in enumerate(rows):
             ranks = [n for n, one in enumerate(ids) if one >= 0 and one != query.item][: query.k]
             chosen = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
-            matches = self._view.records(gallery, [ids[n] for n in ranks], chosen)
+            matches = self._view.records([ids[n] for n in ranks], chosen)
             for place, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
                 match |= {"rank": place + 1, "similarity": round(near[rank], 6)}
             yield matches
@@ -213,25 +203,25 @@ class Searcher:
     def _look_up(
         self, gallery: Gallery, items: dict[int, Any]
     ) -> dict[int, tuple[Tensor, dict[str, Any]] | None]:
-        """The vectors of images and what is known of them; None for those that are not there."""
+        """Return vectors and metadata of images; None for unknown ids."""
         try:
             ids = list(items.values())
             vectors = torch.from_numpy(gallery.vectors(ids))
-            found = zip(vectors, self._view.items(gallery, ids), strict=True)
-            return dict(zip(items, found, strict=True))
+            entries = zip(vectors, self._view.items(gallery, ids), strict=True)
+            return dict(zip(items, entries, strict=True))
         except UsageError:
             if len(items) == 1:
                 return dict.fromkeys(items)
             return {
-                number: found
+                number: entries
                 for one in items
-                for number, found in self._look_up(gallery, {one: items[one]}).items()
+                for number, entries in self._look_up(gallery, {one: items[one]}).items()
             }
 
 
 def _deliver(jobs: list[_Job], answers: list[Answer | Exception]) -> None:
     for job, answer in zip(jobs, answers, strict=True):
-        if job.future.done():  # the client has left
+        if job.future.done():  # the client has disconnected
             continue
         if isinstance(answer, Exception):
             job.future.set_exception(answer)

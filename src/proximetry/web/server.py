@@ -1,5 +1,6 @@
-"""The server: addresses, ports and the printed URLs."""
+"""The server: addresses, ports, printed URLs, and limits per connection."""
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -13,16 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from proximetry._util.errors import UsageError, need, shown
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 
 TOKEN = "PROXIMETRY_TOKEN"
 """The environment variable for the token, which `ps` does not show to other users."""
-# Connections, most of them idle; beyond, uvicorn answers 503 without asking us.
+SECONDS = 30.0
+"""Time to send the headers of a request, and to read a response."""
+HEAD_BYTES, HEADERS, PIPELINED = 64_000, 100, 8
+"""Limits per connection: bytes without bodies, headers of a request, waiting requests."""
+# Most connections are idle; beyond this number uvicorn answers 503.
 _CONNECTIONS = 1000
-_SWITCH = 0.0005
-_PATIENCE = 5  # seconds for what is being answered when the server ends
+_SWITCH_INTERVAL = 0.0005
+_SHUTDOWN_SECONDS = 5  # for requests that are being answered
 
 
 def serve(
@@ -36,65 +44,61 @@ def serve(
 
     Args:
         gallery: its folder.
-        host: a name or address of this machine. Any but those of the loopback need a token.
-        port: 0 takes one that is free.
-        token: access token; default: $PROXIMETRY_TOKEN, if it is set.
-        report: called with what there is to say.
+        host: a name or address of this machine. All but the loopback need a token.
+        port: 0 chooses a free one.
+        token: access token; default: $PROXIMETRY_TOKEN.
+        report: called with messages.
     """
     if is_milvus(gallery):
         raise UsageError(
-            f"{gallery} is on Milvus, and the page shows galleries in folders; search it with: "
-            f"proximetry search IMAGE --gallery {gallery} --model RUN"
+            f"{gallery} is on Milvus; the page supports galleries in folders. Use proximetry "
+            f"search IMAGE --gallery {gallery} --model RUN."
         )
     read_manifest(Path(gallery))  # reports a wrong name before torch is imported
-    uvicorn = need("uvicorn", "web", "The search page")
-    need("python_multipart", "web", "The search page")
-    need("fastapi", "web", "The search page")
-    need("httptools", "web", "The search page")
+    for package in ("uvicorn", "python_multipart", "fastapi", "httptools"):
+        need(package, "web", "The search page")
     from PIL import Image
 
     from proximetry.web.app import make_app
-    from proximetry.web.protocol import LimitedProtocol
 
     token = token or os.environ.get(TOKEN) or None
     if token is not None:
         check_token(token)
     family, address = _resolve(host, port)
-    loopback = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
-    if not loopback and token is None:
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    if not ip.is_loopback and token is None:
         raise UsageError(
-            f"others can reach {host}, so a token is needed: give --token, or set {TOKEN}, for "
-            f"example to {secrets.token_urlsafe(24)}"
+            f"{host} is reachable from other machines and needs a token. Pass --token, or set "
+            f"{TOKEN}, for example to {secrets.token_urlsafe(24)}"
         )
     with _listen(family, address, host) as listening:
         app = make_app(Path(gallery))
         port = listening.getsockname()[1]
-        name = f"[{host}]" if ":" in host else host
-        if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
-            name = socket.gethostname()
-        url, note = f"http://{name}:{port}/", ""
+        name = f"[{host}]" if ":" in host else host.lower()
+        shown_name = socket.gethostname() if ip.is_unspecified else name
+        url, note = f"http://{shown_name}:{port}/", ""
         if token and sys.stdout.isatty():
             url += f"?token={token}"
         elif token:
             url += "?token=TOKEN"
-            note = "TOKEN is the access token; only a terminal is shown it.\n"
+            note = "TOKEN is the access token, which is printed to terminals only.\n"
         images = len(app.state.service.view.current())
-        report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\n{note}Ctrl-C ends it.")
-        # open_image has limits of its own; the log is not for clients to fill.
+        report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
+        # open_image has limits; clients must not fill the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         config = uvicorn.Config(
-            Guard(app, token, [f"[{host}]" if ":" in host else host.lower()]),
-            access_log=False,  # addresses may hold the token
+            Guard(app, token, [name]),
+            access_log=False,  # URLs may contain the token
             log_config=None,
             server_header=False,
             ws="none",
             http=LimitedProtocol,
             limit_concurrency=_CONNECTIONS,
-            timeout_graceful_shutdown=_PATIENCE,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
-        # A thread that has something to answer waits no longer for one that computes.
-        sys.setswitchinterval(_SWITCH)
+        # Threads that answer do not wait for those that compute.
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
         report("stopped")
@@ -102,10 +106,10 @@ def serve(
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"there is no address {shown(host)} to listen on") from error
-    family, _, _, _, address = found[0]
+        raise UsageError(f"unknown host {shown(host)}") from error
+    family, _, _, _, address = addresses[0]
     return family, address
 
 
@@ -113,11 +117,68 @@ def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.soc
     try:
         return socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
-        port = address[1]
-        if error.errno == errno.EADDRINUSE:
-            problem = f"port {port} of {host} is in use, perhaps by another `proximetry serve`"
-            raise UsageError(f"{problem}; choose another one with --port") from error
-        if error.errno == errno.EACCES:
-            raise UsageError(f"port {port} needs more rights; take one from 1024 up") from error
-        problem = f"this machine cannot listen on {host}: {error.strerror}"
-        raise UsageError(f"{problem}; choose one of its addresses with --host") from error
+        hints = {
+            errno.EADDRINUSE: f"port {address[1]} of {host} is in use. Choose another --port.",
+            errno.EACCES: f"no permission for port {address[1]}. Choose one from 1024 up.",
+        }
+        other = f"cannot listen on {host}: {error.strerror}. Choose another --host."
+        raise UsageError(hints.get(error.errno or 0, other)) from error
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits on bytes and time, before a request reaches the application.
+
+    A connection may send HEAD_BYTES of URLs, headers, chunk sizes and trailers before a response
+    is complete. Bodies do not count: `guard.Guard` limits them, and uvicorn reads them no faster
+    than the application does.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer."""
+        super().connection_made(transport)
+        self._unanswered = 0  # bytes
+        self._timer = self.loop.call_later(SECONDS, self._time_out)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data; disconnect a client that sends too much."""
+        self._unanswered += len(data)
+        super().data_received(data)
+        if self._unanswered > HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        """Start a request, unless too many wait for their response."""
+        if len(self.pipeline) >= PIPELINED:
+            raise ValueError("too many pipelined requests")  # which uvicorn answers with 400
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header or a trailer, unless there are too many."""
+        if len(self.headers) >= HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Add a part of a body; one of a pipelined request still counts."""
+        if not self.pipeline:
+            self._unanswered -= len(body)
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Reset the count and the timer."""
+        super().on_response_complete()
+        if not self.pipeline:
+            self._unanswered = 0
+        self._timer.cancel()
+        self._timer = self.loop.call_later(SECONDS, self._time_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _time_out(self) -> None:
+        """Disconnect a client that sends no request, or that does not read the response."""
+        working = self.cycle is not None and not self.cycle.response_complete
+        if self.transport.get_write_buffer_size() or not working:
+            self.transport.abort()

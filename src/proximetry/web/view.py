@@ -1,4 +1,4 @@
-"""A gallery as the page sees it: the newest version, without names of folders."""
+"""A gallery as the page sees it: the current version, without names of folders."""
 
 import hashlib
 import io
@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,17 +24,17 @@ log = logging.getLogger("proximetry.web")
 
 SIZES = (16, 2048)
 """Minimum and maximum longer side of a thumbnail in pixels."""
-# Seconds between two looks whether another process has changed the gallery.
-_LOOK_EVERY = 1.0
-# Images by whose paths the folder is found that all of them lie in.
-_LOOKED_AT = 1000
+# Seconds between two checks for changes by other processes.
+_CHECK_EVERY = 1.0
+# Images whose paths determine the common folder.
+_SAMPLED = 1000
 _SUGGESTED = 12
 # Thumbnails up to these sizes are cached, and lossless: JPEG blurs very small images.
 _THUMBNAIL, _LOSSLESS = 320, 96
-_KEPT = 2048
+_CACHED = 2048
 
 
-class Picture(NamedTuple):
+class EncodedImage(NamedTuple):
     """An image as it is sent."""
 
     content: bytes
@@ -43,25 +42,17 @@ class Picture(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is known of one version of a gallery.
+    """A description of one version of a gallery."""
 
-    Attributes:
-        gallery: the gallery, which may have a newer version by now.
-        version: which one.
-        home: the common folder of its images, which is never sent.
-        classes: by name, how many images there are; most frequent first.
-        suggested: ids to begin with.
-    """
-
-    gallery: Gallery
-    version: str
-    home: str
-    classes: dict[str, int]
-    suggested: list[int]
+    gallery: Gallery  # the gallery, which may have a newer version by now
+    version: str  # the version
+    home: str  # the common folder of its images, which is never sent
+    classes: dict[str, int]  # by name, the number of images; most frequent first
+    suggested: list[int]  # ids for the start page
 
 
 class View:
-    """A gallery that follows what other processes do to it; for several threads."""
+    """A gallery that follows the changes of other processes; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +60,7 @@ class View:
         self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
         self._gallery = Gallery.open(path)
         self._build = _build(path)
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self._describing = Lock()
         self._about: About | None = None
 
@@ -79,14 +70,14 @@ class View:
         return self._gallery
 
     def current(self) -> Gallery:
-        """Return the gallery at its newest version; another object if it was built anew.
+        """Return the gallery at its current version; another object if it was rebuilt.
 
         It may read files, so it is not for the event loop.
         """
         with self._lock:
-            if time.monotonic() - self._looked >= _LOOK_EVERY:
+            if time.monotonic() - self._checked >= _CHECK_EVERY:
                 self._follow()
-                self._looked = time.monotonic()
+                self._checked = time.monotonic()
             return self._gallery
 
     def _follow(self) -> None:
@@ -102,113 +93,112 @@ class View:
             self._state = state
         except (OSError, ValueError) as error:
             if self._state:  # logged once, until it can be read again
-                log.warning("the gallery is served as it was, since it cannot be read: %s", error)
+                log.warning("the last version of the gallery is served: %s", error)
             self._state = ()
 
     def about(self) -> About:
-        """Return what is known of the newest version; counted once per version."""
+        """Return the description of the current version, computed once per version."""
         with self._describing:
-            gallery, found = self.current(), self._about
-            if found is None or found.gallery is not gallery or found.version != gallery.version:
-                self._about = found = _describe(gallery)
-            return found
+            gallery, about = self.current(), self._about
+            if about is None or about.gallery is not gallery or about.version != gallery.version:
+                self._about = about = _describe(gallery)
+            return about
 
     def items(self, gallery: Gallery, ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return the metadata of images; raise UsageError for an unknown id."""
-        return self.records(gallery, ids, gallery.rows(ids))
+        return self.records(ids, gallery.rows(ids))
 
-    def records(
-        self, gallery: Gallery, ids: Sequence[int], columns: dict[str, list[Any]]
-    ) -> list[dict[str, Any]]:
+    def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
-        home = (self._about or self.about()).home
+        home = os.path.join((self._about or self.about()).home, "")
         others = [name for name in columns if name not in ("path", "label")]
-        return [
-            {
-                "id": int(one),
-                "label": plain(columns["label"][row]),
-                "file": _below(home, columns["path"][row]),
-                "image": f"items/{int(one)}/image",
-                "details": {name: plain(columns[name][row]) for name in others},
-            }
-            for row, one in enumerate(ids)
-        ]
+        records = []
+        for row, one in enumerate(ids):
+            path = columns["path"][row]
+            inside = path.removeprefix(home)  # else only the name is sent
+            records.append(
+                {
+                    "id": int(one),
+                    "label": plain(columns["label"][row]),
+                    "file": plain(inside if inside != path else os.path.basename(path)),
+                    "image": f"items/{int(one)}/image",
+                    "details": {name: plain(columns[name][row]) for name in others},
+                }
+            )
+        return records
 
-    def picture(self, item: int, size: int, known: str | None) -> tuple[str, Picture | None]:
-        """Return the ETag of an image and its thumbnail, None if the client knows the ETag.
+    def image(self, item: int, size: int, etag: str | None) -> tuple[str, EncodedImage | None]:
+        """Return the ETag of an image and its thumbnail, None if the client has this ETag.
 
         The ETag depends on the file, not on the id: every gallery has an image 0.
 
         Raises:
-            UsageError: there is no such image.
-            ImageError: its file is gone, or is no image any more.
+            UsageError: unknown id.
+            ImageError: the file is missing, or not an image any more.
         """
         (path,) = self.current().rows([item], ["path"])["path"]
         try:
             state = file_state(split_shard_path(path)[0])
         except OSError:
             state = ()
-        mark = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
+        current = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
         if not state:
-            return mark, _picture(path, size)  # raises ImageError
-        if mark == known:
-            return mark, None
-        return mark, (_picture(path, size) if size > _THUMBNAIL else _thumbnail(path, state, size))
+            return current, _encode(path, size)  # raises ImageError
+        if current == etag:
+            return current, None
+        encode = _encode if size > _THUMBNAIL else _encode_cached
+        return current, encode(path, size, state)
 
 
 def _build(path: Path) -> tuple[str, tuple[int, ...]]:
-    """What changes when a gallery is built anew, and its ids begin again, but at no other time."""
+    """Return values that change only if a gallery is rebuilt, and its ids start again."""
     return read_manifest(path).embedder, file_state(path / EMBEDDER)
 
 
-@lru_cache(maxsize=_KEPT)
-def _thumbnail(path: str, state: tuple[int, ...], size: int) -> Picture:
-    return _picture(path, size)
-
-
-def _picture(path: str, size: int) -> Picture:
+def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     """Decode and encode an image, so that only pixels are sent, whatever the file is."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
     if max(image.size) <= _LOSSLESS:
         image.save(buffer, "PNG")
-        return Picture(buffer.getvalue(), "image/png")
+        return EncodedImage(buffer.getvalue(), "image/png")
     image.save(buffer, "JPEG", quality=85)
-    return Picture(buffer.getvalue(), "image/jpeg")
+    return EncodedImage(buffer.getvalue(), "image/jpeg")
+
+
+_encode_cached = lru_cache(maxsize=_CACHED)(_encode)
 
 
 def _describe(gallery: Gallery) -> About:
     version, ids = gallery.version, gallery.ids()
     draw = np.random.default_rng(0)
-    some = np.sort(draw.permutation(ids)[:_LOOKED_AT])
+    sample = np.sort(draw.permutation(ids)[:_SAMPLED])
     try:
-        labels = Counter(gallery.rows(ids, ["label"])["label"])
-        paths = gallery.rows(some, ["path"])["path"]
+        paths = gallery.rows(sample, ["path"])["path"]
     except UsageError:  # some were removed a moment ago
         return _describe(gallery)
-    labels.pop(None, None)
+    counts = gallery.count_labels()
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
     return About(
         gallery,
         version,
         os.path.commonpath(folders) if folders else "",
-        {str(name): count for name, count in labels.most_common()},
-        [int(one) for one in draw.permutation(some)[:_SUGGESTED]],
+        {
+            plain(name): counts[name]
+            for name in sorted(counts, key=counts.__getitem__, reverse=True)
+        },
+        [int(one) for one in draw.permutation(sample)[:_SUGGESTED]],
     )
 
 
-def _below(home: str, path: str) -> str:
-    """The path from the folder of all images; the name alone for one that lies elsewhere."""
-    inside = path.removeprefix(os.path.join(home, ""))
-    return inside if inside != path else os.path.basename(path)
-
-
 def plain(value: Any) -> Any:
-    """Convert a value to JSON; NaN and infinity become None."""
+    """Convert a value to JSON: NaN and infinity become None, bytes that are not UTF-8 "�"."""
     if isinstance(value, dict):
         return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, int):
+        return value
+    return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -18,10 +18,12 @@ from proximetry._util.tensors import chunks
 from proximetry.metrics._search.symmetric import applies, search_symmetric
 from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 
-# Bytes of similarities held at once. A CPU works best from its caches; a GPU wants large
+# Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 MOST_ROWS = 8192
+# Columns whose maximum is computed before the largest are selected.
+_GROUP = 32
 
 
 def search(
@@ -91,9 +93,8 @@ def _exclude(similarities: Tensor, task: Task, rows: Tensor) -> None:
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Return the largest entries of each row, ties by smaller index."""
-    width = similarities.shape[1]
     # One more than depth shows whether a tie straddles the end of the list.
-    values, ids = similarities.topk(min(depth + 1, width), dim=1)
+    values, ids = largest(similarities, depth + 1)
     if values.shape[1] > depth:
         split = (values[:, depth - 1] == values[:, depth]) & (values[:, depth] > -torch.inf)
         values, ids = values[:, :depth], ids[:, :depth]
@@ -104,6 +105,27 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             for part in _quarters(rows, len(similarities)):
                 values[part], ids[part] = _nearest_in_total_order(similarities[part], depth)
     return _order_ties(values, ids)
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest entries of each row, falling, and their columns; ties in any order.
+
+    Each of them is in one of the `count` groups of columns with the largest maxima, so that a CPU
+    sorts only these.
+    """
+    rows, width = values.shape
+    groups = width // _GROUP
+    if groups < 4 * count or values.is_cuda:
+        top = values.topk(min(count, width), dim=1)
+        return top.values, top.indices
+    # Group g has the columns g, g + groups, …: maxima of whole rows are fast to compute.
+    maxima = values[:, : groups * _GROUP].reshape(rows, _GROUP, groups).amax(1)
+    best = maxima.topk(count, 1, sorted=False).indices
+    inside = torch.arange(_GROUP)[:, None] * groups + best[:, None]
+    rest = torch.arange(groups * _GROUP, width).expand(rows, -1)
+    columns = torch.cat([inside.flatten(1), rest], 1)
+    top = values.gather(1, columns).topk(count, dim=1)
+    return top.values, columns.gather(1, top.indices)
 
 
 def _quarters(rows: Tensor, block: int) -> Iterator[Tensor]:

@@ -1,5 +1,5 @@
-// The page: what is searched for, what was found, and which view is shown.
-// Queries are part of the address (#item/12), so the browser's back button leads back.
+// The page: query, results and views.
+// Queries are part of the URL (#item/12), so the back button works.
 
 import { MapView } from "./map.js";
 
@@ -7,11 +7,11 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let shown = null; // {query, found, similarity, seconds}: what the grid shows
-let asking = null; // the search that is under way
-const uploads = []; // images of this visit, by their number in the address
+let shown = null; // {query, found, similarity, milliseconds}: the results in the grid
+let running = null; // the current search
+const uploads = []; // images of this visit, by their number in the URL
 
-/** Make an element; properties are set, children appended. */
+/** Create an element; set properties, append children. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -25,8 +25,8 @@ export function make(tag, properties = {}, ...children) {
 const spaced = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 const counted = (number, one, many) => `${spaced(number)} ${number === 1 ? one : many}`;
 
-/** Ask the server; an error is its sentence. What is busy is asked again. */
-export async function ask(path, options = {}, tries = 4) {
+/** Send a request; throw the error message of the server. Retry while it is busy. */
+export async function request(path, options = {}, tries = 4) {
   let response;
   try {
     response = await fetch(path, options);
@@ -37,7 +37,7 @@ export async function ask(path, options = {}, tries = 4) {
   if (response.status === 503 && response.headers.has("Retry-After") && tries > 1) {
     const seconds = Number(response.headers.get("Retry-After")) || 1;
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
-    return ask(path, options, tries - 1);
+    return request(path, options, tries - 1);
   }
   const content = await response.json().catch(() => null);
   if (!response.ok) throw new Error(sentence(content?.detail ?? `The server answered ${response.status}`));
@@ -57,12 +57,12 @@ export function announce(text) {
 const cosine = () => gallery.similarity === "cosine";
 const score = (similarity) => Math.abs(similarity) < 0.0005 ? "0.000" : (cosine() ? similarity : -similarity).toFixed(3);
 
-/** The picture of an image, or a word in its place where the file is gone. */
-export function picture(id, size) {
+/** A thumbnail, or a note if the file is not readable. */
+export function thumbnail(id, size) {
   const image = make("img", { alt: "", loading: "lazy", decoding: "async", src: `items/${id}/image?size=${size}` });
   image.addEventListener("error", () => image.replaceWith(make("span", {}, "not readable")));
   image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth <= 64));
-  return make("span", { className: "picture" }, image);
+  return make("span", { className: "thumbnail" }, image);
 }
 
 function card(match, query) {
@@ -87,7 +87,7 @@ function card(match, query) {
     words.append(make("span", { className: "bar" }, bar));
   }
   words.append(make("span", { className: "file" }, match.file));
-  button.append(picture(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
+  button.append(thumbnail(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
   button.addEventListener("click", () => { location.hash = `item/${match.id}`; });
   const entry = make("li", {}, button);
   entry.dataset.similarity = match.similarity;
@@ -104,7 +104,7 @@ function showFound() {
   applyThreshold();
 }
 
-/** Hide what is less similar than the slider says. */
+/** Hide results below the threshold. */
 function applyThreshold() {
   const slider = $("threshold");
   const all = cosine() ? slider.value === slider.min : Number(slider.value) >= Number(slider.max);
@@ -120,12 +120,12 @@ function applyThreshold() {
   $("grid").querySelector(".empty")?.remove();
   const total = shown.found.length;
   if (!left) {
-    const why = total ? "Nothing is that similar. Move the slider to see more." : "Nothing was found.";
-    $("grid").append(make("li", { className: "empty" }, why));
+    const reason = total ? "No results above the threshold. Move the slider to see more." : "No results.";
+    $("grid").append(make("li", { className: "empty" }, reason));
   }
-  const told = left === total ? counted(total, "image", "images") : `${spaced(left)} of ${counted(total, "image", "images")}`;
-  $("results-about").textContent = `${told} \u00b7 ${Math.round(shown.milliseconds)} ms`;
-  announce(`${told} found${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.found[0].similarity)}` : ""}.`);
+  const summary = left === total ? counted(total, "image", "images") : `${spaced(left)} of ${counted(total, "image", "images")}`;
+  $("results-about").textContent = `${summary} \u00b7 ${Math.round(shown.milliseconds)} ms`;
+  announce(`${summary}${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.found[0].similarity)}` : ""}.`);
 }
 
 function showWaiting() {
@@ -145,7 +145,7 @@ function showProblem(text) {
 
 function showQuery(source, caption, more) {
   $("preview").src = source;
-  $("preview").alt = `The image that is searched for: ${caption}`;
+  $("preview").alt = `Query: ${caption}`;
   $("preview").hidden = false;
   $("invite").hidden = true;
   $("drop").classList.add("filled");
@@ -153,7 +153,7 @@ function showQuery(source, caption, more) {
 }
 
 function showBeginning() {
-  asking?.abort();
+  running?.abort();
   shown = null;
   map.mark([]);
   showProblem("");
@@ -163,29 +163,29 @@ function showBeginning() {
   $("drop").classList.remove("filled");
   $("query-caption").replaceChildren();
   $("grid").removeAttribute("aria-busy");
-  $("results-title").textContent = gallery.images ? "Begin with one of these" : "This gallery is empty";
-  $("results-about").textContent = gallery.images ? "or drop, paste or choose an image of your own" : "`proximetry index` adds images to it";
+  $("results-title").textContent = gallery.images ? "Start with one of these" : "This gallery is empty";
+  $("results-about").textContent = gallery.images ? "or drop, paste or choose an image" : "Add images with `proximetry index`";
   $("grid").replaceChildren(...gallery.suggested.map((id) => {
-    const button = make("button", { type: "button", className: "card", "aria-label": `Search with image ${id} of the gallery` }, picture(id, 320));
+    const button = make("button", { type: "button", className: "card", "aria-label": `Search with image ${id} of the gallery` }, thumbnail(id, 320));
     button.addEventListener("click", () => { location.hash = `item/${id}`; });
     return make("li", {}, button);
   }));
 }
 
 async function search(fields) {
-  asking?.abort();
-  asking = new AbortController();
-  const { signal } = asking;
+  running?.abort();
+  running = new AbortController();
+  const { signal } = running;
   const form = new FormData();
   form.set("k", $("count").value);
-  const wanted = $("class").value.trim();
-  if (wanted) form.set("where", `label=${wanted}`);
+  const label = $("class").value.trim();
+  if (label) form.set("where", `label=${label}`);
   for (const [name, value] of Object.entries(fields)) form.set(name, value);
   showProblem("");
   showWaiting();
   const begun = performance.now();
   try {
-    const content = await ask("search", { method: "POST", body: form, signal });
+    const content = await request("search", { method: "POST", body: form, signal });
     shown = { ...content, milliseconds: performance.now() - begun };
     if (content.query) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
@@ -213,7 +213,7 @@ function searchUpload(number) {
 function take(file) {
   showProblem("");
   if (!file.type.startsWith("image/")) {
-    showProblem(`${file.name || "What was dropped"} is not an image.`);
+    showProblem(`${file.name || "The dropped file"} is not an image.`);
   } else if (file.size > gallery.limits.bytes) {
     showProblem(`${file.name || "The image"} is too large: the limit is ${Math.round(gallery.limits.bytes / 1e6)} MB.`);
   } else {
@@ -234,8 +234,8 @@ function route() {
     if (one === view) $(`to-${one}`).setAttribute("aria-current", "page");
     else $(`to-${one}`).removeAttribute("aria-current");
   }
-  const told = { search: "Search", map: "Map", about: "Gallery" }[view];
-  document.title = `${told} \u00b7 ${gallery.name} \u00b7 Proximetry`;
+  const title = { search: "Search", map: "Map", about: "Gallery" }[view];
+  document.title = `${title} \u00b7 ${gallery.name} \u00b7 Proximetry`;
   if (view === "map") map.show();
   else if (view === "search") {
     if (name === "item" && /^\d+$/.test(value)) search({ id: value });
@@ -245,7 +245,7 @@ function route() {
   }
 }
 
-/** Search again with what is asked for now. */
+/** Repeat the search with the current options. */
 function again() {
   if (/^#(item|upload)\//.test(location.hash)) route();
 }
@@ -259,14 +259,14 @@ function showGallery() {
     Embedder: gallery.backbone,
     "Image size": gallery.image_size.join(" \u00d7 "),
     Dimensions: spaced(gallery.dim),
-    "Compared by": cosine() ? "cosine" : "Euclidean distance",
+    Metric: cosine() ? "cosine" : "Euclidean distance",
     Index: gallery.index,
   };
   $("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   $("metrics").replaceChildren(metricsTable(gallery.metrics));
   $("classes").replaceChildren(...gallery.classes.map((one) => make("option", { value: one.name })));
   $("class-field").hidden = $("highlight-field").hidden = !classes;
-  $("threshold-name").textContent = cosine() ? "Least similarity" : "Largest distance";
+  $("threshold-name").textContent = cosine() ? "Minimum similarity" : "Maximum distance";
 }
 
 const isGroup = (value) => value !== null && typeof value === "object";
@@ -279,15 +279,15 @@ function flat(values, prefix = "") {
 
 /** One column for each set of images that was evaluated, one row for each metric. */
 function metricsTable(metrics) {
-  if (!metrics) return make("p", { className: "hint" }, "Nothing is known: the embedder was not saved by a training run.");
+  if (!metrics) return make("p", { className: "hint" }, "None: the embedder was not saved by a training run.");
   const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flat(value))]);
   const plain = Object.entries(metrics).filter(([, value]) => !isGroup(value));
   if (!sets.length) sets.push(["value", new Map(plain.splice(0))]);
   const names = [...new Set(sets.flatMap(([, values]) => [...values.keys()]))];
   const head = make("tr", {}, make("td", {}), ...sets.map(([name]) => make("th", { scope: "col" }, name.replaceAll("_", " "))));
   const rows = names.map((name) => make("tr", {}, make("th", { scope: "row" }, name.replaceAll("_", " ")), ...sets.map(([, values]) => make("td", {}, figure(values.get(name))))));
-  const told = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${figure(value).replaceAll("_", " ")}`).join(" \u00b7 ");
-  const table = make("table", {}, make("caption", {}, told), make("thead", {}, head), make("tbody", {}, ...rows));
+  const caption = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${figure(value).replaceAll("_", " ")}`).join(" \u00b7 ");
+  const table = make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...rows));
   const region = make("div", { className: "scroll", tabIndex: 0, "aria-label": "Metrics" }, table);
   region.setAttribute("role", "region");
   return region;
@@ -311,7 +311,7 @@ $("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("proximetry-theme", next);
   } catch {
-    // It holds for this visit.
+    // Only for this visit.
   }
   showTheme();
 });
@@ -355,7 +355,7 @@ $("file").addEventListener("change", () => {
   $("file").value = "";
 });
 
-// Arrow keys go through the grid.
+// Arrow keys move through the grid.
 $("grid").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 0, ArrowUp: 0 }[event.key];
   const cards = [...$("grid").querySelectorAll("li:not([hidden]) .card")];
@@ -378,7 +378,7 @@ addEventListener("hashchange", route);
 
 const map = new MapView({ isDark });
 try {
-  gallery = await ask("gallery");
+  gallery = await request("gallery");
   showGallery();
   showTheme();
   route();

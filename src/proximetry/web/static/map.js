@@ -1,6 +1,6 @@
-// The map: points on a canvas that is moved, zoomed and selected from.
+// The map: points on a canvas with pan, zoom and selection.
 
-import { announce, ask, make, picture } from "./app.js";
+import { announce, make, request, thumbnail } from "./app.js";
 
 const $ = (id) => document.getElementById(id);
 const MOST_LISTED = 240;
@@ -20,21 +20,21 @@ export class MapView {
     this.listen();
   }
 
-  /** Show the map, which is asked for when it is first seen, and again when it has changed. */
+  /** Show the map; load it the first time, and again when it has changed. */
   async show() {
     this.resize();
     if (this.loading) return;
     this.loading = true;
     try {
       for (;;) {
-        const data = await ask("map");
+        const data = await request("map");
         if (data.state === "ready") {
           const first = this.data === null;
           this.take(data);
           if (first) this.fit();
           if (!data.outdated || $("view-map").hidden) break;
         } else {
-          this.wait(`The map is being computed, for ${Math.round(data.seconds)} s by now. ${data.images > 5000 ? "With so many images this takes minutes; " : ""}You can search meanwhile.`.replace("; You", "; you"));
+          this.wait(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can search meanwhile.`);
           if ($("view-map").hidden) break;
         }
         await new Promise((resolve) => setTimeout(resolve, data.outdated ? 5000 : 1000));
@@ -59,7 +59,7 @@ export class MapView {
     const sample = ids.length < images ? `a sample of ${ids.length} of ${images} images` : `${images} images`;
     this.sample = sample + (data.outdated ? ", being computed anew" : "");
     this.canvas.setAttribute("aria-label", `Map of the gallery: ${sample}${labels.length ? ` in ${labels.length} classes` : ""}`);
-    if (!ids.length) this.wait("There are no images yet.", false);
+    if (!ids.length) this.wait("No images yet.", false);
     this.colors = labels.map((_, number) => this.color(number));
     this.showLegend();
     this.tell();
@@ -67,13 +67,13 @@ export class MapView {
   }
 
   tell() {
-    $("map-about").textContent = (this.sample ?? "") + (this.marked.size ? " \u00b7 ringed: found last" : "");
+    $("map-about").textContent = (this.sample ?? "") + (this.marked.size ? " \u00b7 circled: latest results" : "");
   }
 
   color(number) {
     const dark = this.isDark();
     if (number < 0) return dark ? "#8a93a6" : "#7b8496";
-    // The golden angle keeps neighbours in the list apart; lightness tells more of them apart.
+    // The golden angle separates adjacent colors; lightness distinguishes more of them.
     const light = (dark ? 66 : 46) + [0, 9, -7][number % 3];
     return `hsl(${(number * 137.508 + 225) % 360} ${dark ? 62 : 58}% ${light}%)`;
   }
@@ -99,7 +99,7 @@ export class MapView {
     this.redraw();
   }
 
-  /** Ring the images that were found last. */
+  /** Circle the latest results. */
   mark(ids) {
     this.marked = new Set(ids);
     this.tell();
@@ -248,18 +248,18 @@ export class MapView {
   list(numbers, jump) {
     const { ids, label, labels } = this.data;
     const total = numbers.length;
-    const told = `${total} ${total === 1 ? "image" : "images"} selected`;
+    const summary = `${total} ${total === 1 ? "image" : "images"} selected`;
     $("selection-heading").hidden = false;
-    $("selection-title").textContent = total > MOST_LISTED ? `${told}, the first ${MOST_LISTED} are shown` : told;
+    $("selection-title").textContent = total > MOST_LISTED ? `${summary}, the first ${MOST_LISTED} are shown` : summary;
     $("selection").replaceChildren(...numbers.slice(0, MOST_LISTED).map((number) => {
       const name = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
       const button = make("button", { type: "button", className: "card", "aria-label": `${name}: search with this image` },
-        picture(ids[number], 160),
+        thumbnail(ids[number], 160),
         make("span", { className: "words" }, make("span", { className: "label" }, name)));
       button.addEventListener("click", () => { location.hash = `item/${ids[number]}`; });
       return make("li", {}, button);
     }));
-    announce(`${told}.`);
+    announce(`${summary}.`);
     if (jump) {
       $("selection-heading").focus({ preventScroll: true });
       $("selection-heading").scrollIntoView({ block: "center" });
@@ -352,7 +352,7 @@ export class MapView {
       box.style.top = `${Math.min(y, this.from[1])}px`;
       box.style.width = `${Math.abs(x - this.from[0])}px`;
       box.style.height = `${Math.abs(y - this.from[1])}px`;
-      return; // its other corner stays where it began
+      return; // the other corner stays
     } else {
       $("plane").classList.add("dragging");
       this.move(x - before[0], y - before[1]);
@@ -369,7 +369,7 @@ export class MapView {
       const [top, bottom] = [Math.min(y, this.from[1]), Math.max(y, this.from[1])];
       this.list(this.within(left, top, right, bottom), false);
     } else if (!this.moved && number >= 0) {
-      // A finger cannot hover: its first touch shows the picture, its second one searches.
+      // A finger cannot hover: the first touch shows the image, the second one searches.
       if (event.pointerType === "touch" && this.hovered !== number) this.hover(number);
       else location.hash = `item/${this.data.ids[number]}`;
     } else if (!this.moved) this.hover(-1);
