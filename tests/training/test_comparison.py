@@ -14,7 +14,7 @@ from proximetry.data import Catalog, open_dataset
 from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
-from proximetry.training.comparison import check_comparison, compared, with_needed_roles
+from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING

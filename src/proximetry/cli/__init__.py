@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print(f"the command line needs cyclopts: {install_hint('train')}", file=sys.stderr)
         return 1
-    from proximetry.training.stopping import Stopped
+    from proximetry.training.callbacks import Stopped
 
     app = make_app()
     if not words or words in (["faces"], ["cache"]):

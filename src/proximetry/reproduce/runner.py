@@ -40,10 +40,10 @@ from proximetry.reproduce.records import (
 )
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import ReproduceError, Row, RunsFailedError, Table
+from proximetry.training.callbacks import FOLLOW_PARENT, Stopped
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.sources.base import divide
-from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]
 PATIENCE = 20.0  # seconds to wait for another command in the same folder

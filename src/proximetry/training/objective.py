@@ -1,4 +1,4 @@
-"""What is minimised: the loss of the recipe and the terms added to it."""
+"""The training objective: the loss of the recipe and the terms added to it."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from proximetry.recipe.schema import LossConfig, RecipeError
 
 
 class Objective(nn.Module):
-    """Loss and added terms in one module, so that one state dictionary holds all.
+    """Loss and added terms in one module with one state dictionary.
 
     Args:
-        config: what to minimise.
+        config: the loss section of the recipe.
         class_names: of the classes, in the order of their labels.
         dim: dimension of the embedding.
-        own: the user's loss, in place of that of the config.
+        own: a custom loss that replaces that of the config.
     """
 
     def __init__(
@@ -27,25 +27,21 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.loss: nn.Module = _make_loss(config, class_names, dim) if own is None else own
-        # Parameters of a loss of one's own are proxies, or learn like them.
+        # The parameters of a custom loss have the learning rate of proxies.
         self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
         if isinstance(self.loss, losses.ProxyLoss):
-            self.loss.check_labels = False  # they come from the catalogue
+            self.loss.check_labels = False  # they come from the catalog
             self.loss.proxies.names = list(class_names)
         proxies = self.loss.proxies if isinstance(self.loss, losses.ProxyLoss) else None
-        wanting = [
-            f"loss.{key}"
-            for key, wanted in (
-                ("exclusive", config.exclusive),
-                ("angular_center", config.angular_center),
-                ("optimization", config.optimization == "projected"),
-            )
-            if wanted
-        ]
-        if proxies is None and wanting:
-            raise RecipeError(f"{wanting[0]} needs proxies; loss {config.name} has none")
         self.proxies = proxies
         self.projected = config.optimization == "projected"
+        for key, is_set in (
+            ("exclusive", config.exclusive),
+            ("angular_center", config.angular_center),
+            ("optimization", self.projected),
+        ):
+            if is_set and proxies is None:
+                raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
         self.after_step()  # on the sphere from the start: the first step depends on their length
         classes = len(class_names)
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
@@ -68,13 +64,12 @@ class Objective(nn.Module):
         if self.center is not None:
             total = total + self.center(embeddings, labels)
         if self.quantization is not None:
-            # About their mean, as the codes are taken in the end (`models.pca.centered`): towards
-            # signs that all have in common nothing would be gained.
+            # About their mean, like the final codes (`models.pca.centered`).
             total = total + self.quantization(embeddings - embeddings.mean(0))
         return total
 
     def after_step(self) -> None:
-        """Project the proxies onto the unit sphere, where the recipe asks for it."""
+        """Project the proxies onto the unit sphere, if the recipe says so."""
         if self.projected and self.proxies is not None:
             self.proxies.project_()
 

@@ -1,4 +1,4 @@
-"""One update of the weights: forward, loss over all processes, backward, optimiser."""
+"""One update of the weights: forward, loss over all processes, backward, optimizer."""
 
 import copy
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from proximetry.training.objective import Objective
 from proximetry.training.sources.base import derive_seed
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
-"""Tensors that follow others, and these."""
+"""Tensors of the moving average, and those of the network."""
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """The precision of a recipe, for the network alone."""
+    """Run the network in the precision of a recipe."""
     enabled = precision != "float32"
     dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
@@ -31,7 +31,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class TrainingNetwork(nn.Module):
-    """Batches to embeddings, as they are trained: in the recipe's precision, with dropout."""
+    """The embedder in training: in the recipe's precision, with dropout."""
 
     def __init__(
         self, embedder: Embedder, recipe: Recipe, device: torch.device, stage: Stage
@@ -41,7 +41,7 @@ class TrainingNetwork(nn.Module):
         self.precision, self.dropout = recipe.training.precision, recipe.model.dropout
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalise, where that is to be done, and embed."""
+        """Return the embeddings of a batch."""
         with autocast(self.precision, self.device):
             features = self.embedder.features(pixels, self.stage)
             if self.dropout:
@@ -79,26 +79,20 @@ class Updater:
         )
         self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
-        self._frozen = False
-        self._set_frozen(recipe.schedule.freeze_backbone_epochs > 0)  # as the first epoch wants it
-        self.network = self._wrap()
+        self._frozen: bool | None = None
+        self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
-        """Train the backbone or not; return whether that is new, and the next step thus slow."""
-        before = self._frozen
-        self._set_frozen(frozen)
+        """Freeze or train the backbone; return whether that changed, so the next step is slow."""
+        # With precomputed features it is always frozen, without a head never.
+        headed = bool(self.embedder.parameter_parts()["head"])
+        before, self._frozen = self._frozen, (frozen and headed) or self.stage == "features"
         if before != self._frozen:
             self.network = self._wrap()
         return before != self._frozen
 
-    def _set_frozen(self, frozen: bool) -> None:
-        # Of features that are computed already the backbone learns nothing; without a head there
-        # is nothing else to train.
-        headed = bool(self.embedder.parameter_parts()["head"])
-        self._frozen = (frozen and headed) or self.stage == "features"
-
     def _wrap(self) -> nn.Module:
-        # CUDA graphs and DistributedDataParallel note which parameters are trained.
+        # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
         self._parameters = list(self.embedder.parameters())
@@ -108,19 +102,22 @@ class Updater:
             network = GraphedNetwork(self._plain, self._on_graph_failure)
         if self.world.size == 1:
             return network
-        # What a network of one's own does not use is not known.
-        unused = self.embedder.is_own
-        return DistributedDataParallel(network, find_unused_parameters=unused)
+        # A custom network may not use all of its parameters.
+        return DistributedDataParallel(network, find_unused_parameters=self.embedder.is_own)
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Make one update and return the loss of the whole batch over all processes."""
+        """Make one update; return the loss of the whole batch over all processes."""
         loss = self.backward(pixels, labels, step)
-        self.update(step)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.objective.after_step()
+        self._update_average(step)
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Fill in the gradients and return the loss; processes wait for each other here alone."""
-        # Every step has a seed of its own, so a continued run draws what the first would have.
+        """Compute the gradients and return the loss; processes wait for each other only here."""
+        # Every step has its own seed, so a resumed run draws the same random numbers.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(pixels, labels, step)
@@ -128,31 +125,22 @@ class Updater:
         average_gradients(self.objective.parameters(), self.world)
         return loss
 
-    def update(self, step: int) -> None:
-        """Change the weights by their gradients."""
-        self._clip()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.objective.after_step()
-        self._update_average(step)
-
     def _backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Fill in the gradients and return the loss.
+        """Compute the gradients and return the loss.
 
-        With `accumulate` the batch goes through the network in chunks, twice: once for the
-        embeddings, from which loss and gradient of the whole batch follow, and once to carry the
-        gradient back (gradient caching). The result is that of the whole batch, in the memory of
-        a chunk.
+        With `accumulate` the batch passes the network in chunks, twice: once for the embeddings,
+        from which loss and gradient of the whole batch follow, and once for the gradients of the
+        weights (gradient caching). The result is that of the whole batch, in the memory of a chunk.
         """
         count = self.recipe.training.accumulate
-        everyone = gather(labels, self.world)
+        all_labels = gather(labels, self.world)
         if count == 1:
-            return self._loss(self.network(pixels), everyone, step)
+            return self._loss(self.network(pixels), all_labels, step)
         parts = list(chunks(len(pixels), -(-len(pixels) // count)))
         with torch.no_grad():
-            found = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
-        embeddings = torch.cat(found).requires_grad_()
-        loss = self._loss(embeddings, everyone, step)
+            embedded = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
+        embeddings = torch.cat(embedded).requires_grad_()
+        loss = self._loss(embeddings, all_labels, step)
         assert embeddings.grad is not None
         for i, part in enumerate(parts):
             again = self._embed_chunk(pixels[part], step, i)
@@ -161,7 +149,7 @@ class Updater:
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
         if self.world.size > 1:
-            # All compute the same loss, also one that draws random numbers.
+            # All ranks compute the same loss, also one that draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         loss: Tensor = self.objective(gather(embeddings, self.world), labels)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -175,34 +163,34 @@ class Updater:
     def _clip(self) -> None:
         o = self.recipe.optimizer
         if o.clip_value is not None:
-            everything = [*self._parameters, *self.objective.parameters()]
-            nn.utils.clip_grad_value_(everything, o.clip_value)
+            parameters = [*self._parameters, *self.objective.parameters()]
+            nn.utils.clip_grad_value_(parameters, o.clip_value)
         if o.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
 
     def _find_followed(self) -> tuple[_Pairs, list[_Pairs]]:
-        """Tensors of the moving average with those they follow: parameters, buffers by dtype.
+        """Return the tensors of average and network: parameters, buffers by dtype.
 
-        To walk through the modules at every step would take longer than to update a small network.
+        Listing them at every step would take longer than updating a small network.
         """
         if self.average is None:
             return ([], []), []
         pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-        trained = [(kept, new) for kept, new in pairs if new.requires_grad]  # others are equal
+        trained = [(slow, fast) for slow, fast in pairs if fast.requires_grad]  # others are equal
         buffers: dict[torch.dtype, _Pairs] = {}
-        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
-            slow, fast = buffers.setdefault(kept.dtype, ([], []))
-            slow.append(kept)
-            fast.append(new)
-        return ([kept for kept, _ in trained], [new for _, new in trained]), [*buffers.values()]
+        for slow, fast in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
+            averages, values = buffers.setdefault(slow.dtype, ([], []))
+            averages.append(slow)
+            values.append(fast)
+        return ([slow for slow, _ in trained], [fast for _, fast in trained]), [*buffers.values()]
 
     @torch.no_grad()
     def _update_average(self, step: int) -> None:
-        """Let the moving average follow; it starts quickly, as a plain mean would."""
+        """Update the moving average, which starts like a plain mean."""
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
         (slow, fast), buffers = self._followed
         torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
-        for kept, new in buffers:
-            torch._foreach_copy_(kept, new)
+        for averages, values in buffers:
+            torch._foreach_copy_(averages, values)
