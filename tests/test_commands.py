@@ -216,13 +216,13 @@ def test_evaluate_says_what_cannot_be_measured_before_it_reads_an_image(call, em
     assert "one image each" in told(*(f"{i}.png,{i},true,true" for i in range(4)))
     err = told(*(f"{row},true,false" for row in pairs))
     assert "none of the 4 images" in err
-    assert "marked as gallery" in err
+    assert "gallery" in err
     assert "clustering takes one set" in told(
         pairs[0] + ",true,false", *(f"{row},true,true" for row in pairs[1:]), words=["--clustering"]
     )
     make_images(tmp_path / "images", classes=2, each=2)
     text = call("evaluate", embedder, tmp_path / "images", "--recall-at", "1", "3")
-    assert "note: recall@3 is 100 % for any embedder: a query can find no more than 3" in text
+    assert "note: recall@3 is 100 % for any embedder: the gallery of a query has 3" in text
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_evaluate_says_what_cannot_be_measured_before_it_reads_an_image(call, em
         (["--batch-size", "2.5"], 2, "--batch-size takes whole numbers, got 2.5"),
         (["--eval-dims", "8"], 2, "--eval-dims must be below the embedding's 8 dimensions, got 8"),
         (["--root", "elsewhere"], 2, "a root goes with the name of a dataset"),
-        (["--split", "test"], 2, "try --split all"),
+        (["--split", "test"], 2, "Try --split all"),
     ],
     ids=str,
 )
@@ -341,8 +341,8 @@ def test_names_that_are_not_utf8_reach_every_file(call, tmp_path, suffix):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("a,1,0\na,1,0\nb,1,0", "marked as gallery"),
-        ("a,0,1\na,0,1\nb,0,1", "marked as query"),
+        ("a,1,0\na,1,0\nb,1,0", "gallery"),
+        ("a,0,1\na,0,1\nb,0,1", "query"),
         ("a,1,0\nb,0,1\nb,0,1", "no query has another image of its class in the gallery"),
         ("a,1,1\nb,1,1\nc,1,1", "one image each"),
         ("a,0,0\nb,0,0\nc,0,0", "one image each"),

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from proximetry.training import Callback, RunFolder, train
 from proximetry.training.checkpoint import load_checkpoint
 from proximetry.training.reporting import PlainDisplay
-from proximetry.training.state import TrainState
+from proximetry.training.checkpoint import TrainState
 
 
 def tensors(folder, name="last"):

@@ -379,7 +379,7 @@ def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monke
     assert scores["among_train"] == {"map@r": pytest.approx(expected)}
     assert scores["among_train"]["map@r"] < scores["map@r"]
     # Of many training images some are taken, evenly.
-    monkeypatch.setattr(evaluator, "MOST_DISTRACTORS", 15)
+    monkeypatch.setattr(evaluator, "MAX_DISTRACTORS", 15)
     scores = train(recipe, tmp_path / "few", device="cpu")["selected"]["held_out"]
     assert scores["among_train"]["map@r"] == pytest.approx(
         among_train(tmp_path / "few", recipe, skip=3)
@@ -400,7 +400,7 @@ def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatc
     assert results["selected"]["epoch"] == 2
     line = RunFolder(tmp_path / "run").history()[1]
     assert "among train  70.0" in describe_epoch(line)
-    assert "among training images" in metrics_table({"held-out": results["selected"]["held_out"]})
+    assert "with training images as distractors" in metrics_table({"held-out": results["selected"]["held_out"]})
 
 
 def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, cache):

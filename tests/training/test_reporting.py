@@ -236,7 +236,7 @@ def test_an_epoch_that_is_the_last_and_the_selected_one_has_one_row(protocol, ro
             "held_out",
             "map@r",
             {},
-            "epoch 3 is saved, selected by held-out MAP@R among training images (the gallery of "
+            "epoch 3 is saved, selected by held-out MAP@R with training images as distractors (the gallery of "
             "the held-out images then holds training images too), never by the test set",
         ),
         ("held_out", "nmi", {}, "3 is saved, selected by held-out nmi, never by the test set"),

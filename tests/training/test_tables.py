@@ -56,7 +56,7 @@ def test_queries_that_do_not_count_are_told_of_all_rows(counts, said):
 def test_a_row_is_left_out_where_it_has_nothing_but_dashes():
     rows = {"test": default_scores() | {"among_train": {"map@r": 0.5}}}
     blocks = metrics_table(rows).split("\n\n")
-    there = [("among training images" in block, "map@r" in block) for block in blocks]
+    there = [("with training images as distractors" in block, "map@r" in block) for block in blocks]
     assert sorted(there) == [(False, False), (True, True)]
 
 

@@ -11,7 +11,7 @@ from proximetry.data import Catalog, VectorCatalog, resolve_source
 from proximetry.metrics import evaluate as evaluate_metrics
 from proximetry.metrics import verify_classes
 from proximetry.models import Embedder
-from proximetry.reports import findings
+from proximetry.reports import evaluation
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
 from proximetry.training.estimate import dry_run
 from tests.training.runs import OnStep, Said, assert_same_run, fail
@@ -136,7 +136,7 @@ def test_the_command_trains_with_the_recipe_for_vectors(files, tmp_path, capsys,
     assert "recipe vectors" in said
     assert "vectors from memory" in said
     assert RunFolder(tmp_path / "run").read_recipe().model.backbone == "vectors"
-    monkeypatch.setattr(findings, "map_embeddings", lambda found, similarity: found.numpy()[:, :2])
+    monkeypatch.setattr(evaluation, "map_embeddings", lambda found, similarity: found.numpy()[:, :2])
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "missing" not in capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text()
