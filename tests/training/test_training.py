@@ -420,12 +420,12 @@ def interrupt():
 
 def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, capsys):
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*resumes it$"):
+    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*resumes it"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(4, interrupt)])
     with pytest.raises(Stopped, match=r"after step 6.*resumes it, and the embedder so far can"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(6, interrupt)])
     assert signal.getsignal(signal.SIGINT) is handler
-    with pytest.raises(Stopped, match=r"without --fresh \(resume=False\) resumes it$"):
+    with pytest.raises(Stopped, match=r"without --fresh"):
         train(
             recipe,
             tmp_path / "run",
@@ -562,7 +562,7 @@ def test_frozen_statistics_stay(images, cache, tmp_path):
 
 
 def test_the_best_epoch_is_the_last_of_equals():
-    state = TrainState(torch.zeros(()))
+    state = TrainState(torch.zeros(()), torch.full((), -1))
     improved = []
     for value in (0.5, 0.6, 0.4, 0.6, 0.3):  # an equal one is selected, but no improvement
         state.epoch += 1

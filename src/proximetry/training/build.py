@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from proximetry._util.errors import need
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
@@ -70,11 +72,12 @@ def build(
     Without ``open_cache``, no image is decoded, and the data have no batches.
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
+    if recipe.training.wandb:
+        need("wandb", None, "training.wandb")
     # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
     try:
-        context.components.check_loss(data.class_names, embedder.dim)
         images = len(data.rows["train"])
         recipe, choices = choose(
             recipe, device_facts(world), images=images, storage=data.storage, kept=data.kept
@@ -97,7 +100,7 @@ def build(
         graph = graph and world.size == recipe.training.accumulate == 1
         if graph:
             fuse(embedder)
-        loss = context.components.copy_loss()
+        loss = copy.deepcopy(context.components.loss)
         objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
         updater = Updater(
             recipe,
@@ -120,7 +123,10 @@ def build(
             evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
             rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
             clock=clock,
-            state=TrainState(torch.zeros((), dtype=torch.float64, device=world.device)),
+            state=TrainState(
+                loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
+                bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
+            ),
             report=report,
             choices=choices,
         )
@@ -141,13 +147,14 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
         catalog = open_catalog(recipe, partial(display.progress, "scanning images"))
     check_input_kind(recipe, catalog)
     torch.manual_seed(recipe.training.seed)
-    embedder = components.copy_embedder()
+    embedder = copy.deepcopy(components.embedder)
     if embedder is None:
         width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
         embedder = make_embedder(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
         )
     else:
+        embedder.keep_frozen()
         _apply_training_keys(embedder, recipe.model, display.message)
     embedder.to(world.device)
     recipe = fit_crop_size(recipe, embedder, display.message)

@@ -70,7 +70,7 @@ class TrainState:
     """
 
     loss_sum: Tensor
-    bad_step: Tensor = field(init=False)
+    bad_step: Tensor
     epoch: int = 0
     batch: int = 0
     step: int = 0
@@ -79,9 +79,6 @@ class TrainState:
     stale: int = 0
     finished: int | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.bad_step = torch.full_like(self.loss_sum, -1, dtype=torch.long)
 
     def advance(self, loss: Tensor) -> None:
         """Count a step and its loss, without waiting for the device."""
@@ -238,8 +235,12 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
     gone, added = ([name for name in a if name not in b] for a, b in ((old, new), (new, old)))
     changes = [f"{len(gone)} missing classes ({some(gone)})"] if gone else []
     changes += [f"{len(added)} new classes ({some(added)})"] if added else []
-    counts = ((f"{key} {name}", *pair) for key, name, pair in _counts(before, now))
-    changed = [f"{name}: {m} images instead of {n}" for name, n, m in counts if n != m]
+    changed = [
+        f"{title} {name}: {now[key][name]} images instead of {count}"
+        for key, title in (("classes", "class"), ("splits", "split"))
+        for name, count in before[key].items()
+        if now[key].get(name, count) != count
+    ]
     changes += [some(changed, 3)] if changed else []
     if not changes:
         same_rows = before["rows"] == now["rows"]
@@ -251,13 +252,6 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
         f"the run in {folder} was started with other images: {', '.join(changes)}. Restore them, "
         "choose another folder, or start over with --fresh."
     )
-
-
-def _counts(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, str, Any]]:
-    """Yield the classes and splits of both fingerprints with their numbers of images."""
-    for key, title in (("classes", "class"), ("splits", "split")):
-        for name in before[key].keys() & now[key].keys():
-            yield title, name, (before[key][name], now[key][name])
 
 
 def save_checkpoint(

@@ -1,15 +1,13 @@
 """Custom components of a run: the arguments ``data``, ``embedder`` and ``loss`` of `train`."""
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
 
-from proximetry import losses
 from proximetry._util.errors import UsageError, shown
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder
@@ -25,30 +23,6 @@ class Components:
     data: Catalog | TorchDatasets | None = None
     embedder: Embedder | None = None
     loss: nn.Module | None = None
-
-    def copy_embedder(self) -> Embedder | None:
-        """Return a copy of the custom embedder."""
-        if self.embedder is None:
-            return None
-        embedder = copy.deepcopy(self.embedder)
-        embedder.keep_frozen()
-        return embedder
-
-    def copy_loss(self) -> nn.Module | None:
-        """Return a copy of the custom loss."""
-        return copy.deepcopy(self.loss)
-
-    def check_loss(self, class_names: Sequence[str], dim: int) -> None:
-        """Reject a custom proxy loss for another number of classes or dimensions."""
-        if not isinstance(self.loss, losses.ProxyLoss):
-            return
-        proxies, classes = self.loss.proxies, len(class_names)
-        if (proxies.num_classes, proxies.dim) != (classes, dim):
-            raise UsageError(
-                f"loss {type(self.loss).__name__} has {proxies.num_classes} classes and "
-                f"{proxies.dim} dimensions, but the run has {classes} training classes (without "
-                f"held-out ones; evaluation.protocol last has none) and {dim} dimensions"
-            )
 
 
 def custom_components(
@@ -134,7 +108,9 @@ def _as_module(loss: Any) -> nn.Module:
 
 def _settings(loss: nn.Module) -> dict[str, Any]:
     """Return the plain arguments of its constructor that are attributes of the same name."""
-    values: dict[str, Any] = {name: getattr(loss, name, None) for name in inspect.signature(type(loss)).parameters}
+    values: dict[str, Any] = {
+        name: getattr(loss, name, None) for name in inspect.signature(type(loss)).parameters
+    }
     # Numbers that a recipe can hold; not NaN.
     return {
         name: value

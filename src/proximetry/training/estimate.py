@@ -20,7 +20,7 @@ from proximetry.training.build import RunContext, build, fit_crop_size
 from proximetry.training.custom import custom_components
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
-from proximetry.training.reporting import Display, Trackers
+from proximetry.training.reporting import Display
 from proximetry.training.run import (
     check_rows,
     check_stages_folder,
@@ -91,8 +91,7 @@ def dry_run(
             check_stages_folder(folder.path)
             recipe, folder = first_stage(recipe), RunFolder(folder.path / FIRST_STAGE)
         recipe, saved = folder.resolve(recipe, resume)
-        Trackers.check(recipe)
-        recipe, _ = custom_components(recipe, None, None, None)  # which exist in Python only
+        custom_components(recipe, None, None, None)  # a recipe with custom ones needs Python
         run = build(recipe, folder, RunContext(world, notes, resume=resume), open_cache=False)
         if saved is not None:
             check_rows(saved, run.recipe, run.data.catalog)
@@ -127,7 +126,8 @@ def _estimate(run: Run, saved: SavedRun | None, notes: _Notes, replaces: bool) -
             data.stage = stage
         for line in decoded.copies:
             notes.message(line)
-    seconds = {"training": epochs * _images_per_epoch(recipe, data) / training_rate}
+    per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
+    seconds = {"training": epochs * per_epoch / training_rate}
     on_the_fly = images * decoded.seconds_per_image if recipe.data.cache == "none" else 0.0
     if embedder.takes_images and data.stage == "features":
         pixels = torch.zeros(CPU_BATCH, 3, *embedder.preprocessing.crop, dtype=torch.uint8)
@@ -185,10 +185,6 @@ def _decode(run: Run, display: Display) -> _Decoded:
     refuse_bad(bad, len(rows), run.recipe.data.bad_images)
     copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
     return _Decoded(len(rows), bad, seconds / len(rows), tuple(copies))
-
-
-def _images_per_epoch(recipe: Recipe, data: TrainingData) -> int:
-    return len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
 
 
 def _images_evaluated(recipe: Recipe, data: TrainingData, epochs: int) -> int:

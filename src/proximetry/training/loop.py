@@ -30,10 +30,10 @@ from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData
 from proximetry.training.step import Updater
 
+RESUME = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
 
 
-@dataclass
 class Stopwatch:
     """Seconds by phase. Every moment belongs to one phase; `enter` begins the next.
 
@@ -41,10 +41,9 @@ class Stopwatch:
     and records CUDA graphs.
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Phase), 0.0))
-    phase: Phase = "startup"
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self.phase: Phase = "startup"
         self.since = time.monotonic()
 
     def enter(self, phase: Phase) -> float:
@@ -81,8 +80,6 @@ class Run:
     stop_requested: StopRequests = field(default_factory=StopRequests)
     stopping: bool = False
     finishing: bool = False
-    fresh: bool = False
-    """Started with ``resume=False``."""
 
     def stop(self) -> None:
         """End the run after the current step with a checkpoint; the same call resumes it."""
@@ -164,16 +161,11 @@ class Run:
         if self.world.leads:
             self.folder.log(line)
 
-    def how_to_resume(self) -> str:
-        """Return how to resume a stopped run."""
-        how = " without --fresh (resume=False)" if self.fresh else ""
-        return f"the same command{how} resumes it"
-
     def stoppable(self, when: str) -> AbstractContextManager[None]:
         """Let a stop request interrupt an evaluation, unless there are several ranks."""
         if self.world.size > 1:
             return nullcontext()
-        message = f"stopped {when} of the run in {self.folder.path}; {self.how_to_resume()}"
+        message = f"stopped {when} of the run in {self.folder.path}. {RESUME}"
         return self.stop_requested.immediate(message)
 
     def check_finite(self, *, weights: bool = False) -> None:
@@ -274,7 +266,12 @@ def train_epoch(run: Run) -> dict[str, Any]:
                 save_state(run)
             run.notify("on_step_end", loss)
             if any_rank(run.stopping or run.stop_requested(), run.world):
-                raise _stopped(run)
+                clock.enter("other")
+                save_state(run)
+                run.notify("on_stop")
+                raise Stopped(
+                    f"stopped after step {state.step}, saved in {run.folder.path}. {RESUME}"
+                )
     except ImageError:
         if run.world.size == 1:  # other ranks are already in the next step
             save_state(run)
@@ -287,15 +284,3 @@ def train_epoch(run: Run) -> dict[str, Any]:
         "images_per_second": round(images / seconds, 1) if images and seconds else None,
         "seconds": round(clock.seconds["training"], 3),
     }
-
-
-def _stopped(run: Run) -> Stopped:
-    """Save a stopped run; return the exception with its folder and how to resume it."""
-    run.clock.enter("other")
-    save_state(run)
-    run.notify("on_stop")
-    usable = "; the embedder so far can be used" if run.folder.embedder.exists() else ""
-    return Stopped(
-        f"stopped after step {run.state.step}, saved in {run.folder.path}; {run.how_to_resume()}"
-        f"{usable}"
-    )

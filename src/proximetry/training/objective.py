@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from proximetry import losses
+from proximetry._util.errors import UsageError
 from proximetry.recipe.schema import LossConfig, RecipeError
 
 
@@ -26,7 +27,22 @@ class Objective(nn.Module):
         own: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.loss: nn.Module = _make_loss(config, class_names, dim) if own is None else own
+        self.loss: nn.Module
+        pairs, n = config.name.removeprefix("pairs/"), len(class_names)
+        if own is not None:
+            self.loss = own
+            own_proxies = own.proxies if isinstance(own, losses.ProxyLoss) else None
+            shape = own_proxies and (own_proxies.num_classes, own_proxies.dim)
+            if shape and shape != (n, dim):
+                raise UsageError(
+                    f"loss {type(own).__name__} has {shape[0]} classes and {shape[1]} "
+                    f"dimensions, but the run has {n} training classes (without held-out ones; "
+                    f"evaluation.protocol last has none) and {dim} dimensions"
+                )
+        elif pairs != config.name:
+            self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
+        else:
+            self.loss = losses.create(config.name, n, dim, **config.settings)
         # The parameters of a custom loss have the learning rate of proxies.
         self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
         if isinstance(self.loss, losses.ProxyLoss):
@@ -43,9 +59,8 @@ class Objective(nn.Module):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
         self.after_step()  # on the sphere from the start: the first step depends on their length
-        classes = len(class_names)
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
-        self.center = losses.CenterLoss(classes, dim, config.center) if config.center else None
+        self.center = losses.CenterLoss(n, dim, config.center) if config.center else None
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
         )
@@ -72,11 +87,3 @@ class Objective(nn.Module):
         """Project the proxies onto the unit sphere, if the recipe says so."""
         if self.projected and self.proxies is not None:
             self.proxies.project_()
-
-
-def _make_loss(
-    config: LossConfig, class_names: Sequence[str], dim: int
-) -> losses.ProxyLoss | losses.PairLoss:
-    if config.name.startswith("pairs/"):
-        return losses.PairLoss(config.name.removeprefix("pairs/"), dim=dim, **config.settings)  # type: ignore[arg-type]
-    return losses.create(config.name, len(class_names), dim, **config.settings)

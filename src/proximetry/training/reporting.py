@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._util.errors import need, printable, readable_seconds, shorten, spaced
+from proximetry._util.errors import printable, readable_seconds, shorten, spaced
 from proximetry._util.files import writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
-from proximetry.recipe.schema import Recipe, flatten
+from proximetry.recipe.schema import flatten
 from proximetry.training.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -26,12 +26,6 @@ class Trackers(Callback):
 
     _board: Any = None
     _run: Any = None
-
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        """Raise if a tracker is not installed."""
-        if recipe.training.wandb:
-            need("wandb", None, "training.wandb")
 
     def on_start(self, run: "Run") -> None:
         """Open both; a resumed run replaces the epochs since its checkpoint."""
@@ -57,10 +51,6 @@ class Trackers(Callback):
                 resume="allow",
             )
 
-    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """Log the baseline."""
-        self.on_epoch_end(run, line)
-
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Log the metrics of an epoch."""
         flat = {
@@ -75,6 +65,8 @@ class Trackers(Callback):
                 self._board.flush()
         if self._run is not None:
             self._run.log(flat, step=line["step"])
+
+    on_untrained = on_epoch_end
 
     def __enter__(self) -> Self:
         return self
@@ -126,13 +118,11 @@ class PlainDisplay(Display):
             self._printed = now
         self._done = done
 
-    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """Print the baseline."""
-        self.on_epoch_end(run, line)
-
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Print a line per epoch."""
         self.message(describe_epoch(line))
+
+    on_untrained = on_epoch_end
 
 
 class RichDisplay(PlainDisplay):
@@ -345,8 +335,9 @@ def metrics_table(
         text = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
         for name, (_, scores) in zip(names, lines, strict=True):
             if any(key in scores for key in block):
-                cells = (f"{_percent(scores.get(key)):>{_cell(key)}}" for key in block)
-                text.append(f"{name:{width}}" + "".join(cells))
+                percent = [f"{100 * scores[key]:.1f}" if key in scores else "–" for key in block]
+                cells = zip(percent, map(_cell, block), strict=True)
+                text.append(f"{name:{width}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
         blocks.append("\n".join(text))
     excluded = {scores.get("queries_without_positive", 0) for scores in rows.values()}
     if any(excluded):
@@ -359,20 +350,15 @@ def _cell(key: str) -> int:
     return 2 + max(len(key), len("100.0"))
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
 def _blocks(keys: Iterable[str], room: int) -> list[list[str]]:
     """Divide columns into blocks that fit; metrics of one kind stay together if they can."""
     blocks: list[list[str]] = [[]]
     kinds = dict.fromkeys(CLUSTERING, "clustering")
-    for _, family in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
-        together = list(family)
-        if blocks[-1] and sum(map(_cell, blocks[-1] + together)) > room:
-            blocks.append([])
-        for key in together:
-            if blocks[-1] and sum(map(_cell, [*blocks[-1], key])) > room:
+    for _, group in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
+        family = list(group)
+        for number, key in enumerate(family):
+            needed = family if number == 0 else [key]
+            if blocks[-1] and sum(map(_cell, blocks[-1] + needed)) > room:
                 blocks.append([])
             blocks[-1].append(key)
     return blocks

@@ -102,7 +102,6 @@ def _train_run(
         results = first(lambda: _complete_results(saved, recipe, context))
         if results is not None:
             return results
-        trackers.check(recipe)
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
         stack.callback(run.data.close)
         run.callbacks = [trackers, display, *context.callbacks]
@@ -147,7 +146,6 @@ def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
 def _begin(run: Run, context: RunContext, second: RunFolder | None) -> None:
     """Begin a run; remove the previous one in its folder."""
     folder, first, final = run.folder, run.world.first, second or run.folder
-    run.fresh = not context.resume
     exists = first(lambda: [final.results.exists(), folder.last.exists() or final.last.exists()])
     if context.resume and first(folder.recipe.exists):
         run.report(f"no checkpoint in {folder.path} yet: starting again")

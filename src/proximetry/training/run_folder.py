@@ -56,6 +56,7 @@ _FILES = {
 }
 _LARGEST_RESULTS = 100_000_000
 _COUNTERS = {"epoch", "batch", "step", "stale"}
+_EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --fresh."
 _OTHERWISE = "Choose another folder, or start over with --fresh."
 
 
@@ -89,33 +90,27 @@ class SavedRun:
         if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
             changed = changed or [f"model.weights {old} → {new}"]
         if changed:
-            raise RunError(
-                f"the run in {self.path} was started with another recipe: {', '.join(changed)}. "
-                f"Resume it with the same recipe. {_OTHERWISE}"
-            )
+            raise self._error(f"was started with another recipe: {', '.join(changed)}")
         before, now = self.recipe.training, recipe.training
         durations = (before.epochs, before.stop_after), (now.epochs, now.stop_after)
         if self.path.name == FIRST_STAGE and durations[0] != durations[1]:
-            raise RunError(
-                f"the run in {self.path.parent} has two stages and cannot be extended: the second "
-                f"stage repeats the epochs of the first. {_OTHERWISE}"
-            )
+            raise self._error("has two stages and cannot be extended")
         if before.epochs == now.epochs:
             return
         if recipe.schedule.name == "cosine":
-            raise RunError(
-                f"the run in {self.path} cannot be resumed with training.epochs {now.epochs}: its "
-                f"cosine schedule spans {before.epochs} epochs. {_OTHERWISE}"
+            raise self._error(
+                f"has a cosine schedule over {before.epochs} epochs and cannot be resumed with "
+                f"training.epochs {now.epochs}"
             )
         if self.checkpoint is None:
-            raise RunError(f"the run in {self.path} has no checkpoint. {_OTHERWISE}")
+            raise self._error("has no checkpoint")
         state = self.checkpoint["state"]
         done = state["epoch"] + (state["batch"] > 0)
         if now.epochs < done:
-            raise RunError(
-                f"the run in {self.path} is in epoch {done}, past training.epochs {now.epochs}. "
-                f"{_OTHERWISE}"
-            )
+            raise self._error(f"is in epoch {done}, past training.epochs {now.epochs}")
+
+    def _error(self, problem: str) -> RunError:
+        return RunError(f"the run in {self.path} {problem}. {_OTHERWISE}")
 
     def is_complete(self, recipe: Recipe) -> bool:
         """Return whether the results are those at the end of this recipe."""
@@ -124,18 +119,13 @@ class SavedRun:
         try:
             read_embedder(self.path / "embedder")
         except ValueError as error:
-            raise RunError(f"{error}. {_evaluate_again(self.path)}") from error
+            raise RunError(f"{error}. {_EVALUATE_AGAIN}") from error
         epochs, t = self.results["epochs"], recipe.training
         if epochs == t.epochs or self.checkpoint is None:
             return True
         state = self.checkpoint["state"]
         over = state.get("finished") == t.epochs or t.is_over(epochs, state["stale"])
         return bool(state["epoch"] == epochs and over)
-
-
-def _evaluate_again(path: Path) -> str:
-    results = path / "results.json"
-    return f"Delete {results} to repeat the final evaluation, or start over with --fresh."
 
 
 class RunFolder:
@@ -250,7 +240,7 @@ class RunFolder:
         try:
             results = self.read_results() if self.results.exists() else None
         except RunError as error:
-            raise RunError(f"{error}. {_evaluate_again(self.path)}") from error
+            raise RunError(f"{error}. {_EVALUATE_AGAIN}") from error
         if not self.last.exists():
             if results is None:
                 raise CheckpointError(self.last, "is missing")

@@ -80,6 +80,8 @@ class Updater:
         self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen: bool | None = None
+        self._followed: _Pairs = ([], [])
+        self._buffers: dict[torch.dtype, _Pairs] = {}
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
@@ -96,7 +98,19 @@ class Updater:
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
         self._parameters = list(self.embedder.parameters())
-        self._followed = self._find_followed()
+        # Listing these at every step would take longer than updating a small network.
+        self._followed, self._buffers = ([], []), {}
+        if self.average is not None:
+            pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
+            for slow, fast in pairs:
+                if fast.requires_grad:  # others are equal
+                    self._followed[0].append(slow)
+                    self._followed[1].append(fast)
+            pairs_of_buffers = zip(self.average.buffers(), self.embedder.buffers(), strict=True)
+            for slow_buffer, fast_buffer in pairs_of_buffers:
+                averages, values = self._buffers.setdefault(slow_buffer.dtype, ([], []))
+                averages.append(slow_buffer)
+                values.append(fast_buffer)
         network: nn.Module = self._plain
         if self.graph:
             network = GraphedNetwork(self._plain, self._on_graph_failure)
@@ -107,8 +121,12 @@ class Updater:
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Make one update; return the loss of the whole batch over all processes."""
-        loss = self.backward(pixels, labels, step)
-        self._clip()
+        o, loss = self.recipe.optimizer, self.backward(pixels, labels, step)
+        if o.clip_value is not None:
+            parameters = [*self._parameters, *self.objective.parameters()]
+            nn.utils.clip_grad_value_(parameters, o.clip_value)
+        if o.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
@@ -116,35 +134,31 @@ class Updater:
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Compute the gradients and return the loss; processes wait for each other only here."""
-        # Every step has its own seed, so a resumed run draws the same random numbers.
-        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(pixels, labels, step)
-        self.scaler.unscale_(self.optimizer)
-        average_gradients(self.objective.parameters(), self.world)
-        return loss
-
-    def _backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Compute the gradients and return the loss.
+        """Compute the gradients and return the loss; processes wait for each other only here.
 
         With `accumulate` the batch passes the network in chunks, twice: once for the embeddings,
         from which loss and gradient of the whole batch follow, and once for the gradients of the
         weights (gradient caching). The result is that of the whole batch, in the memory of a chunk.
         """
+        # Every step has its own seed, so a resumed run draws the same random numbers.
+        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
         count = self.recipe.training.accumulate
         all_labels = gather(labels, self.world)
         if count == 1:
-            return self._loss(self.network(pixels), all_labels, step)
-        parts = list(chunks(len(pixels), -(-len(pixels) // count)))
-        with torch.no_grad():
-            embedded = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
-        embeddings = torch.cat(embedded).requires_grad_()
-        loss = self._loss(embeddings, all_labels, step)
-        assert embeddings.grad is not None
-        for i, part in enumerate(parts):
-            again = self._embed_chunk(pixels[part], step, i)
-            again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+            loss = self._loss(self.network(pixels), all_labels, step)
+        else:
+            parts = list(enumerate(chunks(len(pixels), -(-len(pixels) // count))))
+            with torch.no_grad():
+                embedded = [self._embed_chunk(pixels[part], step, i) for i, part in parts]
+            embeddings = torch.cat(embedded).requires_grad_()
+            loss = self._loss(embeddings, all_labels, step)
+            assert embeddings.grad is not None
+            for i, part in parts:
+                again = self._embed_chunk(pixels[part], step, i)
+                again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+        self.scaler.unscale_(self.optimizer)
+        average_gradients(self.objective.parameters(), self.world)
         return loss
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
@@ -160,37 +174,12 @@ class Updater:
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
         return self.network(pixels)  # type: ignore[no-any-return]
 
-    def _clip(self) -> None:
-        o = self.recipe.optimizer
-        if o.clip_value is not None:
-            parameters = [*self._parameters, *self.objective.parameters()]
-            nn.utils.clip_grad_value_(parameters, o.clip_value)
-        if o.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
-
-    def _find_followed(self) -> tuple[_Pairs, list[_Pairs]]:
-        """Return the tensors of average and network: parameters, buffers by dtype.
-
-        Listing them at every step would take longer than updating a small network.
-        """
-        if self.average is None:
-            return ([], []), []
-        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-        trained = [(slow, fast) for slow, fast in pairs if fast.requires_grad]  # others are equal
-        buffers: dict[torch.dtype, _Pairs] = {}
-        for slow, fast in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
-            averages, values = buffers.setdefault(slow.dtype, ([], []))
-            averages.append(slow)
-            values.append(fast)
-        return ([slow for slow, _ in trained], [fast for _, fast in trained]), [*buffers.values()]
-
     @torch.no_grad()
     def _update_average(self, step: int) -> None:
         """Update the moving average, which starts like a plain mean."""
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
-        (slow, fast), buffers = self._followed
-        torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
-        for averages, values in buffers:
+        torch._foreach_lerp_(*self._followed, 1 - decay)  # one launch; torch's own EMA uses it too
+        for averages, values in self._buffers.values():
             torch._foreach_copy_(averages, values)
