@@ -37,7 +37,7 @@ def plain(scores):
     return {key: value for key, value in scores.items() if not isinstance(value, dict)}
 
 
-def test_a_run_says_what_its_codes_are_worth(run, recipe, images):
+def test_run_reports_metrics_of_codes(run, recipe, images):
     results = json.loads((run / "results.json").read_text())
     found = results["selected"]["held_out"]
     assert set(found["codes"]) == set(plain(found))
@@ -58,7 +58,7 @@ def test_a_run_says_what_its_codes_are_worth(run, recipe, images):
     assert evaluate(packed, labels, similarity="hamming") == found["codes"]
 
 
-def test_the_term_is_part_of_what_is_minimised():
+def test_quantization_is_part_of_the_objective():
     torch.manual_seed(0)
     x, y = torch.randn(6, 16), torch.arange(6) % 3
     names = ["a", "b", "c"]
@@ -72,7 +72,7 @@ def test_the_term_is_part_of_what_is_minimised():
     assert values[2.0] == pytest.approx(values[0.0] + 2 * term, rel=1e-5)
 
 
-def test_codes_are_about_the_mean_of_the_training_images(run, images):
+def test_codes_are_centered_on_the_training_images(run, images):
     embedder, catalog = Embedder.load(run), open_dataset("folder", images)
     rows = [r for r in range(len(catalog)) if catalog.labels[r] in embedder.class_names]
     pixels = torch.stack([embedder.preprocessing.pixels(catalog.file(row)) for row in rows])
@@ -84,13 +84,13 @@ def test_codes_are_about_the_mean_of_the_training_images(run, images):
     assert (share < 1).all()
 
 
-def test_a_run_that_was_killed_continues_bit_for_bit(run, recipe, tmp_path):
+def test_run_with_bits_resumes_bit_exact(run, recipe, tmp_path):
     killed_at(5, recipe, tmp_path / "run")
     train(recipe, tmp_path / "run")
     assert_same_run(run, tmp_path / "run")
 
 
-def test_from_the_command_to_the_search(call, images, cache, tmp_path, monkeypatch):
+def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monkeypatch):
     values = tiny_values(cache, training={"epochs": 1}, evaluation={"untrained": False})
     values["model"]["pca_dim"] = 4  # which new bits leave behind, as the dimension
     values["evaluation"]["eval_dims"] = [2]
@@ -139,9 +139,7 @@ def test_from_the_command_to_the_search(call, images, cache, tmp_path, monkeypat
         (["--model.bits", "64", "--loss.quantization", "-1"], "loss.quantization must be greater"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence_and_writes_nothing(
-    call, images, cache, tmp_path, words, told
-):
+def test_invalid_bits_are_rejected(call, images, cache, tmp_path, words, told):
     (tmp_path / "mine.yaml").write_text(json.dumps(tiny_values(cache)))
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "run"
@@ -151,7 +149,7 @@ def test_what_cannot_be_meant_is_one_sentence_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bits_take_the_place_of_the_dimension():
+def test_bits_replace_dim():
     reduced = {"dim": 512, "pca_dim": 128, "whitening": 0.5}
     base = {"model": reduced, "evaluation": {"eval_dims": [64]}}
     recipe = Recipe.load(base, {"model.bits": 128})
@@ -163,7 +161,7 @@ def test_bits_take_the_place_of_the_dimension():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_evaluate_shows_every_way_beside_the_plain_one(call, run, images, tmp_path, apart):
+def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
     catalog = open_dataset("folder", images)
     paths = [catalog.file(row) for row in range(len(catalog))]
     lines = ["path,label,split,query,gallery"] if apart else ["path,label,split"]
@@ -218,7 +216,7 @@ def test_evaluate_shows_every_way_beside_the_plain_one(call, run, images, tmp_pa
 
 
 @pytest.mark.parametrize("method", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
-def test_evaluate_and_the_gallery_search_alike(run, images, tmp_path, method):
+def test_evaluate_equals_gallery_search(run, images, tmp_path, method):
     """Queries that are not in the gallery: its lists have the metrics that are evaluated."""
     embedder, catalog = Embedder.load(run), open_dataset("folder", images)
     held = np.arange(len(catalog)) % 4 > 0

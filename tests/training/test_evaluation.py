@@ -24,7 +24,7 @@ from proximetry.training import (
     train,
 )
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
-from proximetry.training.reporting import describe_epoch, metrics_table
+from proximetry.training.reporting import AMONG_TRAIN, describe_epoch, metrics_table
 from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import assert_same_run, killed_at, observed
@@ -66,7 +66,7 @@ def crosstalk(vectors):
     return (second / torch.outer(strength, strength) - torch.eye(len(second))).abs().max().item()
 
 
-def test_what_is_evaluated_is_what_is_saved(reduced, tmp_path):
+def test_saved_embedder_has_the_evaluated_metrics(reduced, tmp_path):
     results = train(reduced, tmp_path / "run", device="cpu")
     scores = results["last"]["test"]
     vectors, found = by_hand(tmp_path / "run", reduced)
@@ -81,7 +81,7 @@ def test_what_is_evaluated_is_what_is_saved(reduced, tmp_path):
     assert strength[0] > strength[-1]
 
 
-def test_pca_to_all_dimensions_changes_nothing_that_is_measured(reduced, tmp_path):
+def test_pca_to_all_dimensions_keeps_metrics(reduced, tmp_path):
     whole = reduced.override({"evaluation.eval_dims": [], "model.pca_dim": None})
     turned = whole.override({"model.pca_dim": 12})
     one, two = (
@@ -101,7 +101,7 @@ def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
     assert crosstalk(encoded(tmp_path / "run", recipe, "test")[0]) > 1e-2
 
 
-def test_the_selected_epoch_gets_a_pca_of_its_own(reduced, tmp_path, monkeypatch):
+def test_pca_is_fitted_to_the_selected_epoch(reduced, tmp_path, monkeypatch):
     observed(monkeypatch, [0.1, 0.9, 0.2, 0.2, 0.2, 0.2])
     recipe = with_(reduced, "evaluation", protocol="paper", watch_test=False)
     recipe = with_(with_(recipe, "training", epochs=6, ema=0.0), "optimizer", lr=0.03)
@@ -124,9 +124,7 @@ def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
     assert crosstalk(vectors) > 1e-2
 
 
-def test_pca_to_more_dimensions_than_images_takes_what_the_head_tells(
-    reduced, tmp_path, monkeypatch
-):
+def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluator, "moments_of_few", mock.Mock(wraps=moments_of_few))
     recipe = reduced.override(
         {"model": {"dim": 64, "pca_dim": 40}, "evaluation.eval_dims": [3, 38]}
@@ -138,7 +136,7 @@ def test_pca_to_more_dimensions_than_images_takes_what_the_head_tells(
     assert train(recipe, tmp_path / "run", device="cpu") == results, "and goes on as it was begun"
 
 
-def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
+def test_killed_run_with_pca_resumes_bit_exact(reduced, tmp_path):
     train(reduced, tmp_path / "whole", device="cpu")
     killed_at(5, reduced, tmp_path / "part")
     train(reduced, tmp_path / "part", resume=True, device="cpu")
@@ -146,7 +144,7 @@ def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
+def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
     reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
     reduced = with_(reduced, "evaluation", eval_dims=[3])
     train(reduced, tmp_path / "one", device="cpu")
@@ -178,7 +176,7 @@ def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
         ({"evaluation.select_by": "recall@3"}, r"select_by 'recall@3' is not computed"),
     ],
 )
-def test_dimensions_that_cannot_be(reduced, changes, message):
+def test_invalid_dimensions_are_rejected(reduced, changes, message):
     with pytest.raises(RecipeError, match=message):
         reduced.override(changes)
 
@@ -193,7 +191,7 @@ SIZES = sorted(
 
 
 @pytest.mark.parametrize(("short_side", "image_size", "resize", "crop_size", "squash"), SIZES)
-def test_train_and_evaluate_print_the_same_figures(
+def test_train_and_evaluate_agree_on_recipe_sizes(
     tmp_path, cache, short_side, image_size, resize, crop_size, squash
 ):
     """For every shipped recipe's sizes; images are larger than all of them, and not square."""
@@ -288,7 +286,7 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     assert found["queries"] == len(rows) == 4 * len(unseen) > 0
 
 
-def test_the_embedder_knows_how_it_is_compared(reduced, tmp_path):
+def test_embedder_stores_its_similarity(reduced, tmp_path):
     """Unit vectors compared by distance, plain ones by angle: not what `normalize` suggests."""
     for normalize, similarity in ((True, "euclidean"), (False, "cosine")):
         recipe = reduced.override(
@@ -302,7 +300,7 @@ def test_the_embedder_knows_how_it_is_compared(reduced, tmp_path):
         assert found == results["last"]["test"]
 
 
-def test_an_abandoned_evaluation_leaves_the_network_as_it_was(reduced, tmp_path):
+def test_evaluation_restores_training_mode(reduced, tmp_path):
     class Check(Callback):
         def on_epoch_end(self, run, line):
             modes.append(run.updater.embedder.training)
@@ -313,7 +311,7 @@ def test_an_abandoned_evaluation_leaves_the_network_as_it_was(reduced, tmp_path)
 
 
 @pytest.mark.parametrize("pca_dim", [None, 5])
-def test_weights_that_diverge_in_the_last_step_are_told_with_the_images(reduced, tmp_path, pca_dim):
+def test_embeddings_not_finite_name_their_images(reduced, tmp_path, pca_dim):
     """The loss of that step was finite, and the next one will never be taken."""
 
     class Poison(Callback):
@@ -323,12 +321,12 @@ def test_weights_that_diverge_in_the_last_step_are_told_with_the_images(reduced,
                     run.updater.embedder.head.weight.fill_(3e38)
 
     recipe = reduced.override({"training.ema": 0.0, "model.pca_dim": pca_dim})
-    message = r"embeddings of 36 images .*class00/0\.png.* and 34 more: its weights are finite"
+    message = r"embeddings of 36 images .*class00/0\.png.*34 more.*its weights are finite"
     with pytest.raises(RunError, match=message):
         train(recipe, tmp_path / "run", device="cpu", callbacks=[Poison()])
 
 
-def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):
+def test_flip_tta_in_evaluation(reduced, tmp_path):
     results = train(with_(reduced, "model", flip_tta=True), tmp_path / "run", device="cpu")
     vectors, found = by_hand(tmp_path / "run", reduced)
     assert Embedder.load(tmp_path / "run" / "embedder").architecture.flip_tta
@@ -339,7 +337,7 @@ def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):
     assert plain != scores
 
 
-def test_fewer_dimensions_are_lines_of_their_own_in_the_table():
+def test_table_has_a_line_per_eval_dim():
     dims = {"64": {"recall@1": 0.25}, "8": {"recall@1": 0.125}}
     rows = {"test": {"recall@1": 0.5, "queries": 9.0, "dims": dims}}
     lines = [line.split() for line in metrics_table(rows).splitlines()]
@@ -369,7 +367,9 @@ def among_train(folder, recipe, *, skip=1):
 
 
 @pytest.mark.parametrize("pca_dim", [None, 5])
-def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monkeypatch, pca_dim):
+def test_selection_metric_with_distractors_equals_brute_force(
+    tmp_path, cache, monkeypatch, pca_dim
+):
     images = make_images(tmp_path / "images", classes=12, each=5)
     recipe = make_recipe(
         images, cache, model={"dim": 12, "pca_dim": pca_dim}, training={"epochs": 1}
@@ -386,7 +386,7 @@ def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monke
     )
 
 
-def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatch):
+def test_epoch_is_selected_with_distractors(tmp_path, cache, monkeypatch):
     values = iter([0.5, 0.7, 0.6])
     score = Evaluator._search_among_train
 
@@ -399,11 +399,11 @@ def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatc
     results = train(recipe, tmp_path / "run", device="cpu")
     assert results["selected"]["epoch"] == 2
     line = RunFolder(tmp_path / "run").history()[1]
-    assert "among train  70.0" in describe_epoch(line)
-    assert "with training images as distractors" in metrics_table({"held-out": results["selected"]["held_out"]})
+    assert "with distractors  70.0" in describe_epoch(line)
+    assert AMONG_TRAIN in metrics_table({"held-out": results["selected"]["held_out"]})
 
 
-def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, cache):
+def test_trained_classes_of_split_val_are_no_distractors(tmp_path, cache):
     for seed, split in enumerate(("train", "val")):
         make_images(tmp_path / "images" / split, classes=4, each=4, seed=seed)
     recipe = make_recipe(tmp_path / "images", cache, training={"epochs": 1})
@@ -411,13 +411,13 @@ def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, c
     assert scores["among_train"]["map@r"] == scores["map@r"]
 
 
-def test_verification_selects_where_there_are_classes_enough(tmp_path, cache):
+def test_select_by_verification(tmp_path, cache):
     changes = {
         "evaluation": {"metrics": {"verification": True}, "select_by": "verification"},
         "training": {"epochs": 1},
     }
     images = make_images(tmp_path / "images")
-    with pytest.raises(RunError, match="here are 3 classes"):
+    with pytest.raises(RunError, match="got 3 classes"):
         train(make_recipe(images, cache, **changes), tmp_path / "few", device="cpu")
     assert not (tmp_path / "few").exists()
     changes["evaluation"]["held_out"] = 0.5
@@ -426,7 +426,7 @@ def test_verification_selects_where_there_are_classes_enough(tmp_path, cache):
     assert "among_train" not in results["selected"]["held_out"]
 
 
-def test_clusterings_select_by_held_out_images_alone(tmp_path, cache):
+def test_select_by_clustering(tmp_path, cache):
     recipe = make_recipe(
         make_images(tmp_path / "images"),
         cache,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from proximetry._util.errors import need
+from proximetry._util.errors import UsageError, need
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
@@ -163,7 +163,9 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
         data = DatasetData(recipe, source, catalog, embedder, world, display=display)
         return embedder, data
     check_input(embedder, catalog)
-    if isinstance(catalog, VectorCatalog) and not embedder.takes_images:
+    if isinstance(catalog, VectorCatalog):
+        if embedder.takes_images:
+            raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")
         return embedder, VectorData(recipe, catalog, world, display)
     return embedder, ImageData(recipe, embedder.preprocessing, world, display, catalog)
 

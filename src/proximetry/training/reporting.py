@@ -253,7 +253,7 @@ def metric_title(name: str) -> str:
     return name.upper() if name.startswith("map@") else name
 
 
-AMONG_TRAIN = "with training images as distractors"
+AMONG_TRAIN = "with training distractors"
 """Added to a metric of held-out images whose gallery has training images, too."""
 
 
