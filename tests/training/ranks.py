@@ -78,8 +78,10 @@ class Ranks:
     def send(self, rank, number):
         self._every[rank].send(number)
 
-    def said(self, rank):
-        return self._every[rank].said()
+    def output(self, rank):
+        return self._every[rank].output()
+
+    said = output
 
     def until(self, condition):
         """Wait for something to be true."""

@@ -50,7 +50,7 @@ with process_group(world):
 
 def test_value_and_gradients_of_every_loss_on_two_ranks(server, tmp_path):
     ranks = Ranks(server, tmp_path, GRADIENTS, tmp_path / "worst.json")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     worst = json.loads((tmp_path / "worst.json").read_text())
     assert set(worst) == set(LOSSES)
     for name, difference in worst.items():
@@ -81,7 +81,7 @@ def test_two_ranks_equal_one(server, images, cache, tmp_path):
     recipe.override({"data.cache": "none"}).save(tmp_path / "recipe.yaml")
     single = train(recipe, tmp_path / "one", device="cpu")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     one, two = floats(tmp_path / "one"), floats(tmp_path / "two")
     assert one.keys() == two.keys()
     for key in one:
@@ -107,4 +107,4 @@ def test_error_on_rank_0_ends_all(server, images, cache, tmp_path):
     (tmp_path / "out" / "letter.txt").write_text("dear")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "out")
     assert all(ranks.ended())
-    assert all("is not empty" in ranks.said(rank) for rank in (0, 1))
+    assert all("is not empty" in ranks.output(rank) for rank in (0, 1))

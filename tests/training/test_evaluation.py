@@ -150,7 +150,7 @@ def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
     train(reduced, tmp_path / "one", device="cpu")
     reduced.save(tmp_path / "recipe.yaml")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     one, two = (
         json.loads((tmp_path / name / "results.json").read_text())["last"]["test"]
         for name in ("one", "two")
@@ -226,7 +226,7 @@ def test_train_and_evaluate_agree_on_recipe_sizes(
     embedder = Embedder.load(tmp_path / "run" / "embedder")
     catalog = open_dataset("folder", tmp_path / "images").filter(split="test")
     wanted = recipe.evaluation.metrics
-    assert evaluate_embedder(embedder, catalog, wanted=wanted) == results["last"]["test"]
+    assert evaluate_embedder(embedder, catalog, metrics=wanted) == results["last"]["test"]
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_training_selects_by_the_metrics_of_evaluation(server, table, cache, tmp
     else:
         recipe.save(tmp_path / "recipe.yaml")
         ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "run")
-        assert ranks.ended() == [0, 0], ranks.said(0)
+        assert ranks.ended() == [0, 0], ranks.output(0)
     found = json.loads((tmp_path / "run" / "results.json").read_text())["selected"]["test"]
     expected, without = by_hand(tmp_path / "run", table)
     assert found["queries_without_positive"] == without
@@ -180,7 +180,7 @@ def test_unmeasurable_catalogs_are_rejected(labels, roles, wanted, message):
     with pytest.raises(ValueError, match=message):
         check_comparison(catalog, metrics)
     with pytest.raises(ValueError, match=message):  # the images do not exist
-        evaluate_embedder(None, catalog, wanted=metrics)
+        evaluate_embedder(None, catalog, metrics=metrics)
 
 
 @pytest.mark.parametrize(

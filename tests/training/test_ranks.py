@@ -55,8 +55,8 @@ def saved_step(home):
 
 
 def last_line(ranks, rank):
-    assert "Traceback" not in ranks.said(rank)
-    return ranks.said(rank).splitlines()[-1]
+    assert "Traceback" not in ranks.output(rank)
+    return ranks.output(rank).splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -315,7 +315,7 @@ def test_processes_killed_at_random_moments_end_with_the_same_run(server, recipe
         train(one, tmp_path / f"whole-{name}")
     files = [tmp_path / name for name in recipes]
     process = Process(server, tmp_path / "log", KILLED, Path(__file__).parents[2], *files)
-    assert process.ended() == 0, process.said()
+    assert process.ended() == 0, process.output()
     for name in recipes:
         out = tmp_path / f"{name}.run"
         assert_same_run(tmp_path / f"whole-{name}", out)

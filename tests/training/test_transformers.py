@@ -160,7 +160,7 @@ def test_lora_on_two_ranks_equals_one(server, images, cache, tmp_path):
     recipe.save(tmp_path / "recipe.yaml")
     train(recipe, tmp_path / "one", device="cpu")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     one, two = (Embedder.load(tmp_path / name).state_dict() for name in ("one", "two"))
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)

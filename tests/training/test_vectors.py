@@ -229,22 +229,6 @@ def test_evaluate_prints_verification_error_and_threshold(tmp_path, capsys):
         assert f"{words}{abs(expected.threshold):.4g}" in text
 
 
-def test_queries_and_gallery_of_vectors(tmp_path, capsys):
-    vectors, labels = made_up()
-    queries = np.arange(len(labels)) % EACH < 2
-    arrays = {"labels": labels, "queries": queries, "galleries": ~queries}
-    np.savez(tmp_path / "v.npz", vectors=vectors, **arrays)
-    assert main(["evaluate", str(tmp_path / "v.npz"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["metrics"]
-    plain = evaluate_metrics(
-        torch.tensor(vectors[~queries]),
-        labels[~queries],
-        queries=torch.tensor(vectors[queries]),
-        query_labels=labels[queries],
-    )
-    assert found == pytest.approx(plain)
-
-
 def broken(home, name, **arrays):
     np.savez(home / name, **arrays)
     return home / name

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from proximetry import metrics
 from proximetry._util.errors import Progress, UsageError, some
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
-from proximetry.metrics import Evaluation, Metrics
+from proximetry.metrics import Evaluation, Metrics, evaluate, evaluate_codes, evaluate_queries
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import why_not_finite
 from proximetry.models.encoding import OnError
@@ -50,7 +49,7 @@ def score_queries(
     vectors: Tensor,
     catalog: Catalog,
     similarity: Similarity,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int] = (),
     *,
     binary: bool = False,
@@ -62,17 +61,15 @@ def score_queries(
 
     Each process of a ``group`` passes its share of the catalog and the numbers of its ``rows``.
     """
-    options: Any = {"metrics": wanted, "group": group, "progress": progress}
+    options: Any = {"metrics": metrics, "group": group, "progress": progress}
     scored: Scored = {
-        dim: metrics.evaluate_queries(
-            **compared(vectors[:, :dim], catalog, similarity, rows), **options
-        )
+        dim: evaluate_queries(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
-        options["metrics"] = wanted.of_lists()
+        options["metrics"] = metrics.of_lists()
         arguments = compared(vectors, catalog, similarity, rows)
-        scored[CODES] = metrics.evaluate_codes(**arguments, **options)
+        scored[CODES] = evaluate_codes(**arguments, **options)
     return scored
 
 
@@ -92,7 +89,7 @@ def evaluate_embedder(
     embedder: Embedder,
     catalog: Catalog,
     *,
-    wanted: Metrics | None = None,
+    metrics: Metrics | None = None,
     eval_dims: Sequence[int] = (),
     batch_size: int | None = None,
     progress: Progress | None = None,
@@ -102,20 +99,20 @@ def evaluate_embedder(
     Args:
         embedder: with its similarity and preprocessing.
         catalog: the images; with queries and a gallery, or all against all.
-        wanted: the metrics to compute.
+        metrics: the metrics to compute.
         eval_dims: also evaluate the first d dimensions, for each d.
         batch_size: images per forward pass; None uses that of the recipe the embedder was
             trained with, which gives the same numbers to the last digit.
         progress: called with (done, total) while images are embedded and neighbors searched.
     """
-    metrics = wanted or Metrics()
+    metrics = metrics or Metrics()
     return means(score_embedder(embedder, catalog, metrics, eval_dims, batch_size, progress)[0])
 
 
 def score_embedder(
     embedder: Embedder,
     catalog: Catalog,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
@@ -126,13 +123,13 @@ def score_embedder(
 
     With ``vectors``, the embeddings of the images, nothing is embedded.
     """
-    check_comparison(catalog, wanted)
+    check_comparison(catalog, metrics)
     if vectors is None:
         vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     binary = embedder.architecture.binary
     scored = score_queries(
-        vectors, catalog, similarity, wanted, eval_dims, binary=binary, progress=progress
+        vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
     )
     return scored, compared(vectors, catalog, similarity)
 
@@ -140,14 +137,14 @@ def score_embedder(
 def score_vectors(
     catalog: VectorCatalog,
     similarity: Similarity,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
     """Score every query of precomputed vectors; also return the arguments of the metrics."""
-    check_comparison(catalog, wanted)
+    check_comparison(catalog, metrics)
     rows, vectors = with_needed_roles(catalog), torch.from_numpy(catalog.vectors)
-    scored = score_queries(vectors, rows, similarity, wanted, eval_dims, progress=progress)
+    scored = score_queries(vectors, rows, similarity, metrics, eval_dims, progress=progress)
     return scored, compared(vectors, rows, similarity)
 
 
@@ -323,7 +320,7 @@ class Evaluator:
         held_out = self._share(self.data.rows["held_out"])
         train = self._share(self.data.rows["train"])
         gallery = np.concatenate([held_out, train[self._distractors]])
-        scores = metrics.evaluate(
+        scores = evaluate(
             torch.cat([vectors, distractors]),
             labels[gallery],
             queries=vectors,

@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import (
     CHECKSUM,
     atomic_write,
@@ -200,17 +200,6 @@ class RunFolder:
             recipe = keep_choices(recipe, saved.recipe)
             saved.check(recipe)
             return recipe, saved
-        inside = self.embedder.iterdir() if self.embedder.is_dir() else ()
-        foreign = [
-            path.name
-            for path in inside
-            if not any(fnmatch(written_for(path) or path.name, name) for name in _FILES["embedder"])
-        ]
-        if foreign:
-            raise RunError(
-                f"{self.embedder} contains other files: {some(sorted(foreign), 3)}. Move them, or "
-                "choose another folder."
-            )
         return recipe, None
 
     def check_place(self) -> None:
