@@ -15,7 +15,6 @@ from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few
 from proximetry.recipe.schema import shipped_recipes
 from proximetry.training import (
-    Callback,
     Recipe,
     RecipeError,
     RunError,
@@ -79,16 +78,6 @@ def test_saved_embedder_has_the_evaluated_metrics(reduced, tmp_path):
     # The dimensions with the most variance come first.
     strength = vectors.square().mean(0)
     assert strength[0] > strength[-1]
-
-
-def test_pca_to_all_dimensions_keeps_metrics(reduced, tmp_path):
-    whole = reduced.override({"evaluation.eval_dims": [], "model.pca_dim": None})
-    turned = whole.override({"model.pca_dim": 12})
-    one, two = (
-        train(recipe, tmp_path / name, device="cpu")["last"]["test"]
-        for name, recipe in (("whole", whole), ("turned", turned))
-    )
-    assert one == pytest.approx(two)
 
 
 def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
@@ -260,6 +249,7 @@ def difficult(tmp_path):
             "evaluation.held_out": 0.4,
         },
         {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
+        {"evaluation.similarity": "euclidean"},
         {"model.squash": True, "data.crop_ratio": [0.5, 2.0]},
         {"model.squash": True, "data.random_crop": False, "data.cache": "none"},
     ],
@@ -284,46 +274,6 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     held_out = results["selected"]["held_out"]
     assert found == {name: held_out[name] for name in found}
     assert found["queries"] == len(rows) == 4 * len(unseen) > 0
-
-
-def test_embedder_stores_its_similarity(reduced, tmp_path):
-    """Unit vectors compared by distance, plain ones by angle: not what `normalize` suggests."""
-    for normalize, similarity in ((True, "euclidean"), (False, "cosine")):
-        recipe = reduced.override(
-            {"model.normalize": normalize, "evaluation.similarity": similarity}
-        )
-        results = train(recipe, tmp_path / similarity, device="cpu")
-        embedder = Embedder.load(tmp_path / similarity / "embedder")
-        assert embedder.architecture.similarity == similarity
-        catalog = open_dataset("folder", recipe.data.root).filter(split="test")
-        found = evaluate_embedder(embedder, catalog, eval_dims=(1, 3))
-        assert found == results["last"]["test"]
-
-
-def test_evaluation_restores_training_mode(reduced, tmp_path):
-    class Check(Callback):
-        def on_epoch_end(self, run, line):
-            modes.append(run.updater.embedder.training)
-
-    modes = []
-    train(reduced, tmp_path / "run", device="cpu", callbacks=[Check()])
-    assert modes == [True, True, True]
-
-
-@pytest.mark.parametrize("pca_dim", [None, 5])
-def test_embeddings_not_finite_name_their_images(reduced, tmp_path, pca_dim):
-    """The loss of that step was finite, and the next one will never be taken."""
-
-    class Poison(Callback):
-        def on_step_end(self, run, loss):
-            if run.state.step == len(run.data.sampler):
-                with torch.no_grad():
-                    run.updater.embedder.head.weight.fill_(3e38)
-
-    recipe = reduced.override({"training.ema": 0.0, "model.pca_dim": pca_dim})
-    message = r"embeddings of 36 images .*class00/0\.png.*34 more.*its weights are finite"
-    with pytest.raises(RunError, match=message):
-        train(recipe, tmp_path / "run", device="cpu", callbacks=[Poison()])
 
 
 def test_flip_tta_in_evaluation(reduced, tmp_path):
@@ -411,7 +361,7 @@ def test_trained_classes_of_split_val_are_no_distractors(tmp_path, cache):
     assert scores["among_train"]["map@r"] == scores["map@r"]
 
 
-def test_select_by_verification(tmp_path, cache):
+def test_select_by_verification_and_clustering(tmp_path, cache):
     changes = {
         "evaluation": {"metrics": {"verification": True}, "select_by": "verification"},
         "training": {"epochs": 1},
@@ -424,14 +374,6 @@ def test_select_by_verification(tmp_path, cache):
     results = train(make_recipe(images, cache, **changes), tmp_path / "run", device="cpu")
     assert 0.5 <= results["selected"]["held_out"]["verification"] <= 1
     assert "among_train" not in results["selected"]["held_out"]
-
-
-def test_select_by_clustering(tmp_path, cache):
-    recipe = make_recipe(
-        make_images(tmp_path / "images"),
-        cache,
-        evaluation={"metrics": {"clustering": True}, "select_by": "nmi"},
-        training={"epochs": 1},
-    )
-    results = train(recipe, tmp_path / "run", device="cpu")
+    changes["evaluation"] = {"metrics": {"clustering": True}, "select_by": "nmi"}
+    results = train(make_recipe(images, cache, **changes), tmp_path / "nmi", device="cpu")
     assert "among_train" not in results["selected"]["held_out"]
