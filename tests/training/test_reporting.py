@@ -148,7 +148,7 @@ cache.decode_all = hold
 """
 
 
-def test_run_waits_for_a_process_that_decodes_its_images(images, server, tmp_path):
+def test_concurrent_runs_build_one_cache(images, server, tmp_path):
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(tiny_values(tmp_path / "cache", data={"root": str(images)}))
     )
