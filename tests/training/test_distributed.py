@@ -43,6 +43,7 @@ for name in losses.LOSSES:
     worst[name] = max(differences)
 if world.leads:
     open(sys.argv[1], "w").write(json.dumps(worst))
+del shared  # else it frees the process group at the exit of the interpreter
 with process_group(world):
     pass
 """

@@ -22,7 +22,6 @@ from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
 from proximetry.recipe.auto import choose, device_facts
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe, RecipeError
-from proximetry.training.callbacks import Callback
 from proximetry.training.checkpoint import RunError, TrainState
 from proximetry.training.custom import Components, check_input_kind
 from proximetry.training.distributed import World
@@ -59,7 +58,7 @@ class RunContext:
 
     world: World
     display: Display = field(default_factory=Display)
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Any] = ()
     components: Components = field(default_factory=Components)
     resume: bool = True
 

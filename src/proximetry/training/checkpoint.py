@@ -205,22 +205,22 @@ def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None
         contents: the digest of the image files, where it is known.
         sizes: the digest of the sizes of the files in bytes.
     """
+
+    def digest(lines: Iterable[str]) -> str:
+        whole = hashlib.sha256()
+        for line in lines:
+            whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
+        return whole.hexdigest()
+
     roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
     return {
         "classes": dict(sorted(Counter(catalog.labels).items())),
         "splits": dict(sorted(Counter(catalog.splits).items())),
-        "rows": _digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
-        "paths": _digest(map(repr, catalog.paths)),
+        "rows": digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
+        "paths": digest(map(repr, catalog.paths)),
         "contents": contents,
         "sizes": sizes,
     }
-
-
-def _digest(lines: Iterable[str]) -> str:
-    whole = hashlib.sha256()
-    for line in lines:
-        whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
-    return whole.hexdigest()
 
 
 def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
-from proximetry.training.callbacks import Callback, Stopped, StopRequests
+from proximetry.training.callbacks import Stopped, StopRequests
 from proximetry.training.checkpoint import RunError, TrainState, link_checkpoints, save_state
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
@@ -76,7 +76,7 @@ class Run:
     report: Callable[[str], None]
     choices: Sequence[str] = ()
     """What the ``auto`` values of the recipe became, in lines for people."""
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Any] = ()
     stop_requested: StopRequests = field(default_factory=StopRequests)
     stopping: bool = False
     finishing: bool = False

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -12,13 +13,12 @@ from proximetry._util.errors import printable, readable_seconds, shorten, spaced
 from proximetry._util.files import writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.recipe.schema import flatten
-from proximetry.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
 
 
-class Trackers(Callback):
+class Trackers(AbstractContextManager[Any]):
     """TensorBoard if it is installed, Weights & Biases if the recipe sets it; on rank 0.
 
     A context manager that closes both at the end of the run.
@@ -68,9 +68,6 @@ class Trackers(Callback):
 
     on_untrained = on_epoch_end
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, *_: object) -> None:
         if self._board is not None:
             self._board.close()
@@ -78,7 +75,7 @@ class Trackers(Callback):
             self._run.finish(exit_code=0 if kind is None else 1)
 
 
-class Display(Callback):
+class Display(AbstractContextManager[Any]):
     """The base class of displays; shows nothing."""
 
     def message(self, text: str) -> None:
@@ -86,9 +83,6 @@ class Display(Callback):
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show the progress of a part of the preparation."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Clean up the screen."""
