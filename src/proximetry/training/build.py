@@ -177,7 +177,7 @@ def make_embedder(
 ) -> Embedder:
     """Make the network of a recipe.
 
-    A transformer pools its tokens itself, whatever the recipe says. One for vectors has no
+    A transformer pools its tokens itself, whatever `model.pooling` is. One for vectors has no
     pooling, and takes those of ``input_dim`` dimensions.
     """
     options: dict[str, Any] = m.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
@@ -200,7 +200,7 @@ def make_embedder(
 
 
 def _apply_training_keys(embedder: Embedder, m: ModelConfig, report: Report) -> None:
-    """Freeze batch norm, add LoRA and stochastic depth, as the recipe says."""
+    """Freeze batch norm, add LoRA and stochastic depth as set in the recipe."""
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
     if m.lora_rank is not None and not embedder.is_own:  # which `check_network` rejects

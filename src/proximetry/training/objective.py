@@ -84,6 +84,6 @@ class Objective(nn.Module):
         return total
 
     def after_step(self) -> None:
-        """Project the proxies onto the unit sphere, if the recipe says so."""
+        """Project the proxies onto the unit sphere, if the recipe sets it."""
         if self.projected and self.proxies is not None:
             self.proxies.project_()

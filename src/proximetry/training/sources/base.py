@@ -99,7 +99,7 @@ class TrainingData(ABC):
         return None
 
     def open_cache(self, place: str) -> None:  # noqa: B027
-        """Prepare reading from where ``data.cache`` says."""
+        """Prepare to read from the place in ``data.cache``."""
 
     def close(self) -> None:  # noqa: B027
         """Release what reads rows."""
