@@ -112,7 +112,14 @@ def _train_run(
         else:
             _begin(run, context, second)
         with trackers, stop_requests() as run.stop_requested:
-            return fit(run)
+            try:
+                return fit(run)
+            except ImageError as error:
+                raise RunError(
+                    f"{error} (after step {run.state.step}). Replace the file, or skip it with "
+                    "--data.bad-images skip in a new run. The same command resumes the run in "
+                    f"{folder.path}."
+                ) from error
 
 
 def _complete_results(
@@ -173,7 +180,7 @@ def _resume(run: Run, saved: SavedRun) -> None:
     if before != now:
         how = "extended" if now > before else "shortened"
         run.report(f"{how} from {before} to {now} epochs")
-    run.report(f"resuming after step {state.step} (epoch {state.epoch})")
+    run.report(f"continuing after step {state.step} (epoch {state.epoch})")
 
 
 def first_stage(recipe: Recipe) -> Recipe:
@@ -225,7 +232,7 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
 def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
     """Restore torch's global state and leave the process group at the end.
 
-    Turns unreadable images, too little memory and a lost rank into clear errors.
+    Turns too little memory and a lost rank into clear errors.
     """
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
@@ -240,11 +247,6 @@ def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
             process_group(world),
         ):
             yield
-    except ImageError as error:
-        raise RunError(
-            f"{error}. Replace the file, or skip it with --data.bad-images skip in a new run. The "
-            f"same command resumes the run in {out}."
-        ) from error
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"not enough memory on {world.device} for the run in {out}: "

@@ -199,10 +199,11 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
                 raise RunError(str(error)) from error
     d, images = recipe.data, len(rows["train"])
     if d.batch_size > images:
-        repeated = ", repeating images of small classes" if d.sampler == "balanced" else ""
+        repeats = d.sampler == "balanced"
+        step = "in which images of small classes come more than once" * repeats
         notes.append(
-            f"data.batch_size {d.batch_size} is larger than the {images} training images: an epoch "
-            f"is one step with all of them{repeated}; a smaller batch makes more steps"
+            f"data.batch_size {d.batch_size} is more than the {images} training images: an epoch "
+            f"is one step {step or 'with all of them'}; a smaller batch makes more steps"
         )
     return Division(rows, protocol, notes)
 
@@ -273,7 +274,8 @@ def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassB
     d, seed = recipe.data, recipe.training.seed
     if d.batch_size % world.size:
         raise RecipeError(
-            f"data.batch_size must be a multiple of the {world.size} processes, got {d.batch_size}"
+            f"data.batch_size {d.batch_size} cannot be shared evenly by {world.size} processes. "
+            f"Use a multiple of {world.size}."
         )
     try:
         if d.sampler == "balanced":
