@@ -5,6 +5,10 @@
 Trains a small network on a few drawn images on the CPU, without evaluating the untrained network,
 and stops when the optimizer is about to step for the first time. How many functions in how many
 files a reader has to follow from the command line to the loss.
+
+Counts the functions that the main thread enters (`sys.setprofile`), without functions defined
+within others, which are part of these, and without imports. Revision ee35f28 has 436 in 57 files
+this way, the 442 in 58 that issue 32 counted for it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import argparse
 import inspect
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from types import FrameType
 
@@ -60,7 +63,6 @@ def main() -> None:
         words += (
             f" --data.batch-size 8 --data.cache-dir {folder}/cache --evaluation.untrained false"
         )
-        threading.setprofile(profile)
         sys.setprofile(profile)
         try:
             from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -78,10 +80,8 @@ def main() -> None:
             raise SystemExit("training did not reach its first step")
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)
-    # Comprehensions are part of the functions they stand in.
-    inner = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
-    functions = {function for function in entered if not function[1].endswith(inner)}
+    # Nested functions and comprehensions are part of the functions they are in.
+    functions = {function for function in entered if "<locals>" not in function[1]}
     if options.list:
         for file, name, line in sorted(functions):
             print(f"{file}:{line} {name}")

@@ -34,11 +34,11 @@ from proximetry._util.machine import cores
 from proximetry.data import Catalog
 from proximetry.data.shards import open_path
 from proximetry.recipe.schema import Recipe
+from proximetry.training.build import RunContext, build, make_embedder, make_optimizer
 from proximetry.training.distributed import World, join_processes
 from proximetry.training.loop import Run
 from proximetry.training.objective import Objective
 from proximetry.training.reporting import Display
-from proximetry.training.run import RunContext, make_embedder, make_optimizer, prepare
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.sources.images import ImageData
 from proximetry.training.step import autocast
@@ -213,11 +213,11 @@ def main() -> None:
             make_images(images, arguments.count, arguments.format, arguments.size)
         world = join_processes(arguments.device)
         recipe = make_recipe(images, home, arguments)
-        run = prepare(recipe, RunFolder(home / "run"), RunContext(world))
+        run = build(recipe, RunFolder(home / "run"), RunContext(world))
         place = "gpu" if world.device.type == "cuda" else "pixels"
         cached = ImageData(run.recipe, run.updater.embedder.preprocessing, world, Display())
         started = time.perf_counter()
-        cached.put(place)
+        cached.open_cache(place)
         decoding = time.perf_counter() - started
         steps = arguments.steps or len(run.data.sampler)
         run.updater.freeze_backbone(False)

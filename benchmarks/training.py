@@ -23,9 +23,9 @@ from PIL import Image
 from benchmarks.measure import versions
 from proximetry.metrics import Metrics, evaluate
 from proximetry.recipe.schema import Recipe
+from proximetry.training.build import RunContext, build
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
-from proximetry.training.run import RunContext, prepare
 from proximetry.training.run_folder import RunFolder
 
 
@@ -141,7 +141,7 @@ def main() -> None:
         recipe = make_recipe(root, cache, arguments)
         folder = RunFolder(Path(home, "run"))
         started = time.perf_counter()
-        run = prepare(recipe, folder, RunContext(join_processes()))
+        run = build(recipe, folder, RunContext(join_processes()))
         first = time.perf_counter() - started
         pixels, _ = next(iter(run.data.batches(0, 0)))
         steps = len(run.data.sampler)

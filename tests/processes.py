@@ -1,6 +1,6 @@
-"""Real processes, forked from one that has loaded everything, so that they start at once.
+"""Real processes, forked from one that has imported everything, so that they start quickly.
 
-Run as a script, this is that process: it reads requests as lines of JSON, and answers in kind.
+Run as a script, this is that process: it reads requests as lines of JSON and answers in JSON.
 """
 
 import gc
@@ -41,21 +41,23 @@ class Process:
         words = [str(argument) for argument in arguments]
         self.pid = server.ask(code=code, arguments=words, environment=environment, log=str(log))
 
-    def said(self):
+    def output(self):
         return self._log.read_text()
+
+    said = output
 
     def until(self, condition):
         """Wait for something to be true."""
         end = time.monotonic() + 240
         while not condition():
-            assert time.monotonic() < end, self.said()
+            assert time.monotonic() < end, self.output()
             time.sleep(0.01)
 
     def ended(self):
         """Wait for its end; return its exit code."""
         if self.code is None:
             self.code = self._server.ask(wait=self.pid)
-        assert self.code is not None, f"it never ends: {self.said()}"
+        assert self.code is not None, f"it does not end: {self.output()}"
         return self.code
 
     def send(self, number):
@@ -78,7 +80,7 @@ def _serve():
     import proximetry.search.gallery
     import proximetry.training.run  # noqa: F401
 
-    gc.freeze()  # what is there now need not be looked through by every rank
+    gc.freeze()  # forks need not collect it
     for line in sys.stdin:
         request = json.loads(line)
         if "code" in request:
@@ -100,12 +102,12 @@ def _serve():
 
 
 if __name__ == "__main__":
-    asked = _serve()
-    if asked is not None:  # a process, which ends as any program does
-        log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    request = _serve()
+    if request is not None:  # in the forked process
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it starts would close standard input
-        os.environ.update(asked["environment"])
-        sys.argv = ["-", *asked["arguments"]]
-        exec(compile(asked["code"], "code", "exec"), {"__name__": "__main__"})
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(request["environment"])
+        sys.argv = ["-", *request["arguments"]]
+        exec(compile(request["code"], "code", "exec"), {"__name__": "__main__"})

@@ -67,7 +67,7 @@ def test_train_needs_only_images(capsys, home):
     assert "on the CPU: recipe default-cpu (small_convnet, 24 px)\n" in out, "what will run"
     assert "run folder runs/flowers\n" in out
     for line in (
-        "protocol held_out: epoch 1 is saved, selected by held-out MAP@R among training",
+        "protocol held_out: epoch 1 is saved, selected by held-out MAP@R with training",
         "  proximetry report runs/flowers",
         "embedder: runs/flowers/embedder",
         "  proximetry export runs/flowers flowers.onnx",

@@ -85,7 +85,7 @@ def test_tables_hold_the_figures_of_the_run(page, records, found):
         assert interval == f"{100 * one.low:.1f} to {100 * one.high:.1f}"
     assert "24 queries" in page.text
     assert "95 % bootstrap confidence interval, resampled by class" in page.text
-    assert "selected by held-out MAP@R among training images (the gallery" in page.text
+    assert "selected by held-out MAP@R with training distractors" in page.text
 
 
 def cards(content):

@@ -30,7 +30,7 @@ except Exception as error:
 # What happens to one rank: in the setup, within a step, between two steps, or in an evaluation.
 HAPPENS = """
 import os, signal
-from proximetry.training import evaluator, run, state, step
+from proximetry.training import build, evaluator, loop, step
 
 def happens(owner, name, number):
     before, seen = getattr(owner, name), []
@@ -43,9 +43,9 @@ def happens(owner, name, number):
 
 happens({owner}, {number})
 """
-SETUP = 'run, "open_catalog"'
+SETUP = 'build, "open_catalog"'
 MIDST = 'step, "average_gradients"'
-EPOCH = 'state.Checkpoints, "on_epoch_end"'
+EPOCH = 'loop.Run, "select"'
 EVALUATION = 'evaluator, "score_queries"'
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -78,8 +78,10 @@ class Ranks:
     def send(self, rank, number):
         self._every[rank].send(number)
 
-    def said(self, rank):
-        return self._every[rank].said()
+    def output(self, rank):
+        return self._every[rank].output()
+
+    said = output
 
     def until(self, condition):
         """Wait for something to be true."""

@@ -5,9 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from proximetry.training import Callback, RunFolder, train
-from proximetry.training.checkpoint import load_checkpoint
+from proximetry.training.checkpoint import TrainState, load_checkpoint
 from proximetry.training.reporting import PlainDisplay
-from proximetry.training.state import TrainState
 
 
 def tensors(folder, name="last"):

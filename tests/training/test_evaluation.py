@@ -15,7 +15,6 @@ from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few
 from proximetry.recipe.loading import shipped_recipes
 from proximetry.training import (
-    Callback,
     Recipe,
     RecipeError,
     RunError,
@@ -24,7 +23,7 @@ from proximetry.training import (
     train,
 )
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
-from proximetry.training.reporting import describe_epoch, metrics_table
+from proximetry.training.reporting import AMONG_TRAIN, describe_epoch, metrics_table
 from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import assert_same_run, killed_at, observed
@@ -66,7 +65,7 @@ def crosstalk(vectors):
     return (second / torch.outer(strength, strength) - torch.eye(len(second))).abs().max().item()
 
 
-def test_what_is_evaluated_is_what_is_saved(reduced, tmp_path):
+def test_saved_embedder_has_the_evaluated_metrics(reduced, tmp_path):
     results = train(reduced, tmp_path / "run", device="cpu")
     scores = results["last"]["test"]
     vectors, found = by_hand(tmp_path / "run", reduced)
@@ -81,16 +80,6 @@ def test_what_is_evaluated_is_what_is_saved(reduced, tmp_path):
     assert strength[0] > strength[-1]
 
 
-def test_pca_to_all_dimensions_changes_nothing_that_is_measured(reduced, tmp_path):
-    whole = reduced.override({"evaluation.eval_dims": [], "model.pca_dim": None})
-    turned = whole.override({"model.pca_dim": 12})
-    one, two = (
-        train(recipe, tmp_path / name, device="cpu")["last"]["test"]
-        for name, recipe in (("whole", whole), ("turned", turned))
-    )
-    assert one == pytest.approx(two)
-
-
 def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
     recipe = with_(reduced, "model", normalize=False, whitening=1.0)
     train(recipe, tmp_path / "run", device="cpu")
@@ -101,7 +90,7 @@ def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
     assert crosstalk(encoded(tmp_path / "run", recipe, "test")[0]) > 1e-2
 
 
-def test_the_selected_epoch_gets_a_pca_of_its_own(reduced, tmp_path, monkeypatch):
+def test_pca_is_fitted_to_the_selected_epoch(reduced, tmp_path, monkeypatch):
     observed(monkeypatch, [0.1, 0.9, 0.2, 0.2, 0.2, 0.2])
     recipe = with_(reduced, "evaluation", protocol="paper", watch_test=False)
     recipe = with_(with_(recipe, "training", epochs=6, ema=0.0), "optimizer", lr=0.03)
@@ -124,9 +113,7 @@ def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
     assert crosstalk(vectors) > 1e-2
 
 
-def test_pca_to_more_dimensions_than_images_takes_what_the_head_tells(
-    reduced, tmp_path, monkeypatch
-):
+def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluator, "moments_of_few", mock.Mock(wraps=moments_of_few))
     recipe = reduced.override(
         {"model": {"dim": 64, "pca_dim": 40}, "evaluation.eval_dims": [3, 38]}
@@ -138,7 +125,7 @@ def test_pca_to_more_dimensions_than_images_takes_what_the_head_tells(
     assert train(recipe, tmp_path / "run", device="cpu") == results, "and goes on as it was begun"
 
 
-def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
+def test_killed_run_with_pca_resumes_bit_exact(reduced, tmp_path):
     train(reduced, tmp_path / "whole", device="cpu")
     killed_at(5, reduced, tmp_path / "part")
     train(reduced, tmp_path / "part", resume=True, device="cpu")
@@ -146,13 +133,13 @@ def test_a_killed_run_goes_on_the_same(reduced, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
+def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
     reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
     reduced = with_(reduced, "evaluation", eval_dims=[3])
     train(reduced, tmp_path / "one", device="cpu")
     reduced.save(tmp_path / "recipe.yaml")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     one, two = (
         json.loads((tmp_path / name / "results.json").read_text())["last"]["test"]
         for name in ("one", "two")
@@ -178,7 +165,7 @@ def test_two_processes_find_the_pca_of_one(server, reduced, tmp_path):
         ({"evaluation.select_by": "recall@3"}, r"select_by 'recall@3' is not computed"),
     ],
 )
-def test_dimensions_that_cannot_be(reduced, changes, message):
+def test_invalid_dimensions_are_rejected(reduced, changes, message):
     with pytest.raises(RecipeError, match=message):
         reduced.override(changes)
 
@@ -193,7 +180,7 @@ SIZES = sorted(
 
 
 @pytest.mark.parametrize(("short_side", "image_size", "resize", "crop_size", "squash"), SIZES)
-def test_train_and_evaluate_print_the_same_figures(
+def test_train_and_evaluate_agree_on_recipe_sizes(
     tmp_path, cache, short_side, image_size, resize, crop_size, squash
 ):
     """For every shipped recipe's sizes; images are larger than all of them, and not square."""
@@ -228,7 +215,7 @@ def test_train_and_evaluate_print_the_same_figures(
     embedder = Embedder.load(tmp_path / "run" / "embedder")
     catalog = open_dataset("folder", tmp_path / "images").filter(split="test")
     wanted = recipe.evaluation.metrics
-    assert evaluate_embedder(embedder, catalog, wanted=wanted) == results["last"]["test"]
+    assert evaluate_embedder(embedder, catalog, metrics=wanted) == results["last"]["test"]
 
 
 @pytest.fixture
@@ -262,6 +249,7 @@ def difficult(tmp_path):
             "evaluation.held_out": 0.4,
         },
         {"model.normalize": False, "evaluation.similarity": "euclidean", "training.ema": 0.9},
+        {"evaluation.similarity": "euclidean"},
         {"model.squash": True, "data.crop_ratio": [0.5, 2.0]},
         {"model.squash": True, "data.random_crop": False, "data.cache": "none"},
     ],
@@ -288,47 +276,7 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     assert found["queries"] == len(rows) == 4 * len(unseen) > 0
 
 
-def test_the_embedder_knows_how_it_is_compared(reduced, tmp_path):
-    """Unit vectors compared by distance, plain ones by angle: not what `normalize` suggests."""
-    for normalize, similarity in ((True, "euclidean"), (False, "cosine")):
-        recipe = reduced.override(
-            {"model.normalize": normalize, "evaluation.similarity": similarity}
-        )
-        results = train(recipe, tmp_path / similarity, device="cpu")
-        embedder = Embedder.load(tmp_path / similarity / "embedder")
-        assert embedder.architecture.similarity == similarity
-        catalog = open_dataset("folder", recipe.data.root).filter(split="test")
-        found = evaluate_embedder(embedder, catalog, eval_dims=(1, 3))
-        assert found == results["last"]["test"]
-
-
-def test_an_abandoned_evaluation_leaves_the_network_as_it_was(reduced, tmp_path):
-    class Check(Callback):
-        def on_epoch_end(self, run, line):
-            modes.append(run.updater.embedder.training)
-
-    modes = []
-    train(reduced, tmp_path / "run", device="cpu", callbacks=[Check()])
-    assert modes == [True, True, True]
-
-
-@pytest.mark.parametrize("pca_dim", [None, 5])
-def test_weights_that_diverge_in_the_last_step_are_told_with_the_images(reduced, tmp_path, pca_dim):
-    """The loss of that step was finite, and the next one will never be taken."""
-
-    class Poison(Callback):
-        def on_step_end(self, run, loss):
-            if run.state.step == len(run.data.sampler):
-                with torch.no_grad():
-                    run.updater.embedder.head.weight.fill_(3e38)
-
-    recipe = reduced.override({"training.ema": 0.0, "model.pca_dim": pca_dim})
-    message = r"embeddings of 36 images .*class00/0\.png.* and 34 more: its weights are finite"
-    with pytest.raises(RunError, match=message):
-        train(recipe, tmp_path / "run", device="cpu", callbacks=[Poison()])
-
-
-def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):
+def test_flip_tta_in_evaluation(reduced, tmp_path):
     results = train(with_(reduced, "model", flip_tta=True), tmp_path / "run", device="cpu")
     vectors, found = by_hand(tmp_path / "run", reduced)
     assert Embedder.load(tmp_path / "run" / "embedder").architecture.flip_tta
@@ -339,7 +287,7 @@ def test_flip_tta_averages_both_sides_outside_training(reduced, tmp_path):
     assert plain != scores
 
 
-def test_fewer_dimensions_are_lines_of_their_own_in_the_table():
+def test_table_has_a_line_per_eval_dim():
     dims = {"64": {"recall@1": 0.25}, "8": {"recall@1": 0.125}}
     rows = {"test": {"recall@1": 0.5, "queries": 9.0, "dims": dims}}
     lines = [line.split() for line in metrics_table(rows).splitlines()]
@@ -369,7 +317,9 @@ def among_train(folder, recipe, *, skip=1):
 
 
 @pytest.mark.parametrize("pca_dim", [None, 5])
-def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monkeypatch, pca_dim):
+def test_selection_metric_with_distractors_equals_brute_force(
+    tmp_path, cache, monkeypatch, pca_dim
+):
     images = make_images(tmp_path / "images", classes=12, each=5)
     recipe = make_recipe(
         images, cache, model={"dim": 12, "pca_dim": pca_dim}, training={"epochs": 1}
@@ -379,14 +329,14 @@ def test_held_out_classes_are_found_among_training_images(tmp_path, cache, monke
     assert scores["among_train"] == {"map@r": pytest.approx(expected)}
     assert scores["among_train"]["map@r"] < scores["map@r"]
     # Of many training images some are taken, evenly.
-    monkeypatch.setattr(evaluator, "MOST_DISTRACTORS", 15)
+    monkeypatch.setattr(evaluator, "MAX_DISTRACTORS", 15)
     scores = train(recipe, tmp_path / "few", device="cpu")["selected"]["held_out"]
     assert scores["among_train"]["map@r"] == pytest.approx(
         among_train(tmp_path / "few", recipe, skip=3)
     )
 
 
-def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatch):
+def test_epoch_is_selected_with_distractors(tmp_path, cache, monkeypatch):
     values = iter([0.5, 0.7, 0.6])
     score = Evaluator._search_among_train
 
@@ -399,11 +349,11 @@ def test_the_epoch_is_selected_among_training_images(tmp_path, cache, monkeypatc
     results = train(recipe, tmp_path / "run", device="cpu")
     assert results["selected"]["epoch"] == 2
     line = RunFolder(tmp_path / "run").history()[1]
-    assert "among train  70.0" in describe_epoch(line)
-    assert "among training images" in metrics_table({"held-out": results["selected"]["held_out"]})
+    assert "with distractors  70.0" in describe_epoch(line)
+    assert AMONG_TRAIN in metrics_table({"held-out": results["selected"]["held_out"]})
 
 
-def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, cache):
+def test_trained_classes_of_split_val_are_no_distractors(tmp_path, cache):
     for seed, split in enumerate(("train", "val")):
         make_images(tmp_path / "images" / split, classes=4, each=4, seed=seed)
     recipe = make_recipe(tmp_path / "images", cache, training={"epochs": 1})
@@ -411,27 +361,19 @@ def test_classes_of_split_val_that_are_trained_on_are_no_distractors(tmp_path, c
     assert scores["among_train"]["map@r"] == scores["map@r"]
 
 
-def test_verification_selects_where_there_are_classes_enough(tmp_path, cache):
+def test_select_by_verification_and_clustering(tmp_path, cache):
     changes = {
         "evaluation": {"metrics": {"verification": True}, "select_by": "verification"},
         "training": {"epochs": 1},
     }
     images = make_images(tmp_path / "images")
-    with pytest.raises(RunError, match="here are 3 classes"):
+    with pytest.raises(RunError, match="got 3 classes"):
         train(make_recipe(images, cache, **changes), tmp_path / "few", device="cpu")
     assert not (tmp_path / "few").exists()
     changes["evaluation"]["held_out"] = 0.5
     results = train(make_recipe(images, cache, **changes), tmp_path / "run", device="cpu")
     assert 0.5 <= results["selected"]["held_out"]["verification"] <= 1
     assert "among_train" not in results["selected"]["held_out"]
-
-
-def test_clusterings_select_by_held_out_images_alone(tmp_path, cache):
-    recipe = make_recipe(
-        make_images(tmp_path / "images"),
-        cache,
-        evaluation={"metrics": {"clustering": True}, "select_by": "nmi"},
-        training={"epochs": 1},
-    )
-    results = train(recipe, tmp_path / "run", device="cpu")
+    changes["evaluation"] = {"metrics": {"clustering": True}, "select_by": "nmi"}
+    results = train(make_recipe(images, cache, **changes), tmp_path / "nmi", device="cpu")
     assert "among_train" not in results["selected"]["held_out"]

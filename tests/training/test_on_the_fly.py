@@ -212,7 +212,7 @@ class TestBroken:
         own = own.override({"evaluation": {"protocol": "last", "untrained": False}})
         train(own, tmp_path / "whole")
         file, whole = self.cut(make_data(own), 2, 300)
-        sentence = rf"{file.name}: damaged.*put a readable file .*stopped after step 2, saved in"
+        sentence = rf"{file.name}: damaged.*after step 2"
         with pytest.raises(RunError, match=sentence):
             train(own, tmp_path / "run")
         assert RunFolder(tmp_path / "run").inspect().checkpoint["state"]["step"] == 2
@@ -225,7 +225,7 @@ class TestBroken:
 
     def test_a_broken_body_in_evaluation_is_told_too(self, own, tmp_path):
         self.cut(make_data(own), 2, 300)
-        sentence = r"damaged.*put a readable file in its place \(--data.bad-images skip leaves it"
+        sentence = r"damaged.*--data.bad-images skip"
         with pytest.raises(RunError, match=sentence):
             train(own, tmp_path / "run")
 

@@ -55,8 +55,8 @@ def saved_step(home):
 
 
 def last_line(ranks, rank):
-    assert "Traceback" not in ranks.said(rank)
-    return ranks.said(rank).splitlines()[-1]
+    assert "Traceback" not in ranks.output(rank)
+    return ranks.output(rank).splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_taken_port_is_named(monkeypatch):
             join_processes("cpu")
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "nan", "1e9"])
+@pytest.mark.parametrize("value", ["soon", "nan", "1e99"])
 def test_rank_timeout_is_validated(monkeypatch, value):
     for name, setting in {"RANK": "0", "WORLD_SIZE": "2", RANK_TIMEOUT: value}.items():
         monkeypatch.setenv(name, setting)

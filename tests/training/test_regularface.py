@@ -27,7 +27,7 @@ class Lengths(Callback):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_projection_keeps_the_proxies_on_the_sphere_after_every_step(name, recipe, tmp_path):
+def test_projected_proxies_have_unit_length(name, recipe, tmp_path):
     changes = {
         "loss": {"exclusive": 5.0, "optimization": "projected"},
         "optimizer": {"name": name, "lr": 0.01},
@@ -46,7 +46,7 @@ def objective(**config):
     return Objective(LossConfig(**config), [f"class {c}" for c in range(6)], 4)
 
 
-def test_the_exclusive_term_grows_as_the_annealing_falls():
+def test_exclusive_term_grows_with_annealing():
     settings = {"margin": 4, "lambda_base": 100.0, "lambda_rate": 0.5}
     whole = objective(name="sphereface", settings=settings, exclusive=15.0)
     bare = objective(name="sphereface", settings=settings)
@@ -63,7 +63,7 @@ def test_the_exclusive_term_grows_as_the_annealing_falls():
     torch.testing.assert_close(plain(x, y) - without, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_center_loss_of_regularface_goes_to_the_own_proxy():
+def test_angular_center_loss_uses_the_proxy_of_the_class():
     whole = objective(name="norm_softmax", angular_center=5.0)
     bare = objective(name="norm_softmax")
     x, y = torch.randn(8, 4), torch.arange(8) % 6
@@ -75,12 +75,12 @@ def test_the_center_loss_of_regularface_goes_to_the_own_proxy():
     ("key", "value"),
     [("exclusive", 1.0), ("angular_center", 1.0), ("optimization", "projected")],
 )
-def test_a_loss_without_proxies_is_told_what_it_cannot_have(key, value):
+def test_keys_that_need_proxies_are_rejected(key, value):
     with pytest.raises(RecipeError, match=rf"loss\.{key} needs proxies; loss pairs/triplet has"):
         objective(name="pairs/triplet", **{key: value})
 
 
-def test_there_is_a_recipe_for_each_loss_with_and_without_the_term():
+def test_regularface_recipes():
     losses = ["softmax", "center", "sphereface", "cosface", "arcface"]
     assert sorted(RECIPES) == sorted(
         f"regularface/{name}{more}" for name in losses for more in ("", "-exclusive")
@@ -95,7 +95,7 @@ def test_there_is_a_recipe_for_each_loss_with_and_without_the_term():
         assert whole.loss.optimization == "projected"
 
 
-def test_a_recipe_of_regularface_trains_on_aligned_faces(tmp_path, cache):
+def test_regularface_recipe_trains_on_aligned_faces(tmp_path, cache):
     """Crops of 112 × 96, flipped and nothing else, through SphereFace's network."""
     draw = torch.Generator().manual_seed(0)
     for person in ("Ann", "Bo", "Cy"):
@@ -117,7 +117,7 @@ def test_a_recipe_of_regularface_trains_on_aligned_faces(tmp_path, cache):
     assert 0 < proxies["smallest_angle"] <= proxies["mean_angle"] < 180
 
 
-def test_square_faces_are_told_how_to_go_on(tmp_path, cache):
+def test_square_faces_are_rejected_with_advice(tmp_path, cache):
     for person in ("Ann", "Bo"):
         (tmp_path / "faces" / person).mkdir(parents=True)
         for i in range(2):
@@ -133,6 +133,6 @@ def test_square_faces_are_told_how_to_go_on(tmp_path, cache):
         train(recipe, tmp_path / "run", device="cpu")
 
 
-def test_an_unknown_way_to_optimize_is_refused():
+def test_unknown_optimization_is_rejected():
     with pytest.raises(RecipeError, match=r"loss\.optimization is 'projection'"):
         make_recipe("x", "y", loss={"optimization": "projection"})

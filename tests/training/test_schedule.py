@@ -13,7 +13,7 @@ def rates(epochs=10, **settings):
     return LearningRates(ScheduleConfig(**settings), epochs, [1.0, 100.0])
 
 
-def test_formulas():
+def test_schedule_formulas():
     assert [rates(name="constant").factor(e) for e in (0, 9)] == [1.0, 1.0]
     step = rates(name="step", every=3, factor=0.5)
     assert [step.factor(e) for e in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
@@ -25,7 +25,7 @@ def test_formulas():
     assert cosine.factor(10) == pytest.approx(0.0)
 
 
-def test_step_equals_torchs_scheduler():
+def test_step_equals_torch():
     parameter = torch.nn.Parameter(torch.zeros(1))
     reference = torch.optim.SGD([parameter], lr=0.3)
     scheduler = torch.optim.lr_scheduler.StepLR(reference, 4, 0.7)
@@ -38,7 +38,7 @@ def test_step_equals_torchs_scheduler():
         scheduler.step()
 
 
-def test_plateau_equals_torchs_scheduler():
+def test_plateau_equals_torch():
     values = [0.1, 0.2, 0.2, 0.19, 0.18, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     parameter = torch.nn.Parameter(torch.zeros(1))
     reference = torch.optim.SGD([parameter], lr=1.0)

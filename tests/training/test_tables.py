@@ -3,7 +3,7 @@
 import pytest
 
 from proximetry.metrics import Metrics
-from proximetry.training.reporting import metrics_table
+from proximetry.training.reporting import AMONG_TRAIN, metrics_table
 
 
 def default_scores(clustering=False):
@@ -21,7 +21,7 @@ def default_scores(clustering=False):
     ],
     ids=["short", "usual", "long"],
 )
-def test_tables_fit_80_columns_and_lose_nothing(names, clustering):
+def test_tables_fit_80_columns(names, clustering):
     scores = default_scores(clustering)
     text = metrics_table(dict.fromkeys(names, scores))
     assert max(map(len, text.splitlines())) <= 80
@@ -31,7 +31,7 @@ def test_tables_fit_80_columns_and_lose_nothing(names, clustering):
     assert words.count("100.0") == len(names) * (len(scores) - 2)
 
 
-def test_a_family_of_metrics_stays_in_one_block():
+def test_metrics_of_one_kind_stay_in_one_block():
     blocks = metrics_table({"x" * 30: default_scores(clustering=True)}).split("\n\n")
     first = [block.split()[0] for block in blocks]
     assert first == ["recall@1", "r_precision", "ndcg@2", "nmi"]
@@ -41,7 +41,7 @@ def test_a_family_of_metrics_stays_in_one_block():
     ("counts", "said"),
     [((3, 3), "3 queries"), ((0, 3), "up to 3 queries"), ((5, 0), "up to 5 queries"), ((0, 0), "")],
 )
-def test_queries_that_do_not_count_are_told_of_all_rows(counts, said):
+def test_queries_without_positives_are_counted(counts, said):
     rows = {
         f"row {i}": {"recall@1": 0.5, "queries_without_positive": float(count)}
         for i, count in enumerate(counts)
@@ -53,14 +53,14 @@ def test_queries_that_do_not_count_are_told_of_all_rows(counts, said):
         assert last.startswith("row 1")
 
 
-def test_a_row_is_left_out_where_it_has_nothing_but_dashes():
+def test_rows_without_values_are_skipped():
     rows = {"test": default_scores() | {"among_train": {"map@r": 0.5}}}
     blocks = metrics_table(rows).split("\n\n")
-    there = [("among training images" in block, "map@r" in block) for block in blocks]
+    there = [(AMONG_TRAIN in block, "map@r" in block) for block in blocks]
     assert sorted(there) == [(False, False), (True, True)]
 
 
-def test_a_metric_that_a_row_lacks_is_left_blank():
+def test_missing_metric_is_a_dash():
     rows = {"untrained": {"recall@1": 0.25}, "trained": {"recall@1": 0.5, "map@r": 0.125}}
     lines = [line.split() for line in metrics_table(rows).splitlines()]
     assert lines == [["recall@1", "map@r"], ["untrained", "25.0", "–"], ["trained", "50.0", "12.5"]]

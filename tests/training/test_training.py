@@ -28,16 +28,15 @@ from proximetry.training import (
     train,
 )
 from proximetry.training.checkpoint import (
-    CheckpointError,
+    TrainState,
     load_checkpoint,
     save_checkpoint,
 )
-from proximetry.training.clock import Stopwatch
 from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
-from proximetry.training.reporting import PlainDisplay
-from proximetry.training.run_folder import PlaceError, describe_environment
-from proximetry.training.state import TrainState
+from proximetry.training.loop import Stopwatch
+from proximetry.training.reporting import AMONG_TRAIN, PlainDisplay
+from proximetry.training.run_folder import PlaceError
 from tests.processes import Process
 from tests.training.runs import (
     OnStep,
@@ -51,7 +50,7 @@ from tests.training.runs import (
 from tests.training.tiny import make_recipe, with_
 
 
-def test_a_run_writes_everything_down(recipe, tmp_path):
+def test_run_folder_contents(recipe, tmp_path):
     out = tmp_path / "run"
     recipe = with_(recipe, "training", keep_checkpoint_every=2)
     results = train(recipe, out, device="cpu")
@@ -76,7 +75,7 @@ def test_a_run_writes_everything_down(recipe, tmp_path):
     assert not list(out.rglob("*.part"))
 
 
-def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_path):
+def test_watch_test_does_not_change_training(images, cache, tmp_path):
     table = tmp_path / "table.csv"
     rows = [
         f"{path},{path.parent.name},{'train' if path.parent.name < 'class05' else 'test'}"
@@ -101,7 +100,7 @@ def test_the_test_set_can_be_watched_without_choosing_by_it(images, cache, tmp_p
     assert all(torch.equal(watched[key], blind[key]) for key in watched)
 
 
-def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path):
+def test_seconds_of_training_and_startup(recipe, tmp_path):
     phases = []
 
     class Watch(Callback):
@@ -117,7 +116,7 @@ def test_seconds_of_training_and_of_the_start_are_told_apart(recipe, tmp_path):
     assert set(phases) == {"training"}
 
 
-def test_a_stopwatch_gives_every_moment_to_one_phase(monkeypatch):
+def test_stopwatch_phases(monkeypatch):
     now = iter([0.0, 3.0, 4.0, 9.0, 11.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     clock = Stopwatch()
@@ -128,19 +127,7 @@ def test_a_stopwatch_gives_every_moment_to_one_phase(monkeypatch):
     assert clock.seconds == {"startup": 3, "training": 3, "evaluation": 5, "other": 0}
 
 
-def test_a_checkpoint_says_how_far_the_run_has_come(recipe, tmp_path):
-    recipe = with_(recipe, "training", checkpoint_steps=1)
-    killed_at(6, recipe, tmp_path / "run")
-    state = state_of(RunFolder(tmp_path / "run").last)
-    assert {key: state["state"][key] for key in ("epoch", "batch", "step")} == {
-        "epoch": 1,
-        "batch": 2,
-        "step": 6,
-    }
-    assert "sampler" not in state, "it has no state of its own"
-
-
-def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
+def test_checkpoint_epochs(recipe, tmp_path):
     recipe = with_(recipe, "training", epochs=5, checkpoint_epochs=2)
     recipe = with_(recipe, "evaluation", protocol="last")
     saved = []
@@ -159,14 +146,14 @@ def test_checkpoints_can_be_rarer_than_epochs(recipe, tmp_path):
     assert saved[best - 1] == best, "a run never continues from before its best checkpoint"
 
 
-def test_cuda_graph_changes_nothing_without_a_gpu(recipe, tmp_path):
+def test_cuda_graph_has_no_effect_on_the_cpu(recipe, tmp_path):
     train(recipe, tmp_path / "plain", device="cpu")
     train(with_(recipe, "training", cuda_graph=True), tmp_path / "graphed", device="cpu")
     assert_same_run(tmp_path / "plain", tmp_path / "graphed")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graph_on_the_gpu_learns_the_same(images, cache, tmp_path):
+def test_cuda_graph_trains_like_eager_mode(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
@@ -185,21 +172,13 @@ def test_cuda_graph_on_the_gpu_learns_the_same(images, cache, tmp_path):
     assert losses["graphed"] == pytest.approx(losses["plain"], rel=1e-2)
 
 
-def test_too_little_memory_is_said_in_a_sentence(recipe, tmp_path):
+def test_out_of_memory_error_names_remedies(recipe, tmp_path):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
     with pytest.raises(RunError, match=r"not enough memory.*training\.accumulate"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(1, lambda: fail(error))])
 
 
-def test_a_loss_without_parameters_can_be_clipped(recipe, tmp_path):
-    pytest.importorskip("pytorch_metric_learning")
-    recipe = with_(recipe, "loss", name="pairs/multi_similarity")
-    recipe = with_(recipe, "optimizer", clip_value=10.0, clip_norm=1.0)
-    train(recipe, tmp_path / "run")
-    assert RunFolder(tmp_path / "run").history()[-1]["epoch"] == 3
-
-
-def test_training_crops_may_be_smaller_than_those_of_evaluation(recipe, tmp_path):
+def test_training_crop_size_differs_from_evaluation(recipe, tmp_path):
     sizes = set()
 
     class Watch(Callback):
@@ -217,7 +196,7 @@ HALF_WRITTEN = f".proximetry-{32 * 'b'}-environment.json.part"
 
 
 @pytest.mark.parametrize("leftovers", [[], ["environment.json"], [HALF_WRITTEN]])
-def test_a_run_killed_before_it_began_begins_again(recipe, tmp_path, leftovers):
+def test_run_killed_before_its_recipe_starts_again(recipe, tmp_path, leftovers):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for name in leftovers:
         (tmp_path / "run" / name).write_text("{}")
@@ -237,7 +216,7 @@ def test_training_learns_unseen_classes(images, cache, tmp_path):
     )
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path):
+def test_seed_determines_the_run(recipe, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(with_(recipe, "training", seed=seed, epochs=2), tmp_path / name)
     assert_same_run(tmp_path / "a", tmp_path / "b")
@@ -245,16 +224,22 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(recipe, tmp_path)
     assert any(not torch.equal(a[key], c[key]) for key in a)
 
 
-@pytest.mark.parametrize("stop_at", [1, 5, 11])
-def test_a_run_killed_anywhere_continues_bit_for_bit(recipe, tmp_path, stop_at):
-    """Killed between any two steps: nothing after the last checkpoint is kept, nothing is lost."""
+def test_resume_is_bit_exact(recipe, images, tmp_path):
+    """Also on moved images, and with other checkpoints and another cache."""
     recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
     train(recipe, tmp_path / "whole")
-    killed_at(stop_at, recipe, tmp_path / "cut")
-    if stop_at > 4:
-        assert Embedder.load(tmp_path / "cut" / "embedder").metrics["epoch"] <= stop_at // 4
-    train(recipe, tmp_path / "cut")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    moved = shutil.copytree(images, tmp_path / "elsewhere")
+    paths = {"data.root": str(moved), "data.cache_dir": str(tmp_path / "c"), "data.cache": "none"}
+    for stop_at, changes in ((1, {}), (5, paths), (11, {"training.checkpoint_steps": 1})):
+        out = tmp_path / f"cut{stop_at}"
+        killed_at(stop_at, recipe, out)
+        train(recipe.override(changes), out)
+        assert_same_run(tmp_path / "whole", out)
+    recorded = Recipe.load(out / "recipe.yaml")
+    assert recorded.training.checkpoint_steps == 1
+    steps = []
+    results = train(recipe, out, callbacks=[OnStep(1, lambda: steps.append(1))])
+    assert (results["epochs"], steps) == (3, []), "a complete run returns its results"
 
 
 def quick(recipe):
@@ -285,7 +270,7 @@ def killed_at_call(number, monkeypatch, *names):
             assert failed
 
 
-def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monkeypatch):
+def test_run_killed_at_any_write_resumes_bit_exact(recipe, tmp_path, monkeypatch):
     """Also between a line of metrics.jsonl, the best checkpoint, the last one and the results."""
     recipe = quick(recipe).override({"training": {"epochs": 2, "checkpoint_epochs": 2}})
     train(recipe, tmp_path / "whole")
@@ -302,7 +287,7 @@ def test_a_run_killed_at_any_write_continues_bit_for_bit(recipe, tmp_path, monke
     assert number > 7, "recipe, environment, checkpoints, embedder, results"
 
 
-def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypatch):
+def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
     recipe = with_(quick(recipe), "training", epochs=1)
     changed = with_(recipe, "optimizer", lr=0.5)
     train(changed, tmp_path / "whole")
@@ -327,7 +312,7 @@ def test_starting_over_killed_anywhere_mixes_no_runs(recipe, tmp_path, monkeypat
     assert number > 6
 
 
-def test_a_plateau_is_remembered_over_a_restart(recipe, tmp_path, monkeypatch):
+def test_plateau_schedule_resumes(recipe, tmp_path, monkeypatch):
     observed(monkeypatch, [0.5, 0.4, 0.5, 0.3, 0.5, 0.2])  # an equal epoch is no better one
     recipe = recipe.override({"schedule": {"name": "plateau", "patience": 1}, "training.epochs": 6})
     results = train(recipe, tmp_path / "whole")
@@ -370,12 +355,12 @@ def start_and_wait(server, recipe, home, step, code=SCRIPT):
 
 
 @pytest.mark.slow
-def test_a_process_killed_with_sigkill_continues_bit_for_bit(server, recipe, tmp_path, monkeypatch):
+def test_sigkill_resumes_bit_exact(server, recipe, tmp_path, monkeypatch):
     recipe = with_(recipe, "training", epochs=4, checkpoint_steps=2)
     process = start_and_wait(server, recipe, tmp_path, 7)
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     us = f"process {process.pid} on {socket.gethostname()}"
-    with pytest.raises(RunError, match=rf"^{us} is training in .*; wait for it, or choose"):
+    with pytest.raises(RunError, match=rf"^{us} is training in"):
         train(recipe, tmp_path / "run")
     process.kill()
     assert torch.get_num_threads() == 1
@@ -387,21 +372,21 @@ def test_a_process_killed_with_sigkill_continues_bit_for_bit(server, recipe, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_leaves(server, recipe, tmp_path, number):
+def test_signal_saves_a_checkpoint(server, recipe, tmp_path, number):
     recipe = with_(recipe, "training", epochs=200)
     process = start_and_wait(server, recipe, tmp_path, 5)
     process.send(number)
     (tmp_path / "hold").unlink()
     assert process.ended() == 1
-    assert "Stopped: stopped after step" in process.said()
+    assert "Stopped: stopped after step" in process.output()
     state = state_of(RunFolder(tmp_path / "run").last)["state"]
-    assert f"stopped after step {state['step']}" in process.said()
-    with pytest.raises(RunError, match=r"in its epoch 2 already, past training\.epochs 1;"):
+    assert f"stopped after step {state['step']}" in process.output()
+    with pytest.raises(RunError, match=r"epoch 2, past training\.epochs 1"):
         train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_a_run_can_follow_its_parent(server, recipe, tmp_path, monkeypatch):
+def test_run_stops_when_its_parent_is_gone(server, recipe, tmp_path, monkeypatch):
     """With PROXIMETRY_FOLLOW_PARENT it stops and saves when the process that started it is gone."""
     recipe = with_(recipe, "training", epochs=200)
     parent = start_and_wait(server, recipe, tmp_path, 5, CHILD + SCRIPT)
@@ -418,14 +403,14 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, capsys):
+def test_sigint_raises_stopped_and_run_resumes(recipe, tmp_path, capsys):
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*continues it$"):
+    with pytest.raises(Stopped, match=r"stopped after step 4, saved in .*resumes it"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(4, interrupt)])
-    with pytest.raises(Stopped, match=r"after step 6.*continues it, and the embedder so far can"):
+    with pytest.raises(Stopped, match="after step 6"):
         train(recipe, tmp_path / "run", callbacks=[OnStep(6, interrupt)])
     assert signal.getsignal(signal.SIGINT) is handler
-    with pytest.raises(Stopped, match=r"without --fresh \(resume=False\) continues it$"):
+    with pytest.raises(Stopped, match=r"without --fresh"):
         train(
             recipe,
             tmp_path / "run",
@@ -439,7 +424,7 @@ def test_stopping_is_an_exception_that_says_how_to_go_on(recipe, tmp_path, capsy
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_where_nothing_is_watched_the_embedder_is_saved_ten_times(recipe, tmp_path):
+def test_embedder_is_saved_ten_times_without_evaluation(recipe, tmp_path):
     last = with_(recipe, "evaluation", protocol="last")
     train(with_(last, "training", epochs=20), tmp_path / "run")
     lines = RunFolder(tmp_path / "run").history()
@@ -447,15 +432,7 @@ def test_where_nothing_is_watched_the_embedder_is_saved_ten_times(recipe, tmp_pa
     assert saved == [*range(2, 21, 2)]
 
 
-def test_a_complete_run_returns_its_results_at_once(recipe, tmp_path):
-    first = train(recipe, tmp_path / "run")
-    steps = []
-    again = train(recipe, tmp_path / "run", callbacks=[OnStep(1, lambda: steps.append(1))])
-    assert again == first
-    assert steps == []
-
-
-def test_a_notebook_finds_torch_as_it_left_it(recipe, tmp_path):
+def test_torch_state_is_restored(recipe, tmp_path):
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -475,7 +452,7 @@ def test_a_notebook_finds_torch_as_it_left_it(recipe, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_process_group_of_the_callers_stays(recipe, tmp_path, monkeypatch):
+def test_process_group_of_the_caller_is_not_destroyed(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
@@ -496,7 +473,10 @@ def test_every_loss_trains(images, cache, tmp_path, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loss": {"name": "pairs/multi_similarity"}},
+        {
+            "loss": {"name": "pairs/multi_similarity"},
+            "optimizer": {"clip_value": 10.0, "clip_norm": 1.0},
+        },
         {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
         {"loss": {"exclusive": 1.0, "center": 0.003, "optimization": "projected"}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
@@ -512,7 +492,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
     ],
     ids=str,
 )
-def test_every_option_runs_and_continues_bit_for_bit(images, cache, tmp_path, changes):
+def test_options_resume_bit_exact(images, cache, tmp_path, changes):
     recipe = make_recipe(images, cache, **{"training": {"epochs": 2}, **changes})
     train(recipe, tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -521,7 +501,7 @@ def test_every_option_runs_and_continues_bit_for_bit(images, cache, tmp_path, ch
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_accumulation_gives_the_gradient_of_the_whole_batch(images, cache, tmp_path):
+def test_accumulate_equals_whole_batch(images, cache, tmp_path):
     runs = {}
     for parts in (1, 2, 3):
         recipe = make_recipe(
@@ -539,7 +519,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(images, cache, tmp_p
                 torch.testing.assert_close(runs[parts][key], value, rtol=1e-4, atol=1e-6)
 
 
-def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
+def test_freeze_backbone_epochs(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
@@ -554,15 +534,8 @@ def test_warm_up_leaves_the_backbone_alone(images, cache, tmp_path):
     assert not torch.equal(epochs[0][head], epochs[1][head])
 
 
-def test_frozen_statistics_stay(images, cache, tmp_path):
-    recipe = make_recipe(images, cache, model={"freeze_batchnorm": True}, training={"epochs": 1})
-    train(recipe, tmp_path / "run")
-    mean = tensors(tmp_path / "run")["embedder.backbone.layers.1.running_mean"]
-    assert (mean == 0).all()
-
-
-def test_the_best_epoch_is_the_last_of_equals():
-    state = TrainState(torch.zeros(()))
+def test_last_of_equal_epochs_is_selected():
+    state = TrainState(torch.zeros(()), torch.full((), -1))
     improved = []
     for value in (0.5, 0.6, 0.4, 0.6, 0.3):  # an equal one is selected, but no improvement
         state.epoch += 1
@@ -571,19 +544,13 @@ def test_the_best_epoch_is_the_last_of_equals():
     assert (state.best_epoch, state.best_value, state.stale) == (4, 0.6, 3)
 
 
-def test_early_stopping_saves_the_selected_epoch_and_says_why(
-    images, cache, tmp_path, monkeypatch, capsys
-):
+def test_early_stopping_saves_the_selected_epoch(images, cache, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 0.8, 0.7, 0.6])
     recipe = make_recipe(images, cache, training={"epochs": 20, "stop_after": 3})
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert results["epochs"] == 4
-    sentence = (
-        "stopped early after epoch 4: no improvement of held-out MAP@R among training images in "
-        "3 evaluations; best epoch 1"
-    )
-    assert results["stopped_early"] == sentence
-    assert sentence in capsys.readouterr().out.splitlines()
+    assert "no improvement of held-out MAP@R" in results["stopped_early"]
+    assert results["stopped_early"] in capsys.readouterr().out.splitlines()
     assert results["selected"]["epoch"] == 1
     saved = Embedder.load(tmp_path / "run" / "embedder").state_dict()
     best, last = tensors(tmp_path / "run", "best"), tensors(tmp_path / "run")
@@ -592,7 +559,7 @@ def test_early_stopping_saves_the_selected_epoch_and_says_why(
     assert any(not torch.equal(best[name], last[name]) for name in names)
 
 
-def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
+def test_two_stages_repeat_learning_rate_drops(images, cache, tmp_path):
     recipe = make_recipe(
         images,
         cache,
@@ -613,9 +580,9 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
     assert [len(names) for names in stages] == [6, 12]
     assert results["first_stage"] == first["selected"]
     for begin in (train, dry_run):
-        with pytest.raises(RunError, match=r"in two stages and cannot be extended.*--fresh"):
+        with pytest.raises(RunError, match=r"cannot be extended.*--fresh"):
             begin(with_(recipe, "training", epochs=9), tmp_path / "run")
-        with pytest.raises(PlaceError, match="holds a run that is not in two stages"):
+        with pytest.raises(PlaceError, match="without two stages"):
             begin(recipe, tmp_path / "run" / "second-stage")
     # A first stage that begins anew makes the second one worthless.
     stop = OnStep(1, lambda: fail(SystemError("killed")))
@@ -625,7 +592,7 @@ def test_two_stages_replay_the_drops_on_all_classes(images, cache, tmp_path):
     assert train(recipe, tmp_path / "run")["last"] == results["last"]
 
 
-def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, tmp_path):
+def test_evaluation_protocols(images, cache, tmp_path):
     rows = [f"{p.relative_to(images)},{p.parent.name}" for p in sorted(images.rglob("*.png"))]
     lines = [f"{row},{'train' if row < 'class10' else 'test'}" for row in rows]
     table = images / "table.csv"
@@ -643,7 +610,7 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
         assert "test" in results["selected"]
         unseen = with_(recipe, "evaluation", final_test=False)
         scores = train(unseen, tmp_path / f"{protocol} unseen")["selected"]
-        assert ("test" in scores) == (protocol == "paper"), "what selects the epoch is told"
+        assert ("test" in scores) == (protocol == "paper"), "what selects the epoch is reported"
         history = RunFolder(tmp_path / protocol).history()
         assert ("test" in history[1]) == (protocol == "paper")
         assert ("held_out" in history[1]) == (protocol == "held_out")
@@ -653,13 +620,13 @@ def test_the_papers_protocol_chooses_on_the_test_set_and_says_so(images, cache, 
     table.unlink()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
+def test_loss_that_is_not_finite_raises(recipe, tmp_path):
     class Poison(Callback):
         def on_step_end(self, run, loss):
             if run.state.step == 5:
                 run.updater.objective.proxies.weight.data.fill_(torch.nan)
 
-    with pytest.raises(RunError, match=r"not finite at step 5 \(epoch 2\).*class0\d.*last good"):
+    with pytest.raises(RunError, match=r"step 5 \(epoch 2.*class0\d.*last good"):
         train(recipe, tmp_path / "run", callbacks=[Poison()])
     state = state_of(RunFolder(tmp_path / "run").last)
     assert state["state"]["epoch"] == 1
@@ -667,32 +634,32 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path):
         assert torch.isfinite(tensor.double()).all()
 
 
-def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
+def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     (tmp_path / "others" / "checkpoints").mkdir(parents=True)
     (tmp_path / "others" / "checkpoints" / "epoch=3.ckpt").write_text("of another program")
     for name in ("mine", "others"):
-        with pytest.raises(RunError, match="not empty and holds no run"):
+        with pytest.raises(RunError, match="is not empty"):
             train(recipe, tmp_path / name)
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(RunError, match=r"file is a file; choose"):
+        with pytest.raises(RunError, match="file is a file"):
             train(recipe, out)
-    with pytest.raises(RunError, match=r"file is a file; choose"):
+    with pytest.raises(RunError, match="file is a file"):
         train(with_(recipe, "training", two_stages=True), tmp_path / "file")
     two_stages = with_(recipe, "training", two_stages=True)
     for begin in (train, dry_run):
-        with pytest.raises(PlaceError, match="not empty and holds no run"):
+        with pytest.raises(PlaceError, match="is not empty"):
             begin(two_stages, tmp_path / "mine")
     unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
     with monkeypatch.context() as patch:
         patch.setattr(Path, "touch", lambda path: fail(PermissionError(13, "Permission denied")))
         for out in (tmp_path / "new" / "run", *unwritable):
-            with pytest.raises(PlaceError, match="cannot be written to; choose another folder"):
+            with pytest.raises(PlaceError, match="is not writable"):
                 RunFolder(out).check_place()
     for out in unwritable:
-        with pytest.raises(PlaceError, match="cannot be written to"):
+        with pytest.raises(PlaceError, match="is not writable"):
             train(recipe, out)
     assert not (tmp_path / "new").exists()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
@@ -706,11 +673,11 @@ def test_folders_that_cannot_be_used(recipe, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     # Checkpoints and results whose recipe is gone are not known to be of this one.
     (tmp_path / "run" / "recipe.yaml").unlink()
-    with pytest.raises(RunError, match="not empty and holds no run"):
+    with pytest.raises(RunError, match="is not empty"):
         train(changed, tmp_path / "run")
 
 
-def test_two_runs_do_not_share_a_folder(recipe, tmp_path, monkeypatch):
+def test_run_folder_is_locked(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = RunFolder(tmp_path / "run")
     folder.acquire()
@@ -718,7 +685,7 @@ def test_two_runs_do_not_share_a_folder(recipe, tmp_path, monkeypatch):
     said = []
     display = PlainDisplay()
     display.message = said.append
-    with pytest.raises(RunError, match=f"^{us} is training in .*run; wait for it, or choose"):
+    with pytest.raises(RunError, match=f"^{us} is training in"):
         train(recipe, tmp_path / "run", display=display)
     assert said == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
     folder.release()
@@ -730,7 +697,7 @@ MISTAKES = [
     ({"data": {"root": "nowhere"}}, "nowhere"),
     ({"data": {"batch_size": 16, "sampler": "balanced", "images_per_class": 1}}, "16"),
     ({"loss": {"name": "pairs/triplet", "exclusive": 1.0}}, "needs proxies"),
-    ({"evaluation": {"protocol": "paper"}}, "test set, but there is none"),
+    ({"evaluation": {"protocol": "paper"}}, "needs a test set"),
     ({"model": {"backbone": "small_convnett"}}, "small_convnet"),
     ({"model": {"weights": "nowhere.pth"}}, "nowhere.pth"),
     ({"training": {"wandb": "birds"}}, "wandb"),
@@ -738,16 +705,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=str)
-def test_a_mistake_is_one_sentence_and_leaves_no_folder(
-    images, cache, tmp_path, monkeypatch, changes, message
-):
+def test_invalid_recipe_creates_no_folder(images, cache, tmp_path, monkeypatch, changes, message):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises((ValueError, ImportError, OSError), match=message):
         train(make_recipe(images, cache, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_corrected_command_runs_in_the_same_folder(recipe, tmp_path):
+def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
     """Also where the first one got as far as its recipe: nothing was trained yet."""
     out = tmp_path / "run"
     killed_at(1, recipe, out)
@@ -757,20 +722,7 @@ def test_the_corrected_command_runs_in_the_same_folder(recipe, tmp_path):
     assert Recipe.load(out / "recipe.yaml").optimizer == corrected.optimizer
 
 
-def test_broken_checkpoints_are_named(recipe, tmp_path):
-    train(with_(recipe, "training", epochs=1), tmp_path / "run")
-    (tmp_path / "run" / "results.json").unlink()
-    file = tmp_path / "run" / "checkpoints" / "last.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "run" / "checkpoints" / "best.safetensors").unlink()
-    with pytest.raises(RunError, match=r"last.safetensors is damaged.*--fresh"):
-        train(with_(recipe, "training", epochs=1), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        load_checkpoint(tmp_path / "none.safetensors", {})
-
-
-def test_bad_images_stop_the_run_or_are_left_out_and_named(images, cache, tmp_path):
+def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
     import shutil
 
     copy = tmp_path / "images"
@@ -783,7 +735,7 @@ def test_bad_images_stop_the_run_or_are_left_out_and_named(images, cache, tmp_pa
     assert any("broken.png" in note for note in results["notes"])
 
 
-def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path):
+def test_optimizer_state_keeps_memory_format(tmp_path):
     """A fused optimiser goes through memory: state laid out otherwise would be another's."""
     layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -798,16 +750,7 @@ def test_the_optimisers_state_keeps_the_memory_format_of_its_parameter(tmp_path)
     assert torch.equal(after, before)
 
 
-def test_a_run_continues_when_its_data_have_moved(recipe, images, tmp_path):
-    train(recipe, tmp_path / "whole")
-    killed_at(6, recipe, tmp_path / "cut")
-    shutil.copytree(images, tmp_path / "elsewhere")
-    moved = with_(recipe, "data", root=str(tmp_path / "elsewhere"), cache_dir=str(tmp_path / "c"))
-    train(moved, tmp_path / "cut")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-
-
-def test_dropout_drops_while_training_alone(recipe, tmp_path):
+def test_dropout_is_active_in_training_only(recipe, tmp_path):
     for name, share in (("none", 0.0), ("some", 0.5), ("again", 0.5)):
         train(with_(recipe, "model", dropout=share), tmp_path / name)
     assert_same_run(tmp_path / "some", tmp_path / "again")
@@ -836,22 +779,18 @@ class Interrupted(Callback):
 
 
 @pytest.mark.parametrize(("epoch", "when"), [(0, "before the first step"), (2, "in the final")])
-def test_an_evaluation_can_be_stopped_where_nothing_is_lost(
-    recipe, tmp_path, monkeypatch, epoch, when
-):
+def test_signal_interrupts_first_and_final_evaluation(recipe, tmp_path, monkeypatch, epoch, when):
     recipe = recipe.override({"training": {"epochs": 2, "precision": "bfloat16"}})
     with monkeypatch.context() as patch:
         stop = Interrupted(patch, epoch=epoch)
-        with pytest.raises(Stopped, match=rf"stopped {when}.*continues it"):
+        with pytest.raises(Stopped, match=rf"stopped {when}.*resumes it"):
             train(recipe, tmp_path / "run", callbacks=[stop])
     train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_the_untrained_embedder_is_evaluated_first_and_changes_nothing(
-    recipe, tmp_path, monkeypatch
-):
+def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeypatch):
     observed(monkeypatch, [0.0, 0.0])  # worse than any baseline
     recipe = recipe.override({"training": {"epochs": 2, "ema": 0.9}, "model": {"dropout": 0.3}})
     results = train(recipe, tmp_path / "with")
@@ -869,35 +808,22 @@ def test_the_untrained_embedder_is_evaluated_first_and_changes_nothing(
     assert still["last"]["held_out"] == results["untrained"]["held_out"]
 
 
-def test_a_continued_run_keeps_its_baseline(recipe, tmp_path):
-    killed_at(6, recipe, tmp_path / "run")
-    seen = []
-
-    class Watch(Callback):
-        def on_untrained(self, run, line):
-            seen.append(line)
-
-    results = train(recipe, tmp_path / "run", callbacks=[Watch()])
-    assert seen == []
-    assert results["untrained"]["held_out"] == RunFolder(tmp_path / "run").history()[0]["held_out"]
-
-
-def test_a_saturated_metric_is_said_once(recipe, tmp_path, monkeypatch, capsys):
+def test_saturated_metric_is_reported_once(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
-    sentence = "held-out recall@1 among training images is 100 %: it cannot tell epochs apart"
+    sentence = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
     killed_at(13, recipe, tmp_path / "run")
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert sentence in results["notes"]
-    assert sentence not in capsys.readouterr().out, "it was said before the run was cut off"
+    assert sentence not in capsys.readouterr().out, "reported before the kill"
     train(recipe, tmp_path / "whole", display=PlainDisplay())
     assert capsys.readouterr().out.count(sentence) == 1
     best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
     notes = train(best, tmp_path / "other")["notes"]
-    assert not any("cannot tell epochs apart" in note for note in notes)
+    assert not any("saturated" in note for note in notes)
 
 
-def test_the_embedder_is_there_from_the_first_evaluated_epoch_on(recipe, tmp_path, monkeypatch):
+def test_embedder_is_saved_after_each_selected_epoch(recipe, tmp_path, monkeypatch):
     observed(monkeypatch, [0.2, 0.1, 0.2])
     saved = []
 
@@ -915,7 +841,7 @@ def test_the_embedder_is_there_from_the_first_evaluated_epoch_on(recipe, tmp_pat
 @pytest.mark.parametrize(
     "kept", ["checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt", "wandb/mine.txt"]
 )
-def test_files_that_are_not_of_the_run_are_kept(recipe, tmp_path, kept):
+def test_fresh_start_keeps_other_files(recipe, tmp_path, kept):
     recipe = with_(recipe, "training", epochs=1)
     out = tmp_path / "run"
     train(recipe, out)
@@ -927,29 +853,8 @@ def test_files_that_are_not_of_the_run_are_kept(recipe, tmp_path, kept):
     assert [*out.glob("wandb/*run*")] == []
 
 
-def test_a_run_does_not_start_over_among_files_beside_the_embedder(recipe, tmp_path):
-    recipe = with_(recipe, "training", epochs=1)
-    results = train(recipe, tmp_path / "run")
-    (tmp_path / "run" / "embedder" / "mine.onnx").write_text("mine")
-    assert train(recipe, tmp_path / "run") == results
-    with pytest.raises(RunError, match=r"holds other files \(mine\.onnx\).*move them elsewhere"):
-        train(recipe, tmp_path / "run", resume=False)
-    (tmp_path / "run" / "embedder" / "mine.onnx").unlink()
-    train(recipe, tmp_path / "run", resume=False)
-
-
-def test_pace_and_places_may_change_when_a_run_continues(recipe, tmp_path):
-    train(recipe, tmp_path / "whole")
-    killed_at(6, recipe, tmp_path / "cut")
-    changed = recipe.override({"training.checkpoint_steps": 1, "data.cache": "none"})
-    train(changed, tmp_path / "cut")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    recorded = Recipe.load(tmp_path / "cut" / "recipe.yaml")
-    assert (recorded.training.checkpoint_steps, recorded.data.cache) == (1, "none")
-
-
 @pytest.mark.parametrize("schedule", ["step", "plateau"])
-def test_an_extended_run_is_the_longer_run(recipe, tmp_path, capsys, schedule):
+def test_extended_run_equals_longer_run(recipe, tmp_path, capsys, schedule):
     recipe = recipe.override({"schedule.name": schedule, "schedule.patience": 1})
     short, long = (with_(recipe, "training", epochs=epochs) for epochs in (2, 4))
     train(long, tmp_path / "whole")
@@ -966,28 +871,26 @@ def test_an_extended_run_is_the_longer_run(recipe, tmp_path, capsys, schedule):
     train(long, tmp_path / "run")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
     assert Recipe.load(tmp_path / "run" / "recipe.yaml").training.epochs == 4
-    with pytest.raises(
-        RunError, match=r"in its epoch 4 already, past training\.epochs 2;.*--fresh"
-    ):
+    with pytest.raises(RunError, match=r"training\.epochs 2.*--fresh"):
         train(short, tmp_path / "run")
 
 
-def test_an_extension_that_is_not_possible_is_refused(recipe, tmp_path):
+def test_impossible_extension_is_rejected(recipe, tmp_path):
     cosine = recipe.override({"schedule.name": "cosine", "training.epochs": 1})
     train(cosine, tmp_path / "run")
     longer = with_(cosine, "training", epochs=2)
-    with pytest.raises(RunError, match=r"cosine schedule is laid out over 1 epochs;.*--fresh"):
+    with pytest.raises(RunError, match=r"cosine.*--fresh"):
         train(longer, tmp_path / "run")
     assert train(longer, tmp_path / "run", resume=False)["epochs"] == 2
     constant = recipe.override({"schedule.name": "constant", "training.epochs": 1})
     train(constant, tmp_path / "other")
     shutil.rmtree(tmp_path / "other" / "checkpoints")
-    with pytest.raises(RunError, match=r"checkpoints of the run in .* are gone; put .*--fresh"):
+    with pytest.raises(RunError, match="no checkpoint"):
         train(with_(constant, "training", epochs=2), tmp_path / "other")
     assert train(constant, tmp_path / "other")["epochs"] == 1
 
 
-def test_a_run_that_stopped_early_goes_on_when_asked(recipe, tmp_path, monkeypatch, capsys):
+def test_early_stopped_run_resumes_with_more_patience(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 0.8, 0.7, 0.95, 0.6, 0.5])
     recipe = with_(recipe, "training", epochs=5, stop_after=2)
     stopped = train(recipe, tmp_path / "run")
@@ -1024,24 +927,11 @@ def test_callback_finishes_a_run_with_results(recipe, tmp_path, capsys):
     assert_same_run(tmp_path / "whole", out)
 
 
-def test_finished_run_without_evaluation_selects_nothing(recipe, tmp_path):
-    recipe = recipe.override({"training.epochs": 10, "evaluation.every": 5})
-    results = train(recipe, tmp_path / "run", callbacks=[FinishAfterTwoEpochs()])
-    assert (results["protocol"], results["selected"]["epoch"]) == ("last", 2)
-
-
-def test_the_environment_names_the_device_of_the_run(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    for name, expected in (("cuda:1", "GPU 1"), ("cpu", "cpu")):
-        assert describe_environment(0, torch.device(name))["device"] == expected
-
-
-def test_training_that_gains_nothing_is_said(recipe, tmp_path, capsys):
+def test_no_improvement_over_untrained_is_reported(recipe, tmp_path, capsys):
     changes = {"optimizer.lr": 1e-12, "training.epochs": 1, "model.freeze_batchnorm": True}
     still = recipe.override(changes)
     results = train(still, tmp_path / "run", display=PlainDisplay())
     assert results["selected"]["held_out"]["map@r"] == results["untrained"]["held_out"]["map@r"]
-    note = next(note for note in results["notes"] if "training has gained nothing" in note)
-    assert note.startswith("held-out MAP@R among training images is ")
+    note = next(note for note in results["notes"] if "no improvement over the untrained" in note)
+    assert note.startswith(f"held-out MAP@R {AMONG_TRAIN} is ")
     assert note in capsys.readouterr().out

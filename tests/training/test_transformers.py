@@ -29,7 +29,7 @@ def recipe_for(images, cache, backbone="test_vit", **changes):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_fit_their_networks_as_timm_knows_them(name):
+def test_recipes_match_timm_networks(name):
     model = Recipe.load(name).model
     config = timm.get_pretrained_cfg(model.backbone)
     assert config.hf_hub_id == f"timm/{model.backbone}"
@@ -49,7 +49,7 @@ def test_recipes_fit_their_networks_as_timm_knows_them(name):
     ("name", "backbone"),
     [("dinov2", "test_vit"), ("dinov3", "tiny_dinov3"), ("siglip", "test_vit3")],
 )
-def test_recipes_train_what_can_be_loaded_and_searched(name, backbone, images, cache, tmp_path):
+def test_transformer_recipes_train(name, backbone, images, cache, tmp_path):
     """With a smaller network of the same kind and random weights."""
     changes = {
         "model": {"backbone": backbone, "weights": "none", "image_size": 32, "dim": 8},
@@ -69,7 +69,7 @@ def rates(folder):
     return [line["lr"] for line in RunFolder(folder).history() if line["epoch"]]
 
 
-def test_a_run_with_a_rate_for_each_layer_continues_bit_for_bit(images, cache, tmp_path):
+def test_layer_decay_resumes_bit_exact(images, cache, tmp_path):
     """With frozen layers at first, drops and clipping; what is reported is the last layer's."""
     recipe = recipe_for(
         images,
@@ -88,7 +88,7 @@ def test_a_run_with_a_rate_for_each_layer_continues_bit_for_bit(images, cache, t
         train(plain, tmp_path / "parts", device="cpu")
 
 
-def test_early_layers_move_less(images, cache, tmp_path):
+def test_layer_decay_slows_early_layers(images, cache, tmp_path):
     moved = []
     for decay in (1.0, 0.1):
         recipe = recipe_for(
@@ -110,7 +110,7 @@ def test_early_layers_move_less(images, cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_lora_is_evaluated_saved_and_continued_as_it_was_trained(images, cache, tmp_path):
+def test_lora_is_merged_saved_and_resumed(images, cache, tmp_path):
     """Its moving average, that is."""
     pytest.importorskip("peft")
     recipe = recipe_for(
@@ -148,7 +148,7 @@ def test_lora_is_evaluated_saved_and_continued_as_it_was_trained(images, cache, 
 
 
 @pytest.mark.slow
-def test_lora_on_two_ranks_is_lora_on_one(server, images, cache, tmp_path):
+def test_lora_on_two_ranks_equals_one(server, images, cache, tmp_path):
     pytest.importorskip("peft")
     recipe = recipe_for(
         images,
@@ -160,13 +160,13 @@ def test_lora_on_two_ranks_is_lora_on_one(server, images, cache, tmp_path):
     recipe.save(tmp_path / "recipe.yaml")
     train(recipe, tmp_path / "one", device="cpu")
     ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "two")
-    assert ranks.ended() == [0, 0], ranks.said(0)
+    assert ranks.ended() == [0, 0], ranks.output(0)
     one, two = (Embedder.load(tmp_path / name).state_dict() for name in ("one", "two"))
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)
 
 
-def test_what_a_network_cannot_do_is_said_before_anything_is_decoded(images, tmp_path):
+def test_unsupported_keys_are_rejected_before_decoding(images, tmp_path):
     cache = tmp_path / "cache"
     wrong = [
         (

@@ -92,15 +92,15 @@ def evaluate(
 
     # These import torch, which takes seconds: wrong paths are reported before.
     from proximetry.cli.search_methods import SearchMethods, make_rows
-    from proximetry.training.comparison import check_comparison, choose_split
     from proximetry.training.evaluator import (
-        doubts,
         encode_catalog,
         encode_readable,
+        leakage_warnings,
         saved_evaluation,
         score_embedder,
         score_vectors,
     )
+    from proximetry.training.query_gallery import check_comparison, choose_split
 
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
@@ -131,7 +131,7 @@ def evaluate(
             else:
                 with skip_hint():
                     vectors = encode_catalog(model, catalog, batch_size, report)
-            notes += doubts(model, catalog)
+            notes += leakage_warnings(model, catalog)
             scored, compared = score_embedder(
                 model, catalog, metrics, eval_dims, batch_size, report, vectors=vectors
             )

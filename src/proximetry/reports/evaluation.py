@@ -23,13 +23,13 @@ from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embedd
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
 from proximetry.reports.record import RunRecord
-from proximetry.training.comparison import (
+from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
+from proximetry.training.query_gallery import (
     check_comparison,
     choose_split,
     compared,
     with_needed_roles,
 )
-from proximetry.training.evaluator import doubts, encode_readable, means, score_queries
 from proximetry.training.sources.base import divide, open_catalog
 
 Rows = npt.NDArray[np.int64]
@@ -261,7 +261,7 @@ def _evaluated_images(
     chosen, split = choose_split(catalog, None, source or str(catalog.root))
     images = f"{spaced(len(chosen))} images in {catalog.root} (split {split})"
     note = f"evaluated on {images}, not on those of the run"
-    return chosen, split, None, [note, *doubts(embedder, chosen)]
+    return chosen, split, None, [note, *leakage_warnings(embedder, chosen)]
 
 
 def _changed(record: RunRecord, split: str, scores: dict[str, Any]) -> list[str]:

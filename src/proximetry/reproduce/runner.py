@@ -36,10 +36,10 @@ from proximetry.reproduce.table import (
     RunsFailedError,
     Table,
 )
+from proximetry.training.callbacks import FOLLOW_PARENT, Stopped
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.sources.base import divide
-from proximetry.training.stopping import FOLLOW_PARENT, Stopped
 
 Report = Callable[[str], None]
 Child = subprocess.Popen[bytes]

@@ -15,12 +15,11 @@ from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
 from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
-    from proximetry.training.callbacks import Callback
+    from proximetry.training.callbacks import Callback, Stopped
     from proximetry.training.distributed import RankError
     from proximetry.training.evaluator import evaluate_embedder
     from proximetry.training.run import train
     from proximetry.training.run_folder import RunError, RunFolder
-    from proximetry.training.stopping import Stopped
 
 __all__ = [
     "Callback",
@@ -40,12 +39,11 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "callbacks": ("Callback",),
+        "callbacks": ("Callback", "Stopped"),
         "evaluator": ("evaluate_embedder",),
         "distributed": ("RankError",),
         "run": ("train",),
         "run_folder": ("RunError", "RunFolder"),
-        "stopping": ("Stopped",),
     },
     extra="train",
 )

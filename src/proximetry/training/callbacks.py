@@ -1,89 +1,125 @@
-"""Callbacks of a run."""
+"""Callbacks of a run, and requests to stop it: Ctrl-C, SIGTERM, a parent that is gone."""
 
-import inspect
-from collections.abc import Iterable, Sequence
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from proximetry._util.errors import closest, shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from proximetry.training.loop import Run
+
+FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
+"""Environment variable: the id of a parent process; the run stops when that process is gone."""
+
+
+class Stopped(Exception):  # noqa: N818
+    """A run that was stopped and saved, and how to resume it."""
 
 
 class Callback:
-    """Called by the loop, on every process; every method may be left out.
+    """Called by the loop on every process; every method is optional.
 
-    Display and trackers are callbacks. A custom one goes to
-    ``train(callbacks=[...])``, of this class or of any other that has some of the methods. `Run`
-    holds the recipe, the embedder, the state and the rest. ``run.finish()`` ends training after the
-    present epoch, and `train` returns the results. ``run.stop()`` ends the run after the present
-    step, with a checkpoint, as Ctrl-C does: `train` raises `Stopped`. What a callback raises ends
-    the run as well: `train` raises it, the last checkpoint stays, and the same call continues from
-    there.
+    Pass callbacks to ``train(callbacks=[...])``: objects of this class, or of any other with some
+    of these methods. `Run` holds the recipe, the embedder, the state and the rest.
+    ``run.finish()`` ends training after the current epoch, and `train` returns the results.
+    ``run.stop()`` ends the run after the current step with a checkpoint, as Ctrl-C does, and
+    `train` raises `Stopped`. An exception in a callback ends the run, too: `train` raises it, and
+    the same call resumes from the last checkpoint.
     """
 
     def on_start(self, run: "Run") -> None:
-        """Before the first step; a continued run has its state restored."""
+        """Before the first step; the state of a resumed run is restored."""
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
         """After the evaluation of the untrained embedder; ``line`` has epoch 0 and no loss."""
 
-    def on_step_end(self, run: "Run", loss: Tensor) -> None:
+    def on_step_end(self, run: "Run", loss: "Tensor") -> None:
         """After an update; reading ``loss`` from a GPU waits for it."""
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """After an epoch and its evaluation; ``line`` is what metrics.jsonl gets."""
+        """After an epoch and its evaluation; ``line`` is that of metrics.jsonl."""
 
     def on_stop(self, run: "Run") -> None:
-        """After the last step of a run that was asked to stop."""
+        """After the last step of a run that is stopped."""
 
     def on_end(self, run: "Run", results: dict[str, Any]) -> None:
         """After the embedder and the results are saved."""
 
 
-EVENTS = {
-    name: list(inspect.signature(method).parameters)[1:]
-    for name, method in vars(Callback).items()
-    if name.startswith("on_")
-}
-"""The methods of a callback, and what each is called with."""
+EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def check_callbacks(callbacks: object) -> Sequence[Any]:
-    """Return callbacks; refuse what is none, and methods that would never be called."""
+    """Return callbacks; reject other objects, and methods that would never be called."""
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
         raise TypeError(f"callbacks must be a list of callbacks, got {shown(callbacks)}")
-    found = list(callbacks)
-    for callback in found:
-        _check(callback)
-    return found
+    checked = list(callbacks)
+    for callback in checked:
+        name = type(callback).__name__
+        if isinstance(callback, type):
+            raise TypeError(f"callback {callback.__name__} is a class: write {callback.__name__}()")
+        methods = [method for method in dir(callback) if method.startswith("on_")]
+        if not methods:
+            raise TypeError(f"no callback: {shown(callback)}. It has none of {', '.join(EVENTS)}")
+        for method in methods:
+            if method not in EVENTS:
+                hint = closest(method, EVENTS)
+                raise TypeError(f"callback {name}: {method} is never called{hint}")
+    return checked
 
 
-def _check(callback: object) -> None:
-    name = type(callback).__name__
-    if isinstance(callback, type):
-        raise TypeError(f"callback {callback.__name__} is a class: write {callback.__name__}()")
-    methods = [
-        method
-        for method in dir(callback)
-        if method.startswith("on_") and callable(getattr(callback, method))
-    ]
-    for method in methods:
-        if method not in EVENTS:
-            raise TypeError(
-                f"callback {name} has a method {method}, which is never called"
-                f"{closest(method, EVENTS)}"
-            )
-        given = ["run", *EVENTS[method][1:]]
+class StopRequests:
+    """Whether a run was requested to stop, when called."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._parent = os.environ.get(FOLLOW_PARENT)
+        self._message: str | None = None
+
+    def __call__(self) -> bool:
+        """Return whether a signal arrived or the parent to follow is gone."""
+        return self._requested or self._parent not in (None, str(os.getppid()))
+
+    def request(self) -> None:
+        """Request a stop; raise `Stopped` within `immediate`."""
+        self._requested = True
+        if self._message is not None:
+            raise Stopped(self._message)
+
+    @contextmanager
+    def immediate(self, message: str) -> Iterator[None]:
+        """Raise `Stopped` with this message on a request, where nothing is lost by it."""
+        if self():
+            raise Stopped(message)
+        self._message = message
         try:
-            inspect.signature(getattr(callback, method)).bind(*given)
-        except TypeError as error:
-            raise TypeError(
-                f"{method} of callback {name} is called with ({', '.join(given)}): {error}"
-            ) from None
-        except ValueError:  # a method without a signature, written in C
-            continue
-    if not methods:
-        raise TypeError(f"{shown(callback)} is no callback: it has none of {', '.join(EVENTS)}")
+            yield
+        finally:
+            self._message = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Turn the first SIGINT and SIGTERM into a stop request; restore the handlers at the end."""
+    requests = StopRequests()
+    before: dict[int, Any] = {}
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before[number])
+        requests.request()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, catch)
+    try:
+        yield requests
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

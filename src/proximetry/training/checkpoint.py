@@ -1,23 +1,27 @@
-"""Checkpoints: one file each, safetensors with JSON in its header, written atomically.
+"""Checkpoints: the state of a run in one safetensors file, written atomically, without pickle.
 
-No pickle. A file holds the tensors of every part under the part's name, and everything else as
-JSON, so that it opens on any number of processes and can be read by people. It carries its own
-checksum: one bit that has changed since makes it unreadable, not a different run.
+A file holds the tensors of each module under the name of the module, everything else as JSON in its
+header, and a checksum of all its bytes. It can be loaded on any number of processes.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proximetry._util.errors import some, spaced
 from proximetry._util.files import (
     CHECKSUM,
     SEAL,
@@ -27,18 +31,234 @@ from proximetry._util.files import (
     parse_json,
     sealed,
 )
+from proximetry.data import Catalog
+from proximetry.recipe.loading import differences
+from proximetry.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from proximetry.training.loop import Run
 
 FORMAT = 2
+_REMEDY = "Put {} back, or start over with --fresh."
 
 
-class CheckpointError(ValueError):
+class RunError(ValueError):
+    """A run that cannot start or be resumed, and why."""
+
+
+class CheckpointError(RunError):
     """A checkpoint that cannot be used, and why."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path} {problem}. {_REMEDY.format(path)}")
+
+
+@dataclass
+class TrainState:
+    """Counters of the loop and the epoch selected so far.
+
+    Attributes:
+        loss_sum: sum of the losses of the current epoch, on the device.
+        bad_step: the first step whose loss was not finite, on the device; -1 for none.
+        epoch: complete epochs.
+        batch: steps of the current epoch.
+        step: steps of the run.
+        best_epoch: the selected epoch so far.
+        best_value: its selection metric.
+        stale: evaluations since the last improvement.
+        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
+        lines: the lines of metrics.jsonl, which a resumed run writes again.
+    """
+
+    loss_sum: Tensor
+    bad_step: Tensor
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    best_epoch: int | None = None
+    best_value: float | None = None
+    stale: int = 0
+    finished: int | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def advance(self, loss: Tensor) -> None:
+        """Count a step and its loss, without waiting for the device."""
+        self.loss_sum += loss
+        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
+        self.bad_step = torch.where(first_bad, self.step, self.bad_step)
+        self.batch += 1
+        self.step += 1
+
+    def end_epoch(self, batches: int) -> dict[str, Any]:
+        """Count an epoch of this number of batches; return epoch, step and mean loss."""
+        self.epoch += 1
+        self.batch = 0
+        mean = self.loss_sum.item() / batches
+        self.loss_sum.zero_()
+        return {"epoch": self.epoch, "step": self.step, "loss": mean}
+
+    def observe(self, value: float) -> bool:
+        """Record the selection metric of an epoch; return whether it is the best so far.
+
+        Of equal epochs the last one is selected, as it was trained for longer; for the patience of
+        the schedule and of early stopping it is no improvement.
+        """
+        improved = self.best_value is None or value > self.best_value
+        if improved or value == self.best_value:
+            self.best_epoch, self.best_value = self.epoch, value
+        self.stale = 0 if improved else self.stale + 1
+        return improved
+
+
+def save_state(run: Run) -> None:
+    """Write the last checkpoint; raise if a loss or a weight is not finite."""
+    run.check_finite(weights=True)
+    if not run.world.leads:
+        return
+    state = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in vars(run.state).items()
+    }
+    plain = {
+        "state": state,
+        "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
+        "seconds": run.clock.so_far(),
+        "scaler": run.updater.scaler.state_dict(),
+        "recipe": run.recipe.to_dict(),
+        "images": run.data.fingerprint,
+    }
+    save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, plain)
+
+
+def link_checkpoints(run: Run) -> None:
+    """Hard-link the last checkpoint as ``best`` and as a kept epoch, where it is one of these."""
+    folder, state = run.folder, run.state
+    if not run.world.leads or state.batch or not state.epoch:
+        return
+    if state.best_epoch == state.epoch:
+        link_checkpoint(folder.last, folder.best)
+    if run.keeps_checkpoint():
+        link_checkpoint(folder.last, folder.of_epoch(state.epoch))
+
+
+def restore_state(run: Run) -> None:
+    """Resume from the last checkpoint."""
+    path = run.folder.last
+    try:
+        plain = load_checkpoint(
+            path, run.modules(), run.updater.optimizer, lambda plain: _check_same(path, plain, run)
+        )
+        for name, value in plain["state"].items():
+            current = getattr(run.state, name)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                setattr(run.state, name, value)
+        vars(run.rates).update(plain["rates"])
+        for phase, seconds in plain["seconds"].items():
+            run.clock.seconds[phase] += seconds
+        if plain["scaler"]:
+            run.updater.scaler.load_state_dict(plain["scaler"])
+    except (LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(path, f"is no checkpoint of this version ({error!r})") from error
+
+
+def restore_best(run: Run) -> None:
+    """Load the weights of the selected epoch."""
+    path, best = run.folder.best, run.state.best_epoch
+
+    def check(plain: dict[str, Any]) -> None:
+        _check_same(path, plain, run)
+        epoch, batch = plain["state"]["epoch"], plain["state"]["batch"]
+        if (epoch, batch) != (best, 0):
+            raise CheckpointError(path, f"is not of the selected epoch {best}, but of {epoch}")
+
+    load_checkpoint(path, run.modules(), check=check)
+
+
+def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
+    """Reject a checkpoint of another recipe or other images, or with impossible counters."""
+    changed = differences(Recipe.load(plain["recipe"]).essence(), run.recipe.essence())
+    if changed:
+        raise CheckpointError(path, f"is of a run with another recipe: {', '.join(changed)}")
+    now = run.data.fingerprint
+    check_same_images(run.folder.path, plain["images"], now)
+    epoch, batch, step = (plain["state"][name] for name in ("epoch", "batch", "step"))
+    length = len(run.data.sampler)
+    if not 0 <= batch <= length or step != epoch * length + batch:
+        raise CheckpointError(
+            path, f"is damaged: step {step} is not batch {batch} of {length} in epoch {epoch}"
+        )
+    known = None not in (plain["images"]["contents"], now["contents"])
+    sizes = plain["images"].get("sizes"), now.get("sizes")
+    note = "some image files have another size than when the run was begun"
+    # No error: an unreadable image may have been replaced.
+    if not known and None not in sizes and sizes[0] != sizes[1] and note not in run.data.notes:
+        run.report(note)
+        run.data.notes.append(note)
+
+
+def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
+    """Describe the images of a catalog in plain values that `check_same_images` compares.
+
+    Args:
+        catalog: the images.
+        contents: the digest of the image files, where it is known.
+        sizes: the digest of the sizes of the files in bytes.
+    """
+
+    def digest(lines: Iterable[str]) -> str:
+        whole = hashlib.sha256()
+        for line in lines:
+            whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
+        return whole.hexdigest()
+
+    roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
+    return {
+        "classes": dict(sorted(Counter(catalog.labels).items())),
+        "splits": dict(sorted(Counter(catalog.splits).items())),
+        "rows": digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
+        "paths": digest(map(repr, catalog.paths)),
+        "contents": contents,
+        "sizes": sizes,
+    }
+
+
+def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Reject images that are not those of the run in a folder; list the differences.
+
+    Files that were moved or renamed are the same if their contents are.
+    """
+    known = None not in (before["contents"], now["contents"])
+    if all(before[key] == now[key] for key in ("rows", "contents" if known else "paths")):
+        return
+    old, new = before["classes"], now["classes"]
+    gone, added = ([name for name in a if name not in b] for a, b in ((old, new), (new, old)))
+    changes = [f"{len(gone)} missing classes ({some(gone)})"] if gone else []
+    changes += [f"{len(added)} new classes ({some(added)})"] if added else []
+    changed = [
+        f"{title} {name}: {now[key][name]} images instead of {count}"
+        for key, title in (("classes", "class"), ("splits", "split"))
+        for name, count in before[key].items()
+        if now[key].get(name, count) != count
+    ]
+    changes += [some(changed, 3)] if changed else []
+    if not changes:
+        same_rows = before["rows"] == now["rows"]
+        changes = ["other image files" if same_rows else "other classes or splits of images"]
+    total, previous = (spaced(sum(classes.values())) for classes in (new, old))
+    if total != previous:
+        changes.append(f"{total} images in total instead of {previous}")
+    raise RunError(
+        f"the run in {folder} was started with other images: {', '.join(changes)}. Restore them, "
+        "choose another folder, or start over with --fresh."
+    )
 
 
 def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write modules, optimizer and plain state."""
+    """Write modules, optimizer and plain state to a file."""
     tensors: dict[str, Tensor] = {}
     for part, module in modules.items():
         for name, tensor in module.state_dict().items():
@@ -52,7 +272,7 @@ def save_checkpoint(
             else:
                 plain.setdefault(str(index), {})[name] = value
     header = {
-        CHECKSUM: SEAL,  # first, since only the first one is filled in
+        CHECKSUM: SEAL,  # first: `sealed` replaces the first one
         "format": FORMAT,
         "state": state,
         "optimizer": {"groups": flat["param_groups"], "plain": plain},
@@ -61,7 +281,7 @@ def save_checkpoint(
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """Give a checkpoint a second name; copy it where the file system has no hard links."""
+    """Hard-link a checkpoint; copy it where the file system has no hard links."""
     with atomic_path(target) as part:
         try:
             os.link(source, part)
@@ -75,9 +295,9 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Read modules and, if given, the optimizer back; return the plain state.
+    """Load modules and, if given, the optimizer; return the plain state.
 
-    Before anything is changed, ``check`` may refuse the state.
+    ``check`` may reject the state before anything is changed.
     """
     header, content = _read(path)
     check(header["state"])
@@ -86,7 +306,7 @@ def load_checkpoint(
         try:
             module.load_state_dict(_part(tensors, part))
         except RuntimeError as error:
-            raise CheckpointError(f"{path} does not fit the {part} of this run: {error}") from error
+            raise CheckpointError(path, f"does not fit the {part} of this run: {error}") from error
     if optimizer is not None:
         states: dict[int, dict[str, Any]] = {}
         for key, tensor in tensors.items():
@@ -101,23 +321,22 @@ def load_checkpoint(
                 group["betas"] = tuple(group["betas"])
             group["fused"] = own["fused"]  # depends on the device, not on the run
         optimizer.load_state_dict({"state": states, "param_groups": groups})
-        _lay_out(optimizer)
+        for parameter, values in optimizer.state.items():
+            for name, value in values.items():  # fused optimizers need the same memory format
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     state: dict[str, Any] = header["state"]
     return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return the plain state from the header of a checkpoint, without verifying the checksum."""
-    with _readable(path), path.open("rb") as file:
-        start = file.read(8)
-        size = min(int.from_bytes(start, "little"), path.stat().st_size)
-        content = start + file.read(size)
-    state: dict[str, Any] = _parse_header(path, content)["state"]
+    state: dict[str, Any] = _read(path, whole=False)[0]["state"]
     return state
 
 
 def read_part(path: Path, part: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain state of a checkpoint, and the tensors of one of its parts by name."""
+    """Return the plain state of a checkpoint, and the tensors of one of its modules by name."""
     header, content = _read(path)
     return header["state"], _part(load(content), part)
 
@@ -127,45 +346,23 @@ def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {key[len(prefix) :]: one for key, one in tensors.items() if key.startswith(prefix)}
 
 
-def _lay_out(optimizer: Optimizer) -> None:
-    """Give the state of each parameter its memory format, by which fused optimizers go."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+def _read(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], bytes]:
     """Return the header of a checkpoint and all of its bytes, whose checksum is verified."""
-    with _readable(path):
-        content = path.read_bytes()
-    header = _parse_header(path, content)
-    if not is_sealed(content):
-        raise CheckpointError(f"{path} is damaged: it does not have the checksum it was saved with")
-    return header, content
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
     try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
+        with path.open("rb") as file:
+            content = file.read(8)
+            size = min(int.from_bytes(content, "little"), path.stat().st_size)
+            content += file.read(-1 if whole else size)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
+        raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
     try:
-        size = int.from_bytes(content[:8], "little")
         text = parse_json(content[8 : 8 + size].decode())["__metadata__"]["proximetry"]
         header: dict[str, Any] = parse_json(text)
         version, _ = header["format"], header["state"]
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged, or no checkpoint of Proximetry") from error
+        raise CheckpointError(path, "is damaged, or no checkpoint of Proximetry") from error
     if version != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version!r}, this version reads {FORMAT}; "
-            "use the version of Proximetry that wrote it"
-        )
-    return header
+        raise CheckpointError(path, f"has format {version!r}; this version reads {FORMAT}")
+    if whole and not is_sealed(content):
+        raise CheckpointError(path, "is damaged: its checksum does not match")
+    return header, content

@@ -1,8 +1,8 @@
-"""One process or several: who we are, and embeddings gathered with their gradients.
+"""Training on one or several processes.
 
 Every rank computes the loss of the whole batch from the gathered embeddings, so value and
-gradients do not depend on the number of ranks. The proxies are replicated; their gradients are
-equal on every rank and are averaged all the same, so that rounding cannot drive copies apart.
+gradients do not depend on the number of ranks. Proxies are replicated; their gradients are equal on
+every rank and still averaged, so that rounding errors cannot accumulate.
 """
 
 import gc
@@ -27,16 +27,15 @@ T = TypeVar("T")
 RANK_TIMEOUT = "PROXIMETRY_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for another one, at the start and later."""
 DEFAULT_TIMEOUT = 1800
-MAX_TIMEOUT = 10**6
 
 
 class RankError(ConnectionError):
-    """Another rank that is gone or does not answer, and how to resume."""
+    """Another rank is lost or does not answer."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them; ``owns_group`` if `join_processes` made their group."""
+    """This process among all; ``owns_group`` if `join_processes` made the process group."""
 
     rank: int = 0
     size: int = 1
@@ -45,23 +44,23 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files and talks to people."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Let all processes catch up."""
+        """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
 
     def first(self, task: Callable[[], T]) -> T:
-        """Let rank 0 do a task; every rank gets its result, or raises its error."""
+        """Run a task on rank 0; every rank returns its result, or raises its error."""
         if self.size == 1:
             return task()
         box: list[Any] = [None, None]
         if self.leads:
             try:
                 box[0] = task()
-            except Exception as error:  # handed on to every rank below
+            except Exception as error:  # raised on every rank below
                 box[1] = error
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
@@ -71,17 +70,22 @@ class World:
 
 
 def join_processes(device: str | None = None) -> World:
-    """Join the processes that torchrun started, or stand alone."""
-    alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
+    """Join the processes that torchrun started, if it did."""
+    single = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
     place = resolve_device(device)
     if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
-    if alone:
+        place = torch.device("cuda", 0 if single else int(os.environ.get("LOCAL_RANK", "0")))
+    if single:
         return World(device=place)
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), place)
+    text = os.environ.get(RANK_TIMEOUT, "")
     try:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=_timeout())
+        timeout = timedelta(seconds=float(text or DEFAULT_TIMEOUT))
+    except (ValueError, OverflowError):
+        raise UsageError(f"{RANK_TIMEOUT} must be seconds, got {shown(text)}") from None
+    try:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timeout)
     except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankError(
@@ -89,19 +93,6 @@ def join_processes(device: str | None = None) -> World:
             f"{os.environ['WORLD_SIZE']} ranks, for example with torchrun."
         ) from error
     return World(dist.get_rank(), dist.get_world_size(), place, owns_group=True)
-
-
-def _timeout() -> timedelta:
-    text = os.environ.get(RANK_TIMEOUT, "")
-    try:
-        seconds = float(text or DEFAULT_TIMEOUT)
-        if not 1 <= seconds <= MAX_TIMEOUT:
-            raise ValueError
-    except ValueError:
-        raise UsageError(
-            f"{RANK_TIMEOUT} must be seconds between 1 and {MAX_TIMEOUT}, got {shown(text)}"
-        ) from None
-    return timedelta(seconds=seconds)
 
 
 @contextmanager
@@ -112,7 +103,10 @@ def process_group(world: World) -> Iterator[None]:
         yield
     except BaseException as raised:
         error = raised
-        if world.size > 1 and _is_collective_error(raised):
+        lost = isinstance(raised, dist.DistError) or (
+            isinstance(raised, RuntimeError) and "gloo" in str(raised)
+        )
+        if world.size > 1 and lost:
             reason = _reason(raised)
             longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
             error = RankError(
@@ -122,14 +116,9 @@ def process_group(world: World) -> Iterator[None]:
             raise error from raised
         raise
     finally:
-        leave_processes(world, error)
+        if world.owns_group:
+            _leave_group(error)
         del error
-
-
-def _is_collective_error(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
 
 
 def _reason(error: BaseException) -> str:
@@ -137,14 +126,14 @@ def _reason(error: BaseException) -> str:
     return str(error).split("] ", 1)[-1].split("\n")[0].split(". ")[0].rstrip(".")
 
 
-def leave_processes(world: World, error: BaseException | None = None) -> None:
-    """Leave the process group, unless it is the caller's, on account of an error or at the end."""
-    if not world.owns_group:
-        return
-    # A thread of gloo may still need the interpreter to free the tensors of a collective, and a
-    # group waits for its threads: it must not be freed while the interpreter is held. Python's own
-    # reference to it sees to that, unless DistributedDataParallel, be it in the frames of an
-    # exception, has the last one.
+def _leave_group(error: BaseException | None) -> None:
+    """Destroy the process group.
+
+    A thread of gloo may need the interpreter to free the tensors of a collective, and the group
+    waits for its threads, so it must not be freed while the interpreter is locked. The reference
+    here prevents that, unless DistributedDataParallel has the last one, perhaps in the frames of an
+    exception, which are cleared.
+    """
     group = dist.group.WORLD
     cleared: list[BaseException] = []
     while error is not None and error not in cleared:  # chained exceptions may form a cycle
@@ -157,26 +146,24 @@ def leave_processes(world: World, error: BaseException | None = None) -> None:
 
 
 def gather(tensor: Tensor, world: World) -> Tensor:
-    """Concatenate the tensors of all ranks in the order of ranks; the gradient comes back.
+    """Concatenate the tensors of all ranks in the order of ranks, with their gradient.
 
     The number of rows may differ between ranks.
     """
-    if world.size == 1:
-        return tensor
-    return gather_with_gradient(tensor)
+    return tensor if world.size == 1 else gather_with_gradient(tensor)
 
 
 def any_rank(flag: bool, world: World) -> bool:
     """Return whether the flag is set on any rank; all ranks get the same answer."""
     if world.size == 1:
         return flag
-    found = torch.tensor(int(flag), device=world.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    combined = torch.tensor(int(flag), device=world.device)
+    dist.all_reduce(combined, dist.ReduceOp.MAX)
+    return bool(combined)
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0, which are those that are saved.
+    """Copy the buffers of rank 0, which are saved, to every rank.
 
     Batch norm has seen another part of each batch on every rank.
     """
@@ -188,7 +175,7 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Average gradients that DDP does not look after: those of the losses."""
+    """Average the gradients of the losses, which DDP does not."""
     for parameter in parameters:
         if world.size > 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad)

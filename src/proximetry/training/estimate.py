@@ -1,4 +1,4 @@
-"""What a run would take: all is checked, images too, some steps are measured, nothing written."""
+"""`dry_run`: validate a run, decode its images, measure some steps, and write nothing."""
 
 import math
 import sys
@@ -12,28 +12,21 @@ import numpy as np
 import torch
 
 from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
-from proximetry.data import Catalog
 from proximetry.data.cache import cache_home, describe_copies, refuse_bad
 from proximetry.data.decoding import check_all
-from proximetry.data.images import Interpolation, Size
-from proximetry.models import Embedder
-from proximetry.models.embedder import Stage, extract_features
+from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
-from proximetry.training.custom import take_parts
-from proximetry.training.distributed import World, join_processes
-from proximetry.training.reporting import Display, Trackers
+from proximetry.training.build import RunContext, build, fit_crop_size
+from proximetry.training.custom import custom_components
+from proximetry.training.distributed import join_processes
+from proximetry.training.loop import Run
+from proximetry.training.reporting import Display
 from proximetry.training.run import (
-    RunContext,
-    check_place_of_stages,
     check_rows,
-    choose_automatic,
+    check_stages_folder,
     first_stage,
-    fit_crop_size,
-    make_data,
-    make_updater,
     preserve_torch_state,
-    resolve,
 )
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
 from proximetry.training.sources.base import TrainingData, cache_sizes
@@ -44,12 +37,37 @@ from proximetry.training.sources.images import (
     second_cache,
     without,
 )
-from proximetry.training.step import Updater, autocast
+from proximetry.training.step import autocast
 
 STEPS = 2
-CPU_BATCH = 16  # a few seconds must do, and more images take proportionally longer there
-MOST_DECODED = 20_000
-"""Images that are decoded to check them; of more, as many from all over the catalogue."""
+CPU_BATCH = 16
+"""Batch size of the measured steps on the CPU, whose time is proportional to it."""
+MAX_DECODED = 20_000
+"""Maximum number of images to decode, evenly spaced in the catalog."""
+
+
+class _Notes(Display):
+    """Collects messages, each once, and forwards them to a display."""
+
+    def __init__(self, display: Display) -> None:
+        self.display = display
+        self.lines: list[str] = []
+        self.progress = display.progress  # type: ignore[method-assign]
+
+    def message(self, text: str) -> None:
+        """Store and show a line."""
+        if text not in self.lines:
+            self.lines.append(text)
+            self.display.message(text)
+
+
+class _Decoded(NamedTuple):
+    """The result of decoding images: their number, paths and errors of bad ones, duplicates."""
+
+    number: int = 0
+    bad: tuple[tuple[str, str], ...] = ()
+    seconds_per_image: float = 0.0
+    copies: tuple[str, ...] = ()
 
 
 def dry_run(
@@ -60,88 +78,88 @@ def dry_run(
     resume: bool = True,
     display: Display | None = None,
 ) -> dict[str, Any]:
-    """Check a run as `train` would, and return what it will take.
+    """Validate a run as `train` does, and return its expected time and memory.
 
-    Raises what the run would raise: about the data, the weights, the loss, or the folder. Images
-    are decoded, `MOST_DECODED` at most. The display shows how far that has come, and the notes.
+    Raises what the run would raise, about the data, the weights, the loss or the folder. Images are
+    decoded, `MAX_DECODED` at most.
     """
     world = join_processes(device)
     notes = _Notes(display if display is not None and world.leads else Display())
     with preserve_torch_state(world, out), notes.display:
-        return _estimate_run(recipe, Path(out), RunContext(world, notes, resume=resume), notes)
+        folder = RunFolder(Path(out))
+        if recipe.training.two_stages:
+            notes.message("the estimate is for the first of two stages")
+            check_stages_folder(folder.path)
+            recipe, folder = first_stage(recipe), RunFolder(folder.path / FIRST_STAGE)
+        recipe, saved = folder.resolve(recipe, resume)
+        custom_components(recipe, None, None, None)  # a recipe with custom ones needs Python
+        run = build(recipe, folder, RunContext(world, notes, resume=resume), open_cache=False)
+        if saved is not None:
+            check_rows(saved, run.recipe, run.data.catalog)
+        notes.lines.remove(run.choices[0])
+        replaces = not resume and (Path(out) / "results.json").exists()
+        return _estimate(run, saved, notes, replaces)
 
 
-class _Notes(Display):
-    """Collects messages, each once, and passes them on to a display."""
-
-    def __init__(self, display: Display) -> None:
-        self.display = display
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        """Keep and show a line."""
-        if text not in self.lines:
-            self.lines.append(text)
-            self.display.message(text)
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Show progress."""
-        self.display.progress(what, done, total)
-
-
-def _estimate_run(recipe: Recipe, out: Path, context: RunContext, notes: _Notes) -> dict[str, Any]:
-    world, folder = context.world, RunFolder(out)
-    if recipe.training.two_stages:
-        notes.message("what follows is about the first of two stages")
-        check_place_of_stages(out)
-        recipe, folder = first_stage(recipe), RunFolder(out / FIRST_STAGE)
-    recipe, saved = resolve(recipe, folder, context.resume, in_stages=folder.path != out)
-    Trackers.check(recipe)
-    recipe, _ = take_parts(recipe, None, None, None)  # custom components exist in Python only
-    embedder, data = make_data(recipe, context)
-    recipe, lines = choose_automatic(fit_crop_size(recipe, embedder, notes.message), data)
-    for line in lines[1:]:
-        notes.message(line)
+def _estimate(run: Run, saved: SavedRun | None, notes: _Notes, replaces: bool) -> dict[str, Any]:
+    embedder, data, images = run.updater.embedder, run.data, len(run.data.catalog)
+    recipe = fit_crop_size(run.recipe, embedder)
     storage = data.storage
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
-    if recipe.model.freeze_backbone:
-        data.stage = "features"
-    updater = make_updater(recipe, embedder, data, notes.message)
-    if saved is not None:
-        check_rows(saved, recipe, data.catalog)
-    state, done = _state(saved, recipe, not context.resume and RunFolder(out).results.exists())
-    left = recipe.training.epochs - done
+    state, done = "new", 0
+    if replaces:
+        state = "new; the complete run there will be removed"
+    elif saved is not None and (saved.is_complete(recipe) or saved.checkpoint is None):
+        state, done = "complete already", recipe.training.epochs
+    elif saved is not None and saved.checkpoint is not None:
+        state, done = "resumed", saved.checkpoint["state"]["epoch"]
+    epochs = recipe.training.epochs - done
     # Before images are decoded, whose peak memory would hide that of a step.
-    rates, memory = _measure(recipe, updater, data)
-    images, checked = len(data.catalog), Checked()
-    if isinstance(data, ImageData) and left:
-        preprocessing = embedder.preprocessing
-        size, how = cache_sizes(recipe, preprocessing)[0], preprocessing.interpolation
-        catalog = data.catalog
-        checked = world.first(lambda: _check_images(recipe, catalog, size, how, notes.display))
-        if checked.bad:
-            stage, readable = data.stage, without(catalog, checked.bad)
-            data = ImageData(recipe, preprocessing, world, notes, readable)
+    training_rate, evaluation_rate, memory = _measure(run, recipe)
+    decoded = _Decoded()
+    if isinstance(data, ImageData) and epochs:
+        decoded = run.world.first(lambda: _decode(run, notes.display))
+        if decoded.bad:
+            stage, readable = data.stage, without(data.catalog, decoded.bad)
+            data = ImageData(recipe, embedder.preprocessing, run.world, notes, readable)
             data.stage = stage
-        for line in checked.copies:
+        for line in decoded.copies:
             notes.message(line)
+    per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
+    seconds = {"training": epochs * per_epoch / training_rate}
+    on_the_fly = images * decoded.seconds_per_image if recipe.data.cache == "none" else 0.0
+    if embedder.takes_images and data.stage == "features":
+        pixels = torch.zeros(CPU_BATCH, 3, *embedder.preprocessing.crop, dtype=torch.uint8)
+        pixels = pixels.to(run.world.device)
+        rate = _rate(lambda step: extract_features(embedder, pixels), CPU_BATCH, run)
+        rows = sum(map(len, data.rows.values()))
+        seconds = {"features": max(on_the_fly, rows / rate), **seconds}
+    else:  # all cores decode while the network computes
+        seconds["training"] = max(seconds["training"], epochs * on_the_fly)
+    decoding = 0.0
+    if storage.missing:
+        sizes = cache_sizes(recipe, embedder.preprocessing)
+        twice = len(second_cache(recipe, data.rows, images, sizes))
+        share = storage.missing / storage.pixels
+        decoding = share * (images + twice) * decoded.seconds_per_image
+    evaluation = epochs and _images_evaluated(recipe, data, epochs) / evaluation_rate
     return {
         "data": {
             name: {"images": len(rows), "classes": len(data.catalog.subset(rows).class_names)}
             for name, rows in data.rows.items()
         },
         "images": images,
-        "decoded": checked.decoded,
-        "left_out": [f"{path}: {why}" for path, why in checked.bad],
+        "decoded": decoded.number,
+        "left_out": [f"{path}: {why}" for path, why in decoded.bad],
         "notes": notes.lines,
         "recipe": recipe.to_dict(),
         "dim": recipe.model.pca_dim or recipe.model.dim,
         "image_size": embedder.preprocessing.crop[0] if embedder.takes_images else None,
         "weights": f"{embedder.weights.source}: {embedder.weights.origin}",
-        "device": lines[0],
-        "folder": {"path": str(out), "state": state},
+        "device": run.choices[0],
+        "folder": {"path": str(run.folder.path), "state": state},
         "cache": {
             "folder": str(cache_home(recipe.data.cache_dir)),
             "bytes": storage.pixels,
@@ -149,239 +167,146 @@ def _estimate_run(recipe: Recipe, out: Path, context: RunContext, notes: _Notes)
             "free_bytes": storage.disk,
         },
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
-        "images_per_second": rates[0],
-        "seconds": {
-            **_training_seconds(
-                recipe, embedder, data, storage, checked, epochs=left, rate=rates[0]
-            ),
-            "evaluation": left and _images_evaluated(recipe, data, left) / rates[1],
-        },
+        "images_per_second": training_rate,
+        "seconds": {"decoding": decoding, **seconds, "evaluation": evaluation},
     }
 
 
-def _training_seconds(
-    recipe: Recipe,
-    embedder: Embedder,
-    data: TrainingData,
-    storage: StorageFacts,
-    checked: "Checked",
-    *,
-    epochs: int,
-    rate: float,
-) -> dict[str, float]:
-    """Return the seconds of decoding, features and training."""
-    images, in_training = len(data.catalog), len(data.rows["train"])
-    per_epoch = len(data.sampler) * min(recipe.data.batch_size, in_training)
-    decoding, on_the_fly = 0.0, 0.0
-    if storage.missing:
-        sizes = cache_sizes(recipe, embedder.preprocessing)
-        twice = len(second_cache(recipe, data.rows, images, sizes))
-        share = storage.missing / storage.pixels
-        decoding = share * (images + twice) * checked.seconds_per_image
-    elif recipe.data.cache == "none":  # all cores decode while the network computes
-        on_the_fly = images * checked.seconds_per_image
-    training = epochs * per_epoch / rate
-    if embedder.takes_images and data.stage == "features":
-        embedded = sum(map(len, data.rows.values())) / _features_rate(embedder, data.world)
-        features = max(on_the_fly, embedded)
-        return {"decoding": decoding, "features": features, "training": training}
-    return {"decoding": decoding, "training": max(training, epochs * on_the_fly)}
-
-
-class Checked(NamedTuple):
-    """What came of decoding images: how many there were, which of them cannot be read, and why.
-
-    And notes on copies, where all images were read.
-    """
-
-    decoded: int = 0
-    bad: tuple[tuple[str, str], ...] = ()
-    seconds_per_image: float = 0.0
-    copies: tuple[str, ...] = ()
-
-
-def _check_images(
-    recipe: Recipe, catalog: Catalog, size: Size, how: Interpolation, display: Display
-) -> Checked:
-    """Decode the images as the run will, but keep nothing; refuse what it would refuse."""
-    rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MOST_DECODED)).astype(int).tolist()
+def _decode(run: Run, display: Display) -> _Decoded:
+    """Decode images as the run will, without storing them; raise what it would raise."""
+    catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
+    rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
     display.message(f"checking {_count(len(rows), 'image')}…")
     files, progress = [catalog.file(row) for row in rows], partial(display.progress, "checking")
+    size, how = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
     started = time.perf_counter()
     errors = list(check_all(files, size, how, whole=True, progress=progress))
     seconds = time.perf_counter() - started
     bad = tuple((catalog.paths[rows[number]], error.reason) for number, error in errors)
-    refuse_bad(bad, len(rows), recipe.data.bad_images)
+    refuse_bad(bad, len(rows), run.recipe.data.bad_images)
     copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
-    return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
-
-
-def _state(saved: SavedRun | None, recipe: Recipe, replaces: bool) -> tuple[str, int]:
-    """Return what happens to the folder, and the number of its complete epochs."""
-    if replaces:
-        return "new; the complete run there will be removed", 0
-    if saved is None:
-        return "new", 0
-    if saved.is_complete(recipe) or saved.checkpoint is None:
-        return "complete already", recipe.training.epochs
-    return "continued", saved.checkpoint["state"]["epoch"]
+    return _Decoded(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
 def _images_evaluated(recipe: Recipe, data: TrainingData, epochs: int) -> int:
-    """Return how many images all evaluations of these epochs embed, first and last included."""
+    """Return the number of images in all evaluations of these epochs, first and last included."""
     counts = {name: len(rows) for name, rows in data.rows.items()}
     fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
     e, pca = recipe.evaluation, counts["train"] if fitted else 0
     watched = counts["test"] if data.protocol == "paper" or e.watch_test else 0
     watched += counts["held_out"] if data.protocol == "held_out" else 0
-    # With PCA an embedder cannot be saved without the training images either.
-    each = watched + pca
     tested = e.final_test or data.protocol == "paper"
     final = counts["held_out"] + counts["test"] * tested
     passes = (1 + e.untrained) * (final + pca) if final else pca
-    return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * each + passes
+    return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * (watched + pca) + passes
 
 
-def _measure(
-    recipe: Recipe, updater: Updater, data: TrainingData
-) -> tuple[tuple[float, float], int]:
-    """Images per second in training and in evaluation, on made-up pixels; bytes of memory."""
-    embedder, world, classes = updater.embedder, data.world, len(data.class_names)
-    on_cuda = world.device.type == "cuda"
+def _measure(run: Run, recipe: Recipe) -> tuple[float, float, int]:
+    """Return images per second in training and in evaluation on random input; bytes of memory."""
+    updater, world, data = run.updater, run.world, run.data
+    embedder, on_cuda = updater.embedder, world.device.type == "cuda"
     own = max(1, min(recipe.data.batch_size, len(data.rows["train"])) // world.size)
     batch = own if on_cuda else min(own, CPU_BATCH)
-    pixels, views = _made_up(recipe, embedder, updater.stage, batch, world)
-    labels = (torch.arange(batch, device=world.device) // 2) % classes
+    if data.stage == "features" or not embedder.takes_images:
+        shape = getattr(embedder.preprocessing, "shape", ())
+        width = (embedder.width,) if data.stage == "features" else tuple(shape)
+        pixels = views = torch.randn(batch, *width, device=world.device)
+    else:
+        side, crop = recipe.data.crop_size, embedder.preprocessing.crop
+        size = (batch, 3, *((side, side) if side else crop))
+        pixels = torch.randint(0, 256, size, dtype=torch.uint8, device=world.device)
+        views = torch.zeros((batch, 3, *crop), dtype=torch.uint8, device=world.device)
+    labels = (torch.arange(batch, device=world.device) // 2) % len(data.class_names)
+
+    def embed(step: int) -> None:
+        with torch.no_grad(), autocast(recipe.training.precision, world.device):
+            embedder.project(extract_features(embedder, views, updater.stage))
+
     before = _peak_memory()
     updater.freeze_backbone(False)
     embedder.train()
-    training = _rate(lambda step: updater(pixels, labels, step), batch * world.size, world)
-    evaluation = _rate(
-        lambda step: _embed(updater, views, recipe.training.precision), batch * world.size, world
-    )
+    training = _rate(lambda step: updater(pixels, labels, step), batch, run)
+    evaluation = _rate(embed, batch, run)
     if on_cuda:
-        return (training, evaluation), torch.cuda.max_memory_reserved(world.device)
-    return (training, evaluation), before + (_peak_memory() - before) * own // batch
+        return training, evaluation, torch.cuda.max_memory_reserved(world.device)
+    return training, evaluation, before + (_peak_memory() - before) * own // batch
 
 
-def _features_rate(embedder: Embedder, world: World) -> float:
-    """Images per second of the features of a frozen backbone, on made-up pixels."""
-    kind: Any = {"dtype": torch.uint8, "device": world.device}
-    pixels = torch.zeros((CPU_BATCH, 3, *embedder.preprocessing.crop), **kind)
-    return _rate(lambda step: extract_features(embedder, pixels), CPU_BATCH * world.size, world)
-
-
-def _made_up(
-    recipe: Recipe, embedder: Embedder, stage: Stage, batch: int, world: World
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as training sees it, and one as evaluation does."""
-    if stage == "features" or not embedder.takes_images:
-        shape = (embedder.width,) if stage == "features" else tuple(embedder.preprocessing.shape)  # type: ignore[attr-defined]
-        rows = torch.randn(batch, *shape, device=world.device)
-        return rows, rows
-    side, crop = recipe.data.crop_size, embedder.preprocessing.crop
-    seen = (side, side) if side else crop
-    kind: Any = {"dtype": torch.uint8, "device": world.device}
-    return torch.randint(0, 256, (batch, 3, *seen), **kind), torch.zeros((batch, 3, *crop), **kind)
-
-
-def _embed(updater: Updater, pixels: torch.Tensor, precision: str) -> None:
-    embedder = updater.embedder
-    with torch.no_grad(), autocast(precision, pixels.device):
-        embedder.project(extract_features(embedder, pixels, updater.stage))
-
-
-def _rate(step: Callable[[int], Any], images: int, world: World) -> float:
-    """Images per second of a step, after a first one in which kernels are chosen."""
-    step(0)
-    _wait(world)
-    started = time.perf_counter()
-    for number in range(1, STEPS + 1):
+def _rate(step: Callable[[int], Any], images: int, run: Run) -> float:
+    """Return images per second on all processes, after a first step that selects kernels."""
+    started = 0.0
+    for number in range(STEPS + 1):
         step(number)
-    _wait(world)
-    return STEPS * images / (time.perf_counter() - started)
-
-
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+        if run.world.device.type == "cuda" and number in (0, STEPS):
+            torch.cuda.synchronize(run.world.device)
+        if number == 0:
+            started = time.perf_counter()
+    return STEPS * images * run.world.size / (time.perf_counter() - started)
 
 
 def _peak_memory() -> int:
-    """Bytes this process has held at most."""
+    """Return the peak memory of this process in bytes."""
     if sys.platform == "win32":
-        return 0  # which has no such call
+        return 0  # it has no such call
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe(found: dict[str, Any]) -> str:
-    """Say what `dry_run` found, in lines of at most 80 columns where paths allow it."""
-    data, recipe, cache = found["data"], Recipe.load(found["recipe"]), found["cache"]
-    counted = [
+def describe(document: dict[str, Any]) -> str:
+    """Format the result of `dry_run` in lines of at most 80 columns where paths allow it."""
+    data, recipe, cache = document["data"], Recipe.load(document["recipe"]), document["cache"]
+    counts = [
         f"{_count(data[name]['images'], 'image')} of {_count(data[name]['classes'], 'class')} {use}"
         for name, use in (("train", "to train on"), ("held_out", "held out"), ("test", "to test"))
         if data[name]["images"]
     ]
-    missing = cache["missing_bytes"]
+    if document["decoded"]:
+        line = f"all {_count(document['decoded'], 'image')} decoded to check them"
+        if document["decoded"] < document["images"]:
+            line = f"{spaced(document['decoded'])} images decoded to check them, evenly spaced"
+        skipped = [f"skipped {reason}" for reason in document["left_out"]]
+        counts += [line, *first_few(skipped, "the document of --json")]
+    missing, seconds = cache["missing_bytes"], document["seconds"]
     size = readable_size(missing) if missing else "nothing"
-    seconds = found["seconds"]
-    taken = [
+    parts = [
         f"{what} {readable_seconds(seconds[what])}"
-        + (f" ({found['images_per_second']:.3g} images/s)" if what == "training" else "")
+        + (f" ({document['images_per_second']:.3g} images/s)" if what == "training" else "")
         for what in seconds
         if seconds[what] or what in ("training", "evaluation")
     ]
-    m, t = recipe.model, recipe.training
+    m, side = recipe.model, document["image_size"]
+    dim = f"{document['dim']}{'-d' if m.bits is None else ' bits'}"
     lines = {
-        "data": [*counted, *_what_was_decoded(found)],
+        "data": counts,
         "recipe": [
-            f"{recipe.name}: {m.backbone}, "
-            f"{_side(found['image_size'])}"
-            f"{found['dim']}{'-d' if m.bits is None else ' bits'}, "
+            f"{recipe.name}: {m.backbone}, {'' if side is None else f'{side} px, '}{dim}, "
             f"{recipe.loss.name}",
-            f"{_count(t.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
+            f"{_count(recipe.training.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
         ],
-        "weights": [found["weights"]],
-        "device": [found["device"].removeprefix("on ")],
-        "folder": [f"{found['folder']['path']} ({found['folder']['state']})"],
+        "weights": [document["weights"]],
+        "device": [document["device"].removeprefix("on ")],
+        "folder": [f"{document['folder']['path']} ({document['folder']['state']})"],
         "cache": [
             f"{size} to decode, {readable_size(cache['free_bytes'])} free",
             f"in {cache['folder']}",
-        ]
-        if recipe.data.cache != "none"
-        else ["none"],
-        "memory": [f"about {readable_size(found['memory_bytes'])}"],
+        ],
+        "memory": [f"about {readable_size(document['memory_bytes'])}"],
         "time": [
-            f"about {readable_seconds(sum(seconds.values()))}: {', '.join(taken[:2])}"
-            + ("," if taken[2:] else ""),
-            *([", ".join(taken[2:])] if taken[2:] else []),
+            f"about {readable_seconds(sum(seconds.values()))}: {', '.join(parts[:2])}"
+            + ("," if parts[2:] else ""),
+            *([", ".join(parts[2:])] if parts[2:] else []),
         ],
     }
+    if recipe.data.cache == "none":
+        lines["cache"] = ["none"]
     text = [
         f"{'' if number else name:9}{line}"
         for name, several in lines.items()
         for number, line in enumerate(several)
     ]
     return "\n".join([*text, "Nothing was written."])
-
-
-def _what_was_decoded(found: dict[str, Any]) -> list[str]:
-    """Which images were checked, and which of them the run will leave out."""
-    decoded, bad = found["decoded"], found["left_out"]
-    if not decoded:
-        return []
-    line = f"all {_count(decoded, 'image')} decoded to check them"
-    if decoded < found["images"]:
-        line = f"{spaced(decoded)} images from all over decoded to check them, the others not"
-    left_out = [f"left out {reason}" for reason in bad]
-    return [line, *first_few(left_out, "the document of --json")]
-
-
-def _side(pixels: int | None) -> str:
-    return "" if pixels is None else f"{pixels} px, "
 
 
 def _count(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The one evaluator: of a run while it trains, of a saved embedder, of a published table's rows."""
+"""The evaluator of a run, and the evaluation of saved embedders and of vectors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from proximetry import metrics
 from proximetry._util.errors import Progress, UsageError, some
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
-from proximetry.metrics import Evaluation, Metrics
+from proximetry.metrics import Evaluation, Metrics, evaluate, evaluate_codes, evaluate_queries
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
@@ -28,29 +27,29 @@ from proximetry.models.lora import has_lora, merge_lora, plain_twin
 from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
-from proximetry.training.comparison import check_comparison, compared, with_needed_roles
-from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.run_folder import RunError
+from proximetry.training.checkpoint import RunError
+from proximetry.training.distributed import any_rank, share_buffers
+from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
 from proximetry.training.sources.base import Rows, TrainingData
 from proximetry.training.step import autocast
 
 Scores = dict[str, Any]
-"""Metrics by name; under ``dims`` those of the first d dimensions, by d as text; under ``codes``
-those of trained binary codes, searched by Hamming distance; of held-out classes, under
-``among_train``, the metric that selects the epoch, with training images in the gallery too."""
+"""Metrics by name. ``dims`` has those of the first d dimensions, by d as text; ``codes`` those of
+trained binary codes by Hamming distance; ``among_train``, for held-out classes, the metric that
+selects the epoch with training images as distractors."""
 CODES = "codes"
 Scored = dict[int | str, Evaluation]
 """Scores of every query: with all dimensions first, with the first d, by d, and of `CODES`."""
 
-MOST_DISTRACTORS = 10_000
-"""So many training images at most are put into the gallery of the held-out classes."""
+MAX_DISTRACTORS = 10_000
+"""Maximum number of training images in the gallery of the held-out classes."""
 
 
 def score_queries(
     vectors: Tensor,
     catalog: Catalog,
     similarity: Similarity,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int] = (),
     *,
     binary: bool = False,
@@ -60,29 +59,29 @@ def score_queries(
 ) -> Scored:
     """Score every query with all dimensions of the embeddings, with the first d, and by codes.
 
-    Of several processes each gives its share of the catalogue, and the number of each ``rows``.
+    Each process of a ``group`` passes its share of the catalog and the numbers of its ``rows``.
     """
-    options: Any = {"metrics": wanted, "group": group, "progress": progress}
-    found: Scored = {
-        dim: metrics.evaluate(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
+    options: Any = {"metrics": metrics, "group": group, "progress": progress}
+    scored: Scored = {
+        dim: evaluate_queries(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
-        options["metrics"] = wanted.of_lists()
+        options["metrics"] = metrics.of_lists()
         arguments = compared(vectors, catalog, similarity, rows)
-        found[CODES] = metrics.evaluate(**arguments, **options, binary=True)
-    return found
+        scored[CODES] = evaluate_codes(**arguments, **options)
+    return scored
 
 
 def means(scored: Mapping[int | str, Evaluation]) -> Scores:
-    """Return the metrics of what `score_queries` found."""
-    found = {key: one.mean() for key, one in scored.items()}
-    whole, *fewer = (key for key in found if key != CODES)
-    scores: Scores = dict(found[whole])
+    """Return the mean metrics of the queries that `score_queries` scored."""
+    averages = {key: one.mean() for key, one in scored.items()}
+    whole, *fewer = (key for key in averages if key != CODES)
+    scores: Scores = dict(averages[whole])
     if fewer:
-        scores["dims"] = {str(dim): found[dim] for dim in fewer}
-    if CODES in found:
-        scores[CODES] = found[CODES]
+        scores["dims"] = {str(dim): averages[dim] for dim in fewer}
+    if CODES in averages:
+        scores[CODES] = averages[CODES]
     return scores
 
 
@@ -90,47 +89,47 @@ def evaluate_embedder(
     embedder: Embedder,
     catalog: Catalog,
     *,
-    wanted: Metrics | None = None,
+    metrics: Metrics | None = None,
     eval_dims: Sequence[int] = (),
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> Scores:
-    """Evaluate an embedder on the images of a catalogue, as the run that trained it was.
+    """Evaluate an embedder on the images of a catalog as its training run did.
 
     Args:
         embedder: with its similarity and preprocessing.
         catalog: the images; with queries and a gallery, or all against all.
-        wanted: what to compute.
+        metrics: the metrics to compute.
         eval_dims: also evaluate the first d dimensions, for each d.
-        batch_size: images per forward pass; None takes that of the recipe the embedder was
-            trained with, so that the figures are the same to the last digit.
-        progress: called with (done, total) while images are embedded and neighbours searched.
+        batch_size: images per forward pass; None uses that of the recipe the embedder was
+            trained with, which gives the same numbers to the last digit.
+        progress: called with (done, total) while images are embedded and neighbors searched.
     """
-    metrics = wanted or Metrics()
+    metrics = metrics or Metrics()
     return means(score_embedder(embedder, catalog, metrics, eval_dims, batch_size, progress)[0])
 
 
 def score_embedder(
     embedder: Embedder,
     catalog: Catalog,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int],
     batch_size: int | None,
     progress: Progress | None,
     *,
     vectors: Tensor | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
-    """Score every query as `evaluate_embedder` does; also return what was compared.
+    """Score every query as `evaluate_embedder` does; also return the arguments of the metrics.
 
-    With ``vectors``, those of the images, nothing is embedded.
+    With ``vectors``, the embeddings of the images, nothing is embedded.
     """
-    check_comparison(catalog, wanted)
+    check_comparison(catalog, metrics)
     if vectors is None:
         vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     binary = embedder.architecture.binary
     scored = score_queries(
-        vectors, catalog, similarity, wanted, eval_dims, binary=binary, progress=progress
+        vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
     )
     return scored, compared(vectors, catalog, similarity)
 
@@ -138,31 +137,32 @@ def score_embedder(
 def score_vectors(
     catalog: VectorCatalog,
     similarity: Similarity,
-    wanted: Metrics,
+    metrics: Metrics,
     eval_dims: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> tuple[Scored, dict[str, Any]]:
-    """Score every query of vectors as they are; also return what was compared."""
-    check_comparison(catalog, wanted)
+    """Score every query of precomputed vectors; also return the arguments of the metrics."""
+    check_comparison(catalog, metrics)
     rows, vectors = with_needed_roles(catalog), torch.from_numpy(catalog.vectors)
-    scored = score_queries(vectors, rows, similarity, wanted, eval_dims, progress=progress)
+    scored = score_queries(vectors, rows, similarity, metrics, eval_dims, progress=progress)
     return scored, compared(vectors, rows, similarity)
 
 
-def doubts(embedder: Embedder, catalog: Catalog) -> list[str]:
-    """Say why figures may be better than those of unseen images: known classes, and copies."""
+def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
+    """Warn about classes the embedder was trained on, and about duplicate images."""
     known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
-    count = f"{len(known)} of {len(catalog.class_names)} classes"
-    seen = (
-        f"the embedder was trained on {count}, going by their names, so this does not measure "
-        f"unseen classes only: {some(known)}"
-    )
-    copies = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
-    return [*([seen] if known else []), *copies]
+    warnings = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    if known:
+        seen = (
+            f"the embedder was trained on {len(known)} of {len(catalog.class_names)} classes, by "
+            f"their names, so not all classes are unseen: {some(known)}"
+        )
+        warnings = [seen, *warnings]
+    return warnings
 
 
 def saved_evaluation(embedder: Embedder | None) -> EvaluationConfig:
-    """Return how the run that saved an embedder evaluated it; the defaults if that is not known."""
+    """Return the evaluation keys of the recipe of a saved embedder; else the defaults."""
     saved = {} if embedder is None else (embedder.recipe or {}).get("evaluation", {})
     try:
         return EvaluationConfig.model_validate(saved)
@@ -177,9 +177,9 @@ def encode_catalog(
     progress: Progress | None = None,
     on_error: OnError | None = None,
 ) -> Tensor:
-    """Embed the images of a catalogue as in the evaluations of the run that trained it.
+    """Embed the images of a catalog as the evaluations of the training run do.
 
-    With ``on_error``, which is told of them, images that cannot be read are left out.
+    With ``on_error``, called with row and error, unreadable images are skipped.
     """
     if batch_size is None:
         batch_size = saved_evaluation(embedder).batch_size
@@ -201,35 +201,32 @@ def encode_readable(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Catalog, list[str]]:
-    """Embed the images that can be read; return these too, and why the others cannot."""
+    """Embed the readable images; return their rows, too, and the errors of the others."""
     bad: dict[int, Exception] = {}
     vectors = encode_catalog(embedder, catalog, batch_size, progress, bad.__setitem__)
     if len(bad) == len(catalog):
         raise ValueError(f"none of the {len(bad)} images can be read: {bad[0]}")
     if not bad:
         return vectors, catalog, []
-    kept = np.ones(len(catalog), bool)
-    kept[[*bad]] = False
-    return vectors, catalog.subset(kept), [str(bad[row]) for row in sorted(bad)]
+    readable = np.ones(len(catalog), bool)
+    readable[[*bad]] = False
+    return vectors, catalog.subset(readable), [str(bad[row]) for row in sorted(bad)]
 
 
 def check_input(embedder: Embedder, catalog: Catalog) -> None:
-    """Refuse vectors where the embedder takes images that are not there, and the reverse."""
+    """Reject vectors without images for an embedder of images, and images for one of vectors."""
+    expected = embedder.preprocessing
     if embedder.takes_images:
         if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
             raise UsageError(
-                f"{catalog.root} holds vectors, and this embedder takes images; without the "
-                "embedder, `proximetry evaluate` judges the vectors themselves"
+                f"{catalog.root} contains vectors, but this embedder takes images. To evaluate the "
+                "vectors, use `proximetry evaluate` without an embedder."
             )
-        return
-    wanted = embedder.preprocessing
-    if not isinstance(catalog, VectorCatalog):
-        raise UsageError(f"this embedder takes {wanted}, and {catalog.root} holds images")
-    if tuple(catalog.vectors.shape[1:]) != getattr(wanted, "shape", ()):
-        raise UsageError(
-            f"this embedder takes {wanted}, and those of {catalog.root} have "
-            f"{catalog.vectors.shape[1]}"
-        )
+    elif not isinstance(catalog, VectorCatalog):
+        raise UsageError(f"this embedder takes {expected}, but {catalog.root} contains images")
+    elif tuple(catalog.vectors.shape[1:]) != getattr(expected, "shape", ()):
+        width = catalog.vectors.shape[1]
+        raise UsageError(f"this embedder takes {expected}, but {catalog.root} has {width}")
 
 
 class Evaluated(NamedTuple):
@@ -250,29 +247,29 @@ class Evaluator:
         recipe: Recipe,
         embedder: Embedder,
         data: TrainingData,
-        world: World,
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self.recipe, self.data, self.world = recipe, data, world
+        self.recipe, self.data, self.world = recipe, data, data.world
         self._trained = embedder
         self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
-        self._group = dist.group.WORLD if world.size > 1 else None
+        self._group = dist.group.WORLD if self.world.size > 1 else None
         features = self._plain_features = partial(extract_features, embedder, stage=data.stage)
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
-        """Evaluate the weights as they are now.
+        """Evaluate the current weights, in the precision of training or in float32.
 
-        With ``full_precision`` in float32, as a saved embedder is used; else as it is trained.
+        A saved embedder is used in float32.
         """
         self._merge()
         share_buffers(self.embedder, self.world)
         with torch.no_grad(), evaluating(self.embedder):
-            embedder, distractors = self._look_at_train("held_out" in splits, full_precision)
+            embedder, distractors = self._fit_on_train("held_out" in splits, full_precision)
             scores = {}
             for split in splits:
-                vectors = torch.cat([*self._embed(embedder, self._own(split), full_precision)])
+                rows = self._share(self.data.rows[split])
+                vectors = torch.cat([*self._embed(embedder, rows, full_precision)])
                 scores[split] = self._score(vectors, split)
                 if split == "held_out":
                     with self._autocast(full_precision):
@@ -281,65 +278,62 @@ class Evaluator:
         return Evaluated(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
-        """Return the embeddings of rows of the catalogue, before any PCA; on every process."""
+        """Return the embeddings of rows of the catalog, before any PCA, on every process."""
         self._merge()
         with torch.no_grad(), evaluating(self.embedder):
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
 
     def _merge(self) -> None:
-        """Bring what is evaluated and saved up to date, where another network is trained."""
+        """Merge the trained LoRA weights into the network that is evaluated and saved."""
         if self._trained is not self.embedder:
             merge_lora(self._trained, self.embedder)
 
     def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         # The roles of the whole split: those of a share would differ between processes.
-        catalog, own = with_needed_roles(self.data.catalog.subset(rows)), self._share(rows)
+        catalog = with_needed_roles(self.data.catalog.subset(rows))
         dims = [dim for dim in e.eval_dims if dim < vectors.shape[1]]
         scored = score_queries(
             vectors,
-            catalog.subset(range(len(rows))[own]),
+            catalog.subset(self._share(np.arange(len(rows)))),
             e.similarity,
             e.metrics,
             dims,
             binary=self.recipe.model.bits is not None,
-            rows=rows[own],
+            rows=self._share(rows),
             group=self._group,
         )
         return means(scored)
 
-    def _share(self, rows: Rows) -> slice:
-        """What this process embeds: in the order of ranks, the shares are in that of the rows."""
+    def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the part that this process embeds, in the order of ranks."""
         rank, size = self.world.rank, self.world.size
-        return slice(len(rows) * rank // size, len(rows) * (rank + 1) // size)
-
-    def _own(self, split: str) -> Rows:
-        rows = self.data.rows[split]
-        return rows[self._share(rows)]
+        return rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
 
     def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
-        """Return the metric that selects the epoch for held-out images and distractors.
+        """Return the metric that selects the epoch, with training images as distractors.
 
-        A few held-out classes are easily told from each other, and still are when training has
-        begun to draw unseen images to the classes it knows. Among those it shows.
+        A few held-out classes are easily separated from each other, also when overfitting draws
+        unseen images to the training classes. The distractors show that.
         """
         e, labels = self.recipe.evaluation, self._labels
-        held = self._own("held_out")
-        gallery = np.concatenate([held, self._own("train")[self._distractors]])
-        found = metrics.evaluate(
+        held_out = self._share(self.data.rows["held_out"])
+        train = self._share(self.data.rows["train"])
+        gallery = np.concatenate([held_out, train[self._distractors]])
+        scores = evaluate(
             torch.cat([vectors, distractors]),
             labels[gallery],
             queries=vectors,
-            query_labels=labels[held],
-            ignore_groups=gallery,  # no image is to find itself
-            query_ignore_groups=held,
+            query_labels=labels[held_out],
+            ignore_groups=gallery,  # excludes self-matches
+            query_ignore_groups=held_out,
             metrics=e.metrics.of_lists(),
             similarity=e.similarity,
             group=self._group,
         )
-        # Clusterings and pairs are of the held-out images alone.
-        chosen = {e.select_by: found[e.select_by]} if e.select_by in found else {}
-        return {"among_train": chosen} if chosen else {}
+        # Clusterings and pairs are of the held-out images only.
+        name = e.select_by
+        return {"among_train": {name: scores[name]}} if name in scores else {}
 
     @cached_property
     def _labels(self) -> npt.NDArray[Any]:
@@ -348,40 +342,39 @@ class Evaluator:
     @cached_property
     def _distractors(self) -> npt.NDArray[np.bool_]:
         """Which of this process's training images are in the gallery of the held-out classes."""
-        train, held = self.data.rows["train"], self.data.rows["held_out"]
+        train, held_out = self.data.rows["train"], self.data.rows["held_out"]
         # A split "val" may have classes that are trained on.
-        others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held]))
+        others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held_out]))
         chosen = np.zeros(len(train), bool)
-        chosen[others[:: max(1, -(-len(others) // MOST_DISTRACTORS))]] = True
-        return chosen[self._share(train)]
+        chosen[others[:: max(1, -(-len(others) // MAX_DISTRACTORS))]] = True
+        return self._share(chosen)
 
-    def _look_at_train(self, among: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
-        """Return the embedder with what the recipe fits on the training images, and distractors.
+    def _fit_on_train(self, distract: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
+        """Fit PCA or the mean of codes on the training images, if the recipe has them.
 
-        That is PCA, or the mean of embeddings whose signs are codes; of distractors, the features.
+        Returns the embedder with these, and the features of the distractors.
         """
-        rows, model = self._own("train"), self.recipe.model
+        rows, model = self._share(self.data.rows["train"]), self.recipe.model
         dim, binary = model.pca_dim, model.bits is not None
-        wanted = self._distractors if among else np.zeros(len(rows), bool)
+        chosen = self._distractors if distract else np.zeros(len(rows), bool)
         if dim is None and not binary:
-            rows, wanted = rows[wanted], wanted[wanted]
-        moments, kept, finite, start = None, [], [], 0
+            rows, chosen = rows[chosen], chosen[chosen]
+        moments, chosen_features, finite, start = None, [], [], 0
         total = torch.zeros(self.embedder.dim, dtype=torch.float64, device=self.world.device)
         for features in self._features_of(rows, full_precision):
-            kept.append(features[wanted[start : start + len(features)]])
+            chosen_features.append(features[chosen[start : start + len(features)]])
             start += len(features)
             with self._autocast(full_precision):
                 vectors = self.embedder.project(features)
                 if binary:
-                    total += self.embedder.project(features, normalize=False).sum(
-                        0, dtype=torch.float64
-                    )
+                    raw = self.embedder.project(features, normalize=False)
+                    total += raw.sum(0, dtype=torch.float64)
             finite.append(vectors.isfinite().all(1))
             if dim is not None:
                 added = second_moments(vectors)
                 moments = added if moments is None else moments + added
-        self._refuse_not_finite(self.embedder, rows, torch.cat(finite))
-        distractors = torch.cat(kept)
+        self._check_finite(self.embedder, rows, torch.cat(finite))
+        distractors = torch.cat(chosen_features)
         if binary:
             if self.world.size > 1:
                 dist.all_reduce(total)
@@ -389,7 +382,7 @@ class Evaluator:
             return centered(self.embedder, mean.to(self.world.device)), distractors
         if dim is None or moments is None:
             return self.embedder, distractors
-        # About the mean only for plain distances: those between unit vectors are angles too.
+        # About the mean only for Euclidean distances of unnormalized vectors.
         about_mean = self.recipe.evaluation.similarity == "euclidean" and not model.normalize
         if self.world.size > 1:
             dist.all_reduce(moments)
@@ -400,21 +393,21 @@ class Evaluator:
         return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
-        """Embed rows with the features of the run's embedder and the head of the one given."""
-        finite = []  # looked at when all is done: a GPU is waited for once
+        """Yield embeddings: features of the run's embedder, the head of ``embedder``."""
+        finite = []  # checked at the end: a GPU is waited for once
         for features in self._features_of(rows, full_precision):
             with self._autocast(full_precision):
                 vectors = embedder.project(features)
             finite.append(vectors.isfinite().all(1))
             yield vectors
-        self._refuse_not_finite(embedder, rows, torch.cat(finite))
+        self._check_finite(embedder, rows, torch.cat(finite))
 
     def _autocast(self, full_precision: bool) -> AbstractContextManager[Any]:
         precision = "float32" if full_precision else self.recipe.training.precision
         return autocast(precision, self.world.device)
 
     def _features_of(self, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
-        """Give the pooled features of rows, batch by batch."""
+        """Yield the pooled features of rows, batch by batch."""
         # There may be no rows.
         yield torch.empty(0, self.embedder.width, device=self.world.device)
         left = len(rows)
@@ -423,20 +416,20 @@ class Evaluator:
         features = self._features if usual else self._plain_features
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
             with self._autocast(full_precision):
-                found = features(pixels)[:left]  # a batch may be filled up
-            left -= len(found)
-            yield found
+                batch = features(pixels)[:left]  # the last batch may be filled up
+            left -= len(batch)
+            yield batch
 
-    def _refuse_not_finite(self, embedder: Embedder, rows: Rows, finite: Tensor) -> None:
-        """Stop on every process if an embedding of any is not finite."""
+    def _check_finite(self, embedder: Embedder, rows: Rows, finite: Tensor) -> None:
+        """Raise on every process if an embedding of any is not finite."""
         bad = [self.data.catalog.file(row) for row in rows[~finite.cpu().numpy()]]
         if not any_rank(bool(bad), self.world):
             return
         if self.world.size > 1:
-            everyone: list[Any] = [None] * self.world.size
-            dist.all_gather_object(everyone, bad)
-            bad = [*chain.from_iterable(everyone)]
+            every_rank: list[Any] = [None] * self.world.size
+            dist.all_gather_object(every_rank, bad)
+            bad = [*chain.from_iterable(every_rank)]
         raise RunError(
-            f"the embeddings of {len(bad)} images have NaN or infinite values, among them "
-            f"{some(bad, 2)}: {why_not_finite(embedder)}"
+            f"the embeddings of {len(bad)} images are not finite ({some(bad, 2)}): "
+            f"{why_not_finite(embedder)}"
         )

@@ -1,22 +1,23 @@
-"""What is minimised: the loss of the recipe and the terms added to it."""
+"""The training objective: the loss of the recipe and the terms added to it."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from proximetry import losses
+from proximetry._util.errors import UsageError
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import LossConfig
 
 
 class Objective(nn.Module):
-    """Loss and added terms in one module, so that one state dictionary holds all.
+    """Loss and added terms in one module with one state dictionary.
 
     Args:
-        config: what to minimise.
+        config: the loss section of the recipe.
         class_names: of the classes, in the order of their labels.
         dim: dimension of the embedding.
-        own: the user's loss, in place of that of the config.
+        own: a custom loss that replaces that of the config.
     """
 
     def __init__(
@@ -27,26 +28,37 @@ class Objective(nn.Module):
         own: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.loss: nn.Module = _make_loss(config, class_names, dim) if own is None else own
-        # Parameters of a loss of one's own are proxies, or learn like them.
+        self.loss: nn.Module
+        pairs, n = config.name.removeprefix("pairs/"), len(class_names)
+        if own is not None:
+            self.loss = own
+            own_proxies = own.proxies if isinstance(own, losses.ProxyLoss) else None
+            shape = own_proxies and (own_proxies.num_classes, own_proxies.dim)
+            if shape and shape != (n, dim):
+                raise UsageError(
+                    f"loss {type(own).__name__} has {shape[0]} classes and {shape[1]} "
+                    f"dimensions, but the run has {n} training classes (without held-out ones; "
+                    f"evaluation.protocol last has none) and {dim} dimensions"
+                )
+        elif pairs != config.name:
+            self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
+        else:
+            self.loss = losses.create(config.name, n, dim, **config.settings)
+        # The parameters of a custom loss have the learning rate of proxies.
         self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
         if isinstance(self.loss, losses.ProxyLoss):
-            self.loss.check_labels = False  # they come from the catalogue
+            self.loss.check_labels = False  # they come from the catalog
             self.loss.proxies.names = list(class_names)
         proxies = self.loss.proxies if isinstance(self.loss, losses.ProxyLoss) else None
-        wanting = [
-            f"loss.{key}"
-            for key, wanted in (
-                ("exclusive", config.exclusive),
-                ("angular_center", config.angular_center),
-                ("optimization", config.optimization == "projected"),
-            )
-            if wanted
-        ]
-        if proxies is None and wanting:
-            raise RecipeError(f"{wanting[0]} needs proxies; loss {config.name} has none")
         self.proxies = proxies
         self.projected = config.optimization == "projected"
+        for key, is_set in (
+            ("exclusive", config.exclusive),
+            ("angular_center", config.angular_center),
+            ("optimization", self.projected),
+        ):
+            if is_set and proxies is None:
+                raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
         self.after_step()  # on the sphere from the start: the first step depends on their length
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.angular_center = (
@@ -64,14 +76,6 @@ class Objective(nn.Module):
         return total
 
     def after_step(self) -> None:
-        """Project the proxies onto the unit sphere, where the recipe asks for it."""
+        """Project the proxies onto the unit sphere, if the recipe sets it."""
         if self.projected and self.proxies is not None:
             self.proxies.project_()
-
-
-def _make_loss(
-    config: LossConfig, class_names: Sequence[str], dim: int
-) -> losses.ProxyLoss | losses.PairLoss:
-    if config.name.startswith("pairs/"):
-        return losses.PairLoss(config.name.removeprefix("pairs/"), dim=dim, **config.settings)  # type: ignore[arg-type]
-    return losses.create(config.name, len(class_names), dim, **config.settings)

@@ -1,38 +1,31 @@
-"""What a run tells: progress for people, TensorBoard, Weights & Biases."""
+"""Progress displays, TensorBoard, Weights & Biases, and tables of metrics."""
 
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._util.errors import need, printable, readable_seconds, shorten, spaced
+from proximetry._util.errors import printable, readable_seconds, shorten, spaced
 from proximetry._util.files import writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.recipe.loading import flatten
-from proximetry.recipe.schema import Recipe
-from proximetry.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
 
 
-class Trackers(Callback):
-    """TensorBoard where it is installed, Weights & Biases where the recipe asks for it.
+class Trackers(AbstractContextManager[Any]):
+    """TensorBoard if it is installed, Weights & Biases if the recipe sets it; on rank 0.
 
-    A context manager that closes both, however the run ends; on rank 0 alone.
+    A context manager that closes both at the end of the run.
     """
 
     _board: Any = None
     _run: Any = None
-
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        """Refuse a tracker that is not installed."""
-        if recipe.training.wandb:
-            need("wandb", None, "training.wandb")
 
     def on_start(self, run: "Run") -> None:
         """Open both; a resumed run replaces the epochs since its checkpoint."""
@@ -58,12 +51,8 @@ class Trackers(Callback):
                 resume="allow",
             )
 
-    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """Report where the curves begin."""
-        self.on_epoch_end(run, line)
-
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Report the numbers of an epoch."""
+        """Log the metrics of an epoch."""
         flat = {
             key.replace(".", "/"): value
             for key, value in flatten(line).items()
@@ -77,8 +66,7 @@ class Trackers(Callback):
         if self._run is not None:
             self._run.log(flat, step=line["step"])
 
-    def __enter__(self) -> Self:
-        return self
+    on_untrained = on_epoch_end
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._board is not None:
@@ -87,30 +75,27 @@ class Trackers(Callback):
             self._run.finish(exit_code=0 if kind is None else 1)
 
 
-class Display(Callback):
-    """Shows nothing; what the others have in common."""
+class Display(AbstractContextManager[Any]):
+    """The base class of displays; shows nothing."""
 
     def message(self, text: str) -> None:
         """Show a line."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a part of the preparation has come."""
-
-    def __enter__(self) -> Self:
-        return self
+        """Show the progress of a part of the preparation."""
 
     def __exit__(self, *_: object) -> None:
-        """Leave the screen tidy."""
+        """Clean up the screen."""
 
 
 class PlainDisplay(Display):
     """One line per epoch, for logs and pipes."""
 
-    _what, _done = "", 0  # of which progress was told last, and how far it had come
-    _since = _told = 0.0
+    _what, _done = "", 0  # the last progress
+    _since = _printed = 0.0
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self._file = file  # None for the present standard output
+        self._file = file  # None for the current standard output
 
     def message(self, text: str) -> None:
         """Print a line."""
@@ -120,20 +105,18 @@ class PlainDisplay(Display):
         """Print a line per minute."""
         now = time.monotonic()
         if what != self._what or done < self._done:
-            self._what, self._since, self._told = what, now, now
-        elif now - self._told >= 60 and 0 < done < total:
+            self._what, self._since, self._printed = what, now, now
+        elif now - self._printed >= 60 and 0 < done < total:
             left = readable_seconds((now - self._since) / done * (total - done))
             self.message(f"{what}: {spaced(done)} of {spaced(total)}, about {left} left")
-            self._told = now
+            self._printed = now
         self._done = done
-
-    def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """Print the baseline."""
-        self.on_epoch_end(run, line)
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Print a line per epoch."""
         self.message(describe_epoch(line))
+
+    on_untrained = on_epoch_end
 
 
 class RichDisplay(PlainDisplay):
@@ -168,49 +151,46 @@ class RichDisplay(PlainDisplay):
         self._progress.console.print(printable(text), markup=False, highlight=False)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Let the bar stand for this part of the preparation."""
+        """Show the progress of a part of the preparation in the bar."""
+        if self._is_due() or done >= total:
+            self._progress.update(
+                self._task,
+                description=what,
+                completed=done,
+                total=total,
+                figures=f"{spaced(done)} of {spaced(total)}",
+                refresh=done == total,
+            )
+
+    def _is_due(self) -> bool:
+        """Return whether a tenth of a second has passed since the last time."""
         now = time.monotonic()
-        if now - self._drawn < 0.1 and done < total:
-            return
-        self._drawn = now
-        figures = f"{spaced(done)} of {spaced(total)}"
-        self._progress.update(
-            self._task,
-            description=what,
-            completed=done,
-            total=total,
-            figures=figures,
-            refresh=done == total,  # the screen is drawn from time to time only
-        )
+        due = now - self._drawn >= 0.1
+        self._drawn = now if due else self._drawn
+        return due
 
     def on_start(self, run: "Run") -> None:
-        """Set the length of the bar."""
+        """Set the length of the bar; the time left depends on its own speed."""
         steps = run.recipe.training.epochs * len(run.data.sampler)
-        # The time left goes by this bar's own speed, not by that of what came before.
         self._progress.reset(
-            self._task,
-            description="training",
-            total=steps,
-            completed=run.state.step,
-            figures="",
+            self._task, description="training", total=steps, completed=run.state.step, figures=""
         )
         self._first = run.state.step
         self._began: float | None = None
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
-        """Move the bar, at most ten times a second."""
-        now, step = time.monotonic(), run.state.step
+        """Update the bar, at most ten times a second."""
+        step = run.state.step
         if self._began is None:  # the first step is slow
-            self._first, self._began = step, now
-        if now - self._drawn < 0.1:
+            self._first, self._began = step, time.monotonic()
+        if not self._is_due():
             return
-        self._drawn = now
         # Reading the loss from a GPU waits for it, so not at every step.
         if loss.device.type == "cpu" or step >= self._next_loss:
             self._loss, self._next_loss = f"loss {loss.item():.3f}  ", step + 20
         batch = min(run.recipe.data.batch_size, len(run.data.rows["train"]))
         images = (step - self._first) * batch
-        rate = _rate(images / (now - self._began) if images else None)
+        rate = _rate(images / (self._drawn - self._began) if images else None)
         self._progress.update(
             self._task,
             completed=step,
@@ -227,13 +207,12 @@ class RichDisplay(PlainDisplay):
 
 
 def make_display(file: TextIO | None = None) -> Display:
-    """The right display for where the output goes; standard output unless told otherwise."""
-    on_screen = (file or sys.stdout).isatty()
-    return RichDisplay(file) if on_screen else PlainDisplay(file)
+    """Return the display for a terminal or a plain file; standard output by default."""
+    return RichDisplay(file) if (file or sys.stdout).isatty() else PlainDisplay(file)
 
 
 def describe_epoch(line: Mapping[str, Any]) -> str:
-    """One readable line for an epoch."""
+    """Return one readable line for an epoch."""
     text = "untrained"
     if line["epoch"] > 0:
         text = f"epoch {line['epoch']:3d}  loss {line['loss']:8.4f}"
@@ -245,14 +224,14 @@ def describe_epoch(line: Mapping[str, Any]) -> str:
 
 
 def _rate(images_per_second: float | None) -> str:
-    """Images per second, if any were timed and they do not round to nothing."""
+    """Return images per second, "" if there are none to the precision shown."""
     if images_per_second is None or images_per_second < 0.05:
         return ""
     return f"  {images_per_second:7.1f} img/s"
 
 
 def _scores(scores: Mapping[str, Any]) -> str:
-    """The smallest recall@k there is and MAP@R, or the first metric; and what selects the epoch."""
+    """Return the smallest recall@k and MAP@R, or the first metric; and what selects the epoch."""
     recall = [key for key in scores if key.startswith("recall@")][:1]
     names = [*recall, *(key for key in scores if key == "map@r")] or [next(iter(scores))]
     short = {name: metric_title(name).replace("recall@", "R@") for name in names}
@@ -260,58 +239,55 @@ def _scores(scores: Mapping[str, Any]) -> str:
     if "codes" in scores:
         texts.append(f"codes {_scores(scores['codes'])}")
     selecting = scores.get("among_train", {}).values()
-    return "  ".join([*texts, *(f"among train {100 * value:5.1f}" for value in selecting)])
+    return "  ".join([*texts, *(f"with distractors {100 * value:5.1f}" for value in selecting)])
 
 
 def metric_title(name: str) -> str:
-    """The name of a metric as people write it."""
+    """Return the usual spelling of a metric."""
     return name.upper() if name.startswith("map@") else name
 
 
-AMONG_TRAIN = "among training images"
-"""Said of a metric of held-out images whose gallery holds training images too."""
+AMONG_TRAIN = "with training distractors"
+"""Added to a metric of held-out images whose gallery has training images, too."""
 
 
 def selection_title(split: str, metric: str) -> str:
-    """The metric of a split that epochs are compared by, in words."""
-    among = split == "held_out" and metric not in ONE_SET
-    return f"{split.replace('_', '-')} {metric_title(metric)}{f' {AMONG_TRAIN}' * among}"
+    """Return the metric of a split that selects the epoch, in words."""
+    distractors = split == "held_out" and metric not in ONE_SET
+    return f"{split.replace('_', '-')} {metric_title(metric)}{f' {AMONG_TRAIN}' * distractors}"
 
 
 def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
-    """Which epoch of a run was saved, and what selected it."""
+    """Return which epoch of a run was saved, and what selected it."""
     protocol, epoch = results["protocol"], results["selected"]["epoch"]
     if protocol == "last":
         return f"protocol last: epoch {epoch} is saved, the last one; nothing was selected"
-    split = "test" if protocol == "paper" else "held_out"
-    title = selection_title(split, select_by)
-    told = f"protocol {protocol}: epoch {epoch} is saved, selected by {title}"
+    title = selection_title("test" if protocol == "paper" else "held_out", select_by)
+    text = f"protocol {protocol}: epoch {epoch} is saved, selected by {title}"
     if protocol == "paper":
-        return f"{told}, as many papers do, so the figures of the test set are too good"
-    if AMONG_TRAIN in title:
-        told += " (the gallery of the held-out images then holds training images too)"
-    told += ", never by the test set"
+        return f"{text}, as in many papers, so test metrics are optimistically biased"
+    text += ", not by the test set"
     if "first_stage" in results:
-        told += ": so the first stage, and the second trained on all classes for as many epochs"
-    return told
+        text += " (first stage); the second stage trained on all classes for as many epochs"
+    return text
 
 
 def compared_epochs(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a run's tables compare: the untrained, the last and the selected embedder.
+    """Return what a run's tables compare: the untrained, the last and the selected embedder.
 
-    Where the last epoch was taken or selected, it is there once.
+    If the last epoch was selected, it is there once.
     """
-    found = {"untrained": results["untrained"]} if "untrained" in results else {}
+    epochs = {"untrained": results["untrained"]} if "untrained" in results else {}
     last, selected = results["last"], results["selected"]
     if results["protocol"] == "last" or last["epoch"] != selected["epoch"]:
-        found[f"last epoch ({last['epoch']})"] = last
+        epochs[f"last epoch ({last['epoch']})"] = last
     if results["protocol"] != "last":
-        found[f"selected epoch ({selected['epoch']})"] = selected
-    return found
+        epochs[f"selected epoch ({selected['epoch']})"] = selected
+    return epochs
 
 
 def result_rows(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a run's table: what it compares, by split."""
+    """Return the rows of a run's table: the compared embedders by split."""
     return {
         f"{title}, {split.replace('_', '-')}": part[split]
         for title, part in compared_epochs(results).items()
@@ -320,68 +296,63 @@ def result_rows(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-# Columns that tables may take up, and of these the names of the rows.
+# Maximum width of tables, and of the names of their rows.
 WIDTH, NAME_WIDTH = 80, 40
 
 
 def metrics_table(
     rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | None = None
 ) -> str:
-    """Metrics in percent, one line per row: the columns asked for, or all there are.
+    """Format metrics in percent, one line per row: the given columns, or all.
 
-    What does not fit into 80 columns follows in a block below, without rows that have nothing
-    there.
+    Columns beyond a width of 80 follow in a block below, without rows that have none of them.
     """
-    shown = []
+    lines: list[tuple[str, Mapping[str, Any]]] = []
     for name, scores in rows.items():
-        fewer = scores.get("dims", {}).items()
-        shown += [(name, scores), *((f"  first {dim} dimensions", part) for dim, part in fewer)]
+        lines.append((name, scores))
+        lines += [
+            (f"  first {dim} dimensions", part) for dim, part in scores.get("dims", {}).items()
+        ]
         if "codes" in scores:
-            shown.append(("  binary codes, Hamming distance", scores["codes"]))
+            lines.append(("  binary codes, Hamming distance", scores["codes"]))
         if "among_train" in scores:
-            shown.append((f"  {AMONG_TRAIN}", scores["among_train"]))
-    keys = columns or list(dict.fromkeys(key for _, scores in shown for key in _metrics(scores)))
-    names = [shorten(name, NAME_WIDTH) for name, _ in shown]
+            lines.append((f"  {AMONG_TRAIN}", scores["among_train"]))
+    keys = columns or [
+        key
+        for key, value in {key: v for _, scores in lines for key, v in scores.items()}.items()
+        if isinstance(value, (int, float)) and key not in COUNTS
+    ]
+    names = [shorten(name, NAME_WIDTH) for name, _ in lines]
     width = max(map(len, names))
     blocks = []
     for block in _blocks(keys, WIDTH - width):
-        lines = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
-        for name, (_, scores) in zip(names, shown, strict=True):
-            if not any(key in scores for key in block):
-                continue
-            cells = (f"{_percent(scores.get(key)):>{_cell(key)}}" for key in block)
-            lines.append(f"{name:{width}}" + "".join(cells))
-        blocks.append("\n".join(lines))
-    left_out = {scores.get("queries_without_positive", 0) for scores in rows.values()}
-    if any(left_out):
-        most = f"{'up to ' * (len(left_out) > 1)}{max(left_out):.0f}"
-        blocks.append(f"{most} queries have no other image of their class and do not count")
+        text = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
+        for name, (_, scores) in zip(names, lines, strict=True):
+            if any(key in scores for key in block):
+                percent = [f"{100 * scores[key]:.1f}" if key in scores else "–" for key in block]
+                cells = zip(percent, map(_cell, block), strict=True)
+                text.append(f"{name:{width}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
+        blocks.append("\n".join(text))
+    excluded = {scores.get("queries_without_positive", 0) for scores in rows.values()}
+    if any(excluded):
+        number = f"{'up to ' * (len(excluded) > 1)}{max(excluded):.0f}"
+        blocks.append(f"{number} queries have no other image of their class and do not count")
     return "\n\n".join(blocks)
-
-
-def _metrics(scores: Mapping[str, Any]) -> list[str]:
-    """The names of those values that are metrics."""
-    return [key for key, v in scores.items() if isinstance(v, (int, float)) and key not in COUNTS]
 
 
 def _cell(key: str) -> int:
     return 2 + max(len(key), len("100.0"))
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
 def _blocks(keys: Iterable[str], room: int) -> list[list[str]]:
     """Divide columns into blocks that fit; metrics of one kind stay together if they can."""
     blocks: list[list[str]] = [[]]
     kinds = dict.fromkeys(CLUSTERING, "clustering")
-    for _, family in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
-        together = list(family)
-        if blocks[-1] and sum(map(_cell, blocks[-1] + together)) > room:
-            blocks.append([])
-        for key in together:
-            if blocks[-1] and sum(map(_cell, [*blocks[-1], key])) > room:
+    for _, group in groupby(keys, lambda key: kinds.get(key, key.partition("@")[0])):
+        family = list(group)
+        for number, key in enumerate(family):
+            needed = family if number == 0 else [key]
+            if blocks[-1] and sum(map(_cell, blocks[-1] + needed)) > room:
                 blocks.append([])
             blocks[-1].append(key)
     return blocks

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from proximetry.metrics import separability
+from proximetry.training.checkpoint import restore_best
 from proximetry.training.evaluator import Evaluated, Scores
 from proximetry.training.reporting import selection_title
-from proximetry.training.state import restore_best
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run
@@ -36,23 +36,7 @@ def evaluate_final(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any
 
     ``evaluated`` is the evaluation of the current weights, if there was one.
     """
-    state, results = run.state, _describe(run)
-    selected = _evaluate(run, evaluated)
-    results["selected"] = {"epoch": state.epoch, **selected.scores}
-    results["last"] = {**results["selected"], **_separability(run)}
-    if state.best_epoch not in (None, state.epoch):
-        run.world.wait()
-        restore_best(run)
-        selected = _evaluate(run)
-        results["selected"] = {"epoch": state.best_epoch, **selected.scores}
-    results["notes"] += _no_improvement(run, results)
-    return results, selected
-
-
-def _describe(run: Run) -> dict[str, Any]:
-    """Return the results without scores."""
-    state, bits = run.state, run.recipe.model.bits
-    notes = [*run.data.notes, saturation(run)]
+    state, bits, clock = run.state, run.recipe.model.bits, run.clock
     results: dict[str, Any] = {
         "protocol": "last" if state.best_epoch is None else run.data.protocol,
         "seed": run.recipe.training.seed,
@@ -60,9 +44,9 @@ def _describe(run: Run) -> dict[str, Any]:
         "stopped_early": early_stop(run) or None,
         "drops": run.rates.drops,
         "weights": asdict(run.updater.embedder.weights),
-        "notes": [note for note in notes if note],
-        "seconds": round(run.clock.seconds["training"], 3),
-        "startup_seconds": round(run.clock.seconds["startup"], 3),
+        "notes": [note for note in (*run.data.notes, saturation(run)) if note],
+        "seconds": round(clock.seconds["training"], 3),
+        "startup_seconds": round(clock.seconds["startup"], 3),
     }
     if bits is not None:
         results["codes"] = (
@@ -72,7 +56,21 @@ def _describe(run: Run) -> dict[str, Any]:
     if state.lines and state.lines[0]["epoch"] == 0:
         keys = ("epoch", "held_out", "test")
         results["untrained"] = {key: state.lines[0][key] for key in keys if key in state.lines[0]}
-    return results
+    selected = _evaluate(run, evaluated)
+    results["selected"] = {"epoch": state.epoch, **selected.scores}
+    results["last"] = {**results["selected"]}
+    proxies = run.updater.objective.proxies
+    if proxies is not None and proxies.num_classes > 1:
+        results["last"]["proxies"] = separability(proxies.weight.detach()).scores()
+    if state.best_epoch not in (None, state.epoch):
+        run.world.wait()
+        restore_best(run)
+        selected = _evaluate(run)
+        results["selected"] = {"epoch": state.best_epoch, **selected.scores}
+    for note in _no_improvement(run, results):
+        run.report(note)
+        results["notes"].append(note)
+    return results, selected
 
 
 def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
@@ -80,7 +78,7 @@ def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
 
     Splits that ``evaluated`` has in that precision are not evaluated again.
     """
-    splits = final_splits(run)
+    splits = run.final_splits()
     if evaluated is None or run.recipe.training.precision != "float32":
         return run.evaluator.evaluate(splits, full_precision=True)
     missing = [name for name in splits if name not in evaluated.scores]
@@ -90,23 +88,8 @@ def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
     return Evaluated({**evaluated.scores, **more.scores}, more.embedder)
 
 
-def final_splits(run: Run) -> list[str]:
-    """Return the splits that are evaluated at the end."""
-    with_test = run.recipe.evaluation.final_test or run.data.protocol == "paper"
-    wanted = ("held_out", "test") if with_test else ("held_out",)
-    return [name for name in wanted if len(run.data.rows[name])]
-
-
-def _separability(run: Run) -> dict[str, dict[str, float]]:
-    """Return how far the proxies of different classes are apart, if the loss has proxies."""
-    proxies = run.updater.objective.proxies
-    if proxies is None or proxies.num_classes < 2:
-        return {}
-    return {"proxies": separability(proxies.weight.detach()).scores()}
-
-
 def selection_value(scores: Scores, metric: str) -> float:
-    """Return the metric that epochs are compared by, with training distractors if it has any."""
+    """Return the metric that selects the epoch, with training images as distractors if any."""
     value: float = scores.get("among_train", scores)[metric]
     return value
 
@@ -116,7 +99,7 @@ def saturation(run: Run) -> str:
     selection, value = run.selection(), run.state.best_value
     if selection is None or value is None or value < SATURATED:
         return ""
-    return f"{selection_title(*selection)} is {100 * value:.4g} %: it cannot tell epochs apart"
+    return f"{selection_title(*selection)} is {100 * value:.4g} %: the metric is saturated"
 
 
 def early_stop(run: Run) -> str:
@@ -133,25 +116,22 @@ def early_stop(run: Run) -> str:
 
 
 def _no_improvement(run: Run, results: dict[str, Any]) -> list[str]:
-    """Report the splits on which the run is no better than the untrained embedder."""
+    """Return a note for each split on which the run is no better than the untrained embedder."""
     before, after = results.get("untrained", {}), results["selected"]
-    metric, worse = run.recipe.evaluation.select_by, []
+    metric, notes = run.recipe.evaluation.select_by, []
     for split in ("held_out", "test"):
-        if split not in before or split not in after:
-            continue
-        was, now = (selection_value(scores[split], metric) for scores in (before, after))
-        if now <= was:
-            worse.append(
-                f"{selection_title(split, metric)} is {100 * now:.1f} %, and was {100 * was:.1f} % "
-                "untrained: training has gained nothing"
-            )
-    for line in worse:
-        run.report(line)
-    return worse
+        if split in before and split in after:
+            was, now = (selection_value(scores[split], metric) for scores in (before, after))
+            if now <= was:
+                notes.append(
+                    f"{selection_title(split, metric)} is {100 * now:.1f} %, and was "
+                    f"{100 * was:.1f} % untrained: no improvement over the untrained model"
+                )
+    return notes
 
 
 def save_embedder(run: Run, scores: dict[str, Any], evaluated: Evaluated) -> None:
-    """Save the embedder of the selected epoch in place of the one before."""
+    """Save the embedder of the selected epoch; replaces the previous one."""
     if run.world.leads:
         evaluated.embedder.save(
             run.folder.embedder,

@@ -1,4 +1,4 @@
-"""Learning rates over the epochs: a formula for most schedules, a little memory for plateau."""
+"""Learning-rate schedules by epoch."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
-    """Return the epochs after which the rates drop, as far as that is known before the run."""
+    """Return the epochs after which the rates drop, if they are known before the run."""
     if schedule.name == "step":
         return list(range(schedule.every, epochs, schedule.every))
     return list(schedule.at) if schedule.name == "milestones" else []
@@ -19,10 +19,10 @@ def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
 
 @dataclass
 class LearningRates:
-    """Sets the learning rates of an optimiser at the start of each epoch.
+    """Sets the learning rates of an optimizer at the start of each epoch.
 
-    ``base`` are the initial rates of the groups. ``stale`` and ``drops`` are the memory of a
-    plateau: evaluations since an improvement or a drop, and the epochs after which rates dropped.
+    ``base`` are the initial rates of the groups. A plateau remembers ``stale``, the evaluations
+    since an improvement or a drop, and ``drops``, the epochs after which rates dropped.
     """
 
     schedule: ScheduleConfig
@@ -32,7 +32,7 @@ class LearningRates:
     drops: list[int] = field(default_factory=list)
 
     def factor(self, epoch: int) -> float:
-        """What the rates are multiplied by in an epoch (counted from 0)."""
+        """Return the factor of the rates in an epoch (counted from 0)."""
         s = self.schedule
         match s.name:
             case "constant":
@@ -53,7 +53,7 @@ class LearningRates:
             group["lr"] = rate * self.factor(epoch)
 
     def observe(self, improved: bool, epoch: int) -> None:
-        """Take whether an epoch (counted from 0) was better than any before."""
+        """Record whether an epoch (counted from 0) was better than any before."""
         self.stale = 0 if improved else self.stale + 1
         if self.schedule.name == "plateau" and self.stale > self.schedule.patience:
             self.drops.append(epoch + 1)

@@ -1,4 +1,4 @@
-"""One update of the weights: forward, loss over all processes, backward, optimiser."""
+"""One update of the weights: forward, loss over all processes, backward, optimizer."""
 
 import copy
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from proximetry.training.objective import Objective
 from proximetry.training.sources.base import derive_seed
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
-"""Tensors that follow others, and these."""
+"""Tensors of the moving average, and those of the network."""
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """The precision of a recipe, for the network alone."""
+    """Run the network in the precision of a recipe."""
     enabled = precision != "float32"
     dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
@@ -31,7 +31,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class TrainingNetwork(nn.Module):
-    """Batches to embeddings, as they are trained: in the recipe's precision, with dropout."""
+    """The embedder in training: in the recipe's precision, with dropout."""
 
     def __init__(
         self, embedder: Embedder, recipe: Recipe, device: torch.device, stage: Stage
@@ -41,7 +41,7 @@ class TrainingNetwork(nn.Module):
         self.precision, self.dropout = recipe.training.precision, recipe.model.dropout
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalise, where that is to be done, and embed."""
+        """Return the embeddings of a batch."""
         with autocast(self.precision, self.device):
             features = self.embedder.features(pixels, self.stage)
             if self.dropout:
@@ -79,89 +79,91 @@ class Updater:
         )
         self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
-        self._frozen = False
-        self._set_frozen(recipe.schedule.freeze_backbone_epochs > 0)  # as the first epoch wants it
-        self.network = self._wrap()
+        self._frozen: bool | None = None
+        self._followed: _Pairs = ([], [])
+        self._buffers: dict[torch.dtype, _Pairs] = {}
+        self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
-        """Train the backbone or not; return whether that is new, and the next step thus slow."""
-        before = self._frozen
-        self._set_frozen(frozen)
+        """Freeze or train the backbone; return whether that changed, so the next step is slow."""
+        # With precomputed features it is always frozen, without a head never.
+        headed = bool(self.embedder.parameter_parts()["head"])
+        before, self._frozen = self._frozen, (frozen and headed) or self.stage == "features"
         if before != self._frozen:
             self.network = self._wrap()
         return before != self._frozen
 
-    def _set_frozen(self, frozen: bool) -> None:
-        # Of features that are computed already the backbone learns nothing; without a head there
-        # is nothing else to train.
-        headed = bool(self.embedder.parameter_parts()["head"])
-        self._frozen = (frozen and headed) or self.stage == "features"
-
     def _wrap(self) -> nn.Module:
-        # CUDA graphs and DistributedDataParallel note which parameters are trained.
+        # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
         self._parameters = list(self.embedder.parameters())
-        self._followed = self._find_followed()
+        # Listing these at every step would take longer than updating a small network.
+        self._followed, self._buffers = ([], []), {}
+        if self.average is not None:
+            pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
+            for slow, fast in pairs:
+                if fast.requires_grad:  # others are equal
+                    self._followed[0].append(slow)
+                    self._followed[1].append(fast)
+            pairs_of_buffers = zip(self.average.buffers(), self.embedder.buffers(), strict=True)
+            for slow_buffer, fast_buffer in pairs_of_buffers:
+                averages, values = self._buffers.setdefault(slow_buffer.dtype, ([], []))
+                averages.append(slow_buffer)
+                values.append(fast_buffer)
         network: nn.Module = self._plain
         if self.graph:
             network = GraphedNetwork(self._plain, self._on_graph_failure)
         if self.world.size == 1:
             return network
-        # What a network of one's own does not use is not known.
-        unused = self.embedder.is_own
-        return DistributedDataParallel(network, find_unused_parameters=unused)
+        # A custom network may not use all of its parameters.
+        return DistributedDataParallel(network, find_unused_parameters=self.embedder.is_own)
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Make one update and return the loss of the whole batch over all processes."""
-        loss = self.backward(pixels, labels, step)
-        self.update(step)
-        return loss
-
-    def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Fill in the gradients and return the loss; processes wait for each other here alone."""
-        # Every step has a seed of its own, so a continued run draws what the first would have.
-        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(pixels, labels, step)
-        self.scaler.unscale_(self.optimizer)
-        average_gradients(self.objective.parameters(), self.world)
-        return loss
-
-    def update(self, step: int) -> None:
-        """Change the weights by their gradients."""
-        self._clip()
+        """Make one update; return the loss of the whole batch over all processes."""
+        o, loss = self.recipe.optimizer, self.backward(pixels, labels, step)
+        if o.clip_value is not None:
+            parameters = [*self._parameters, *self.objective.parameters()]
+            nn.utils.clip_grad_value_(parameters, o.clip_value)
+        if o.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
         self._update_average(step)
+        return loss
 
-    def _backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Fill in the gradients and return the loss.
+    def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Compute the gradients and return the loss; processes wait for each other only here.
 
-        With `accumulate` the batch goes through the network in chunks, twice: once for the
-        embeddings, from which loss and gradient of the whole batch follow, and once to carry the
-        gradient back (gradient caching). The result is that of the whole batch, in the memory of
-        a chunk.
+        With `accumulate` the batch passes the network in chunks, twice: once for the embeddings,
+        from which loss and gradient of the whole batch follow, and once for the gradients of the
+        weights (gradient caching). The result is that of the whole batch, in the memory of a chunk.
         """
+        # Every step has its own seed, so a resumed run draws the same random numbers.
+        torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
         count = self.recipe.training.accumulate
-        everyone = gather(labels, self.world)
+        all_labels = gather(labels, self.world)
         if count == 1:
-            return self._loss(self.network(pixels), everyone, step)
-        parts = list(chunks(len(pixels), -(-len(pixels) // count)))
-        with torch.no_grad():
-            found = [self._embed_chunk(pixels[part], step, i) for i, part in enumerate(parts)]
-        embeddings = torch.cat(found).requires_grad_()
-        loss = self._loss(embeddings, everyone, step)
-        assert embeddings.grad is not None
-        for i, part in enumerate(parts):
-            again = self._embed_chunk(pixels[part], step, i)
-            again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+            loss = self._loss(self.network(pixels), all_labels, step)
+        else:
+            parts = list(enumerate(chunks(len(pixels), -(-len(pixels) // count))))
+            with torch.no_grad():
+                embedded = [self._embed_chunk(pixels[part], step, i) for i, part in parts]
+            embeddings = torch.cat(embedded).requires_grad_()
+            loss = self._loss(embeddings, all_labels, step)
+            assert embeddings.grad is not None
+            for i, part in parts:
+                again = self._embed_chunk(pixels[part], step, i)
+                again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+        self.scaler.unscale_(self.optimizer)
+        average_gradients(self.objective.parameters(), self.world)
         return loss
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
         if self.world.size > 1:
-            # All compute the same loss, also one that draws random numbers.
+            # All ranks compute the same loss, also one that draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         loss: Tensor = self.objective(gather(embeddings, self.world), labels)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -172,37 +174,12 @@ class Updater:
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
         return self.network(pixels)  # type: ignore[no-any-return]
 
-    def _clip(self) -> None:
-        o = self.recipe.optimizer
-        if o.clip_value is not None:
-            everything = [*self._parameters, *self.objective.parameters()]
-            nn.utils.clip_grad_value_(everything, o.clip_value)
-        if o.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
-
-    def _find_followed(self) -> tuple[_Pairs, list[_Pairs]]:
-        """Tensors of the moving average with those they follow: parameters, buffers by dtype.
-
-        To walk through the modules at every step would take longer than to update a small network.
-        """
-        if self.average is None:
-            return ([], []), []
-        pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-        trained = [(kept, new) for kept, new in pairs if new.requires_grad]  # others are equal
-        buffers: dict[torch.dtype, _Pairs] = {}
-        for kept, new in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
-            slow, fast = buffers.setdefault(kept.dtype, ([], []))
-            slow.append(kept)
-            fast.append(new)
-        return ([kept for kept, _ in trained], [new for _, new in trained]), [*buffers.values()]
-
     @torch.no_grad()
     def _update_average(self, step: int) -> None:
-        """Let the moving average follow; it starts quickly, as a plain mean would."""
+        """Update the moving average, which starts like a plain mean."""
         if self.average is None:
             return
         decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
-        (slow, fast), buffers = self._followed
-        torch._foreach_lerp_(slow, fast, 1 - decay)  # one launch; torch's own EMA uses it too
-        for kept, new in buffers:
-            torch._foreach_copy_(kept, new)
+        torch._foreach_lerp_(*self._followed, 1 - decay)  # one launch; torch's own EMA uses it too
+        for averages, values in self._buffers.values():
+            torch._foreach_copy_(averages, values)

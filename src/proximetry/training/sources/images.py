@@ -35,8 +35,8 @@ from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
+from proximetry.training.checkpoint import fingerprint
 from proximetry.training.distributed import World
-from proximetry.training.fingerprint import fingerprint
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
 from proximetry.training.sources.base import (
@@ -161,7 +161,7 @@ class ImageData(TrainingData):
             lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sizes, self._filter)
         )
 
-    def put(self, place: str) -> None:
+    def open_cache(self, place: str) -> None:
         """Read the images on the fly, or decode them into a cache, on disk or on the GPU."""
         train_size, eval_size = self._sizes
         if place == "none":

@@ -1,4 +1,4 @@
-"""Vectors to train on: those of a file, or the features of a backbone that is not trained."""
+"""Vectors as training data: those of a file, or the features of a frozen backbone."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
+from proximetry.training.checkpoint import fingerprint
 from proximetry.training.distributed import World, share_buffers
-from proximetry.training.fingerprint import fingerprint
 from proximetry.training.reporting import Display
 from proximetry.training.sources.base import Rows, TrainingData
 
 
 class VectorData(TrainingData):
-    """The vectors of a run, all in memory: on the GPU where they fit."""
+    """The vectors of a run in memory: on the GPU if they fit."""
 
     def __init__(
         self, recipe: Recipe, catalog: VectorCatalog, world: World, display: Display
@@ -32,30 +32,24 @@ class VectorData(TrainingData):
         contents = hashlib.sha256(np.ascontiguousarray(catalog.vectors).data).hexdigest()
         self.fingerprint = fingerprint(catalog, contents)
         self._vectors = torch.from_numpy(catalog.vectors)
-        self.kept = f"vectors from memory ({readable_size(self.nbytes)})"
+        self.kept = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all vectors."""
-        return self._vectors.nbytes
-
-    def put(self, place: str) -> None:
-        """Bring them to the GPU of the run if they fit there with room to spare."""
+    def open_cache(self, place: str) -> None:
+        """Move them to the GPU of the run if they fit."""
         device = self.world.device
-        if (
-            device.type == "cuda"
-            and self.nbytes <= PIXELS_SHARE * torch.cuda.mem_get_info(device)[0]
-        ):
-            self._vectors = self._vectors.to(device)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            if self._vectors.nbytes <= PIXELS_SHARE * free:
+                self._vectors = self._vectors.to(device)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Vectors and labels of this process's part of each batch, from batch ``start`` on."""
+        """Yield vectors and labels of this process's part of each batch."""
         for number in range(start, len(self.sampler)):
             batch = self._batch(epoch, number)
             yield self._rows(batch.rows), self._send(batch.labels)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Rows in batches; on a GPU the last one is filled up, for the sake of CUDA graphs."""
+        """Yield batches of rows."""
         rows = self._filled(rows, batch_size)
         for start in range(0, len(rows), batch_size):
             yield self._rows(rows[start : start + batch_size])
@@ -66,31 +60,30 @@ class VectorData(TrainingData):
 
 
 class CachedFeatures(VectorData):
-    """The features that a frozen backbone gives for the rows of other data, computed once."""
+    """The features of a frozen backbone for the rows of other data, computed once."""
 
     stage = "features"
 
     def __init__(self, source: TrainingData, embedder: Embedder, display: Display) -> None:
-        same = ("catalog", "rows", "protocol", "notes", "class_names", "sampler")
-        for name in (*same, "world", "fingerprint", "_recipe", "_codes"):
+        shared = ("catalog", "rows", "protocol", "notes", "class_names", "sampler")
+        for name in (*shared, "world", "fingerprint", "_recipe", "_codes"):
             setattr(self, name, getattr(source, name))
         self._vectors = _features(source, embedder, self._recipe.evaluation.batch_size, display)
 
 
 def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: Display) -> Tensor:
-    """Features of all rows, on the CPU; each process computes a share of every split.
+    """Compute the features of all rows on the CPU; each process computes a share of every split.
 
-    In the batches and the precision in which evaluation would compute them: the figures of the
-    saved embedder are the same to the last digit.
+    In the batches and the precision of evaluation, so that the saved embedder has the same metrics
+    to the last digit.
     """
     world = data.world
-    total = sum(map(len, data.rows.values()))
+    total, done = sum(map(len, data.rows.values())), 0
     display.message(
         f"computing the features of {spaced(total)} images once (the backbone is frozen: no "
         "augmentation)"
     )
-    found = torch.zeros(len(data.catalog), embedder.width)
-    done = 0
+    all_features = torch.zeros(len(data.catalog), embedder.width)
     share_buffers(embedder, world)
     with torch.no_grad(), evaluating(embedder):
         for rows in data.rows.values():
@@ -105,5 +98,5 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
             features = torch.cat(parts)
             if world.size > 1:
                 features = gather_rows(features.to(world.device))[0].cpu()
-            found[torch.from_numpy(rows)] = features
-    return found
+            all_features[torch.from_numpy(rows)] = features
+    return all_features

@@ -1,4 +1,4 @@
-"""Data, networks, losses and callbacks of one's own in `train`."""
+"""Custom data, networks, losses and callbacks in `train`."""
 
 import multiprocessing
 import random
@@ -22,7 +22,7 @@ from tests.training.tiny import make_recipe, tiny_values
 PIXELS = Preprocessing(24, (24, 24), (0.5,) * 3, (0.25,) * 3)
 
 
-class Pictures(Dataset):
+class Images(Dataset):
     """As those of torchvision: a folder of class folders, PIL images, `targets` and a transform."""
 
     def __init__(self, root, transform=None, lists=True):
@@ -83,13 +83,13 @@ def tiny(cache):
     return Recipe.load(tiny_values(cache, data={"batch_size": 12}, training={"epochs": 2}))
 
 
-def test_a_dataset_of_pictures_is_the_folder_to_the_bit(images, cache, tmp_path):
+def test_torch_dataset_trains_like_its_folder(images, cache, tmp_path):
     recipe = make_recipe(images, cache, training={"epochs": 2}, data={"color_jitter": 0.3})
     train(recipe, tmp_path / "folder")
     said = Said()
-    train(recipe, tmp_path / "own", data=Pictures(images), display=said)
+    train(recipe, tmp_path / "own", data=Images(images), display=said)
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
-    assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Pictures"
+    assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Images"
     assert any("images from the dataset" in line for line in said.lines)
 
 
@@ -112,7 +112,7 @@ def test_evaluation_within_an_epoch_keeps_its_batches(images, tiny, tmp_path):
                 run.evaluator.evaluate(["held_out"])
 
     for name, callbacks in (("plain", []), ("evaluated", [EvaluateAfterThirdStep()])):
-        train(recipe, tmp_path / name, data=Pictures(images), callbacks=callbacks)
+        train(recipe, tmp_path / name, data=Images(images), callbacks=callbacks)
     assert RunFolder(tmp_path / "plain").history()[-1]["step"] == 9
     assert_same_run(tmp_path / "plain", tmp_path / "evaluated")
 
@@ -122,14 +122,14 @@ def own_run(images, tiny, out, **others):
     return train(
         tiny,
         out,
-        data=Pictures(images, noisy, lists=False),
+        data=Images(images, noisy, lists=False),
         embedder=Embedder.wrap(Net(), PIXELS, 8),
         loss=Centers(9, 8),
         **others,
     )
 
 
-def test_own_parts_killed_in_the_middle_continue_bit_for_bit(images, tiny, tmp_path):
+def test_custom_components_resume_bit_exact(images, tiny, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     results = own_run(images, tiny, whole)
     killing = [OnStep(4, lambda: fail(SystemError("killed")))]
@@ -142,22 +142,22 @@ def test_own_parts_killed_in_the_middle_continue_bit_for_bit(images, tiny, tmp_p
     assert (recipe.loss.name, recipe.loss.settings) == ("own:Centers", {"scale": 10.0})
     assert results["weights"]["source"] == "own"
     trained = Embedder.load(whole, module=Net())
-    data = Pictures(images)
+    data = Images(images)
     vectors = trained.encode([data[row][0] for row in range(4)])
     assert torch.isfinite(vectors).all()
     with pytest.raises(RunError, match=r"loss.settings .*10.0.* → .*5.0"):
         train(
             tiny,
             whole,
-            data=Pictures(images, noisy),
+            data=Images(images, noisy),
             embedder=Embedder.wrap(Net(), PIXELS, 8),
             loss=Centers(9, 8, scale=5.0),
         )
     with pytest.raises(RunError, match=r"loss\.name 'own:Centers' → 'proxy_anchor'"):
-        train(tiny, whole, data=Pictures(images), embedder=Embedder.wrap(Net(), PIXELS, 8))
+        train(tiny, whole, data=Images(images), embedder=Embedder.wrap(Net(), PIXELS, 8))
 
 
-def test_parts_that_were_given_stay_as_they_are(images, tiny, tmp_path):
+def test_custom_components_are_not_modified(images, tiny, tmp_path):
     embedder, loss = Embedder.wrap(Net(), PIXELS, 8), Centers(9, 8)
     before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
     rates = {}
@@ -166,7 +166,7 @@ def test_parts_that_were_given_stay_as_they_are(images, tiny, tmp_path):
         def on_start(self, run):
             rates.update({g["name"]: g["lr"] for g in run.updater.optimizer.param_groups})
 
-    split = {"train": Pictures(images), "test": Subset(Pictures(images), range(8))}
+    split = {"train": Images(images), "test": Subset(Images(images), range(8))}
     changes = {"training.epochs": 1, "evaluation.protocol": "last"}
     loss = Centers(12, 8)
     before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
@@ -186,7 +186,7 @@ def test_parts_that_were_given_stay_as_they_are(images, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pml", "proxies", "function"])
-def test_losses_of_any_kind(kind, images, tiny, cache, tmp_path):
+def test_custom_losses(kind, images, tiny, cache, tmp_path):
     if kind == "pml":
         pml = pytest.importorskip("pytorch_metric_learning.losses")
         loss = pml.SupConLoss(temperature=0.2)
@@ -209,7 +209,7 @@ def test_losses_of_any_kind(kind, images, tiny, cache, tmp_path):
     assert ("proxies" in results["last"]) == (kind == "proxies")
 
 
-def test_a_catalogue_of_ones_own(images, cache, tmp_path):
+def test_custom_catalog(images, cache, tmp_path):
     recipe = make_recipe(images, cache, training={"epochs": 1})
     train(recipe, tmp_path / "folder")
     other = recipe.override({"data.root": None})
@@ -249,11 +249,6 @@ class Misnamed:
         pass
 
 
-class Misshapen:
-    def on_epoch_end(self, line):
-        pass
-
-
 class Items(Dataset):
     def __init__(self, *items):
         self.items = items
@@ -278,98 +273,67 @@ VECTORS = VectorCatalog.from_arrays(
 )
 
 
-class Gives(nn.Module):
-    def __init__(self, give):
-        super().__init__()
-        self.give = give
-
-    def forward(self, embeddings, labels):
-        return self.give(embeddings, labels)
-
-
 WRONG = {
-    "a class for data": ({"data": Items}, "is a class"),
-    "no dataset": ({"data": 7}, "data must be a Catalog, or a dataset"),
-    "a folder": ({"data": "pictures"}, "got 'pictures'; for a folder of images Catalog.from_fold"),
+    "a class for data": ({"data": Items}, "not a class"),
+    "no dataset": ({"data": 7}, "must be a Catalog"),
+    "a folder": ({"data": "pictures"}, "Catalog.from_folder"),
     "an empty dataset": ({"data": Items()}, "Items is empty"),
-    "other splits": ({"data": {"training": items()}}, "has 'training'"),
-    "no label": ({"data": Items(RGB, RGB)}, r"item 0 of Items must be \(image, label\)"),
-    "a label that is none": ({"data": Items((RGB, 0.5))}, "label must be a whole number or a text"),
-    "a path": ({"data": items("a.jpg", "a.jpg")}, "must be a PIL image, uint8"),
-    "channels first": (
-        {"data": items(RGB.transpose(2, 0, 1), RGB.transpose(2, 0, 1))},
-        r"uint8 images are \[height, width, 3\], got \[3, 24, 24\]; give image.permute",
-    ),
-    "tensors for another network": (
-        {"data": items(torch.zeros(5), torch.zeros(5))},
-        r"given \[2, 5\] float32, raises",
-    ),
-    "NaN": ({"data": items(FLOAT / 0 * 0, FLOAT / 0 * 0)}, "NaN or infinite"),
-    "a bare module": ({"embedder": Net()}, "Embedder.wrap makes one of it"),
+    "other splits": ({"data": {"training": items()}}, "'training'"),
+    "no label": ({"data": Items(RGB, RGB)}, "item 0 of Items"),
+    "a label that is none": ({"data": Items((RGB, 0.5))}, "label"),
+    "a path": ({"data": items("a.jpg", "a.jpg")}, "PIL image"),
+    "channels first": ({"data": items(RGB.transpose(2, 0, 1), RGB.transpose(2, 0, 1))}, "permute"),
+    "a bare module": ({"embedder": Net()}, "Embedder.wrap"),
     "no embedder": ({"embedder": "resnet50"}, "embedder must be an Embedder"),
-    "a class for a loss": ({"loss": Centers}, r"loss Centers is a class: write Centers\(…\)"),
-    "no loss": ({"loss": 3}, r"must be called as loss\(embeddings, labels\)"),
-    "too few classes": ({"loss": Centers(8, 8)}, r"labels of 9 classes \(0 to 8\), raises IndexE"),
-    "other dimensions": ({"loss": Centers(9, 4)}, "raises RuntimeError"),
+    "a class for a loss": ({"loss": Centers}, r"Write Centers\(…\)"),
+    "no loss": ({"loss": 3}, "must be callable"),
     "proxies of other classes": (
         {"loss": losses.create("proxy_anchor", 12, 8)},
-        "is for 12 classes and 8 dimensions, but there are 9 classes",
+        "12 classes",
     ),
-    "no scalar": ({"loss": Gives(lambda e, t: e.sum(1))}, r"gives \[\d+\], not one number"),
-    "no tensor": ({"loss": Gives(lambda e, t: 1.0)}, "gives float, not one number"),
-    "no gradient": ({"loss": Gives(lambda e, t: e.detach().sum())}, "without gradient"),
-    "not of embeddings": (
-        {"loss": Gives(lambda e, t: torch.ones((), requires_grad=True) * 2)},
-        "does not depend on the embeddings",
-    ),
-    "not finite": ({"loss": Gives(lambda e, t: e.sum() / 0)}, "gives -?inf"),
     "vectors for a network of images": (
         {"data": VECTORS, "embedder": Embedder.wrap(Net(), PIXELS, 8)},
-        "takes images, and the data are vectors",
+        "takes images",
     ),
     "images for a network of tensors": (
         {"embedder": Embedder.wrap(nn.Linear(8, 8), (8,), 8)},
-        "and the data are images",
+        "contains images",
     ),
     "vectors of other dimensions": (
         {"data": VECTORS, "embedder": Embedder.create("vectors", 8, input_dim=16)},
-        "and those of the data have 8",
+        "has 8",
     ),
     "a wrong item among many": (
         {"data": Items(*((RGB, i // 4) for i in range(40)), (RGB, None))},
-        "^item 40 of Items: the label must be",
+        "^item 40 of Items",
     ),
-    "a callback that is none": ({"callbacks": [3]}, "3 is no callback: it has none of on_start"),
+    "a callback that is none": ({"callbacks": [3]}, "no callback: 3"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
     "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
-    "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch, which is never called"),
-    "a method of another shape": (
-        {"callbacks": [Misshapen()]},
-        r"on_epoch_end of callback Misshapen is called with \(run, line\)",
-    ),
+    "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch is never called"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_has_the_wrong_shape_is_refused_before_anything_is_written(wrong, recipe, tmp_path):
+def test_invalid_components_create_no_folder(wrong, recipe, tmp_path):
     given, sentence = WRONG[wrong]
     with pytest.raises((ValueError, TypeError), match=sentence):
         train(recipe, tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_network_of_ones_own_takes_vectors(recipe, tmp_path):
+def test_custom_network_for_vectors(recipe, tmp_path):
     embedder = Embedder.wrap(nn.Linear(8, 8), (8,), 8)
     train(recipe, tmp_path / "run", data=VECTORS, embedder=embedder)
     loaded = Embedder.load(tmp_path / "run", module=nn.Linear(8, 8))
     assert loaded.encode(VECTORS.vectors[:3]).shape == (3, 8)
     tensors = TensorDataset(torch.from_numpy(VECTORS.vectors), torch.arange(40) // 4)
     train(recipe, tmp_path / "tensors", data=tensors, embedder=embedder)
-    with pytest.raises(TypeError, match=r"must be a Recipe, as Recipe\.load gives it, got str"):
+    with pytest.raises(TypeError, match="must be a Recipe"):
         train("default-cpu", tmp_path / "name")
 
 
-def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
+def test_custom_timm_embedder_uses_training_keys(recipe, tmp_path):
     """With stochastic depth; how test images are seen is the embedder's."""
     rates = []
 
@@ -395,10 +359,10 @@ def test_an_embedder_of_timm_trains_as_the_recipe_says(recipe, tmp_path):
     assert not any(type(part).__name__ == "DropPath" for part in embedder.modules())
     said = Said()
     train(asked, tmp_path / "own", embedder=Embedder.wrap(Net(), PIXELS, 8), display=said)
-    assert "no stochastic depth: own:Net has no blocks of timm that can be dropped" in said.lines
+    assert "no stochastic depth: own:Net has no timm blocks" in said.lines
 
 
-def test_what_was_frozen_stays_as_it_was(recipe, tmp_path):
+def test_frozen_parameters_stay_frozen(recipe, tmp_path):
     net = Net()
     net.conv.requires_grad_(False)
     train(recipe, tmp_path / "run", embedder=Embedder.wrap(net, PIXELS, 8))
@@ -407,13 +371,13 @@ def test_what_was_frozen_stays_as_it_was(recipe, tmp_path):
     assert not torch.equal(trained.linear.weight, net.linear.weight)
 
 
-def test_bits_are_those_of_the_embedder(recipe, tmp_path):
+def test_bits_must_match_the_embedder(recipe, tmp_path):
     asked = recipe.override({"model": {"bits": 8, "dim": 8}})
-    with pytest.raises(ValueError, match=r"made for no bits: Embedder.create\(…, bits=8\)"):
+    with pytest.raises(ValueError, match=r"bits=8"):
         train(asked, tmp_path / "run", embedder=Embedder.wrap(Net(), PIXELS, 8))
 
 
-def test_a_recipe_with_parts_of_ones_own_needs_them(recipe, tmp_path):
+def test_recipe_of_custom_components_needs_them(recipe, tmp_path):
     for section, part in (("data.dataset", "data"), ("loss.name", "loss")):
         with pytest.raises(ValueError, match=rf"{section} 'own:Mine'.*train\({part}=…\)"):
             train(recipe.override({section: "own:Mine"}), tmp_path / "run")
@@ -423,19 +387,19 @@ OWN_RANKS = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[3])
-from tests.training.test_parts import Centers, Net, PIXELS, Pictures, noisy
+from tests.training.test_custom_components import Centers, Net, PIXELS, Images, noisy
 from proximetry.models import Embedder
 from proximetry.training import Recipe, train
 torch.manual_seed(5)
 train(
-    Recipe.load(sys.argv[1]), sys.argv[2], device="cpu", data=Pictures(sys.argv[4], noisy),
+    Recipe.load(sys.argv[1]), sys.argv[2], device="cpu", data=Images(sys.argv[4], noisy),
     embedder=Embedder.wrap(Net(), PIXELS, 8), loss=Centers(9, 8),
 )
 """
 
 
 @pytest.mark.slow
-def test_two_ranks_with_own_parts_are_one(images, tiny, server, tmp_path):
+def test_custom_components_on_two_ranks_equal_one(images, tiny, server, tmp_path):
     # Batch norm sees another part of the batch on every rank: frozen, nothing differs but rounding.
     recipe = tiny.override({"model.freeze_batchnorm": True, "training.epochs": 1})
     recipe.save(tmp_path / "recipe.yaml")
@@ -443,12 +407,12 @@ def test_two_ranks_with_own_parts_are_one(images, tiny, server, tmp_path):
     words = (tmp_path / "recipe.yaml", tmp_path / "two", root, images)
     ranks = Ranks(server, tmp_path / "home", OWN_RANKS, *words)
     try:
-        assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
+        assert ranks.ended() == [0, 0], ranks.output(0) + ranks.output(1)
     finally:
         ranks.kill()
     torch.manual_seed(5)
     own = {"embedder": Embedder.wrap(Net(), PIXELS, 8), "loss": Centers(9, 8)}
-    train(recipe, tmp_path / "one", data=Pictures(images, noisy), **own)
+    train(recipe, tmp_path / "one", data=Images(images, noisy), **own)
     one, two = (RunFolder(tmp_path / name).history()[-1] for name in ("one", "two"))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["held_out"]["map@r"] == pytest.approx(one["held_out"]["map@r"], abs=0.02)

@@ -45,7 +45,7 @@ def recipe_for(root, cache, **changes):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["", "with classes of one image"])
 @pytest.mark.parametrize("classes", [2, 3, 5, 9, 20, 500])
-def test_a_folder_trains_to_a_sensible_end(tmp_path, cache, capsys, classes, alone):
+def test_folder_of_few_classes_trains(tmp_path, cache, capsys, classes, alone):
     images = [2 if classes == 500 else 4] * classes
     if alone:
         images[::2] = [1] * len(images[::2])
@@ -60,7 +60,7 @@ def test_a_folder_trains_to_a_sensible_end(tmp_path, cache, capsys, classes, alo
         assert "untrained" not in results, "there is nothing to evaluate it on"
         assert results["selected"] == {"epoch": 2}
         assert len(embedder.class_names) == classes
-        assert f"{few}the last epoch is taken" in results["notes"]
+        assert f"{few}the last epoch is saved" in results["notes"]
         assert "training.stop_after 6 has no effect" in printed
         assert few in printed
         return
@@ -71,11 +71,11 @@ def test_a_folder_trains_to_a_sensible_end(tmp_path, cache, capsys, classes, alo
     assert classes - len(embedder.class_names) == max(3, round(0.25 * sum(n > 1 for n in images)))
 
 
-def test_one_class_is_refused_before_anything_is_written(tmp_path, cache):
+def test_one_class_is_rejected(tmp_path, cache):
     root = make_classes(tmp_path / "images", [5])
     for protocol in ("held_out", "last"):
         recipe = recipe_for(root, tmp_path / "cache", evaluation={"protocol": protocol})
-        with pytest.raises(RunError, match=r"of one class, '000';.* needs two or more"):
+        with pytest.raises(RunError, match="images of 1 classes"):
             train(recipe, tmp_path / "run")
         assert not (tmp_path / "run").exists()
         assert not (tmp_path / "cache").exists()
@@ -83,19 +83,20 @@ def test_one_class_is_refused_before_anything_is_written(tmp_path, cache):
     train(recipe_for(root, cache), tmp_path / "run")
 
 
-def test_a_plateau_with_too_few_classes_is_refused_with_advice_that_works(tmp_path, cache):
+def test_plateau_with_too_few_classes_is_rejected(tmp_path, cache):
     root = make_classes(tmp_path / "images", [4] * 9)
     recipe = recipe_for(root, cache, schedule={"name": "plateau"})
-    advice = r"9 training classes are too few.*choose another schedule\.name, such as step"
     for two_stages in (False, True):
-        with pytest.raises(RunError, match=rf"{advice}, and training\.two_stages false"):
+        with pytest.raises(
+            RunError, match=r"9 training classes .*schedule\.name.*two_stages false"
+        ):
             train(recipe.override({"training.two_stages": two_stages}), tmp_path / "run")
         assert not list(tmp_path.glob("run/*"))
     followed = {"schedule.name": "step", "training.two_stages": False}
     assert train(recipe.override(followed), tmp_path / "run")["protocol"] == "last"
 
 
-def test_a_split_val_that_shows_nothing_is_refused_with_advice_that_works(tmp_path, cache):
+def test_unusable_split_val_is_rejected(tmp_path, cache):
     root = make_classes(tmp_path / "images", [3] * 4, "train")
     make_classes(root, [1, 1, 1], "val")
     make_classes(root, [5], "test")
@@ -114,7 +115,7 @@ def test_a_split_val_that_shows_nothing_is_refused_with_advice_that_works(tmp_pa
 @pytest.mark.parametrize(
     ("split", "protocol"), [("test", "paper"), ("val", "held_out"), ("all", "held_out")]
 )
-def test_roles_that_find_nothing_are_told_before_training(tmp_path, cache, split, protocol):
+def test_roles_without_positives_are_reported(tmp_path, cache, split, protocol):
     root = make_classes(tmp_path / "images", [3] * 12)
     catalog = Catalog.from_folder(root)
     used = tuple(split if split == "all" or label > "006" else "train" for label in catalog.labels)
@@ -123,15 +124,15 @@ def test_roles_that_find_nothing_are_told_before_training(tmp_path, cache, split
     replace(catalog, splits=used, queries=queries, galleries=idle).to_csv(root / "t.csv")
     changes = {"data.dataset": "csv", "data.root": str(root / "t.csv")}
     recipe = recipe_for(root, cache, evaluation={"protocol": protocol}).override(changes)
-    with pytest.raises(RunError, match=r"is marked as gallery.*evaluation\.protocol last"):
+    with pytest.raises(RunError, match=r"gallery.*evaluation\.protocol last"):
         train(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     results = train(recipe.override({"evaluation.protocol": "last"}), tmp_path / "run")
-    told = [note for note in results["notes"] if "is marked as gallery" in note]
+    told = [note for note in results["notes"] if "has gallery set" in note]
     assert len(told) == (split != "all")
 
 
-def test_a_split_val_of_two_classes_is_used_as_it_is(tmp_path, cache):
+def test_split_val_of_two_classes_is_used(tmp_path, cache):
     root = make_classes(tmp_path / "images", [3] * 4, "train")
     make_classes(root, [1, 2], "val")
     results = train(recipe_for(root, cache), tmp_path / "run")
@@ -139,7 +140,7 @@ def test_a_split_val_of_two_classes_is_used_as_it_is(tmp_path, cache):
     assert results["selected"]["held_out"]["queries"] == 2
 
 
-def test_the_last_epoch_alone_can_be_asked_for(tmp_path, cache):
+def test_protocol_last(tmp_path, cache):
     """The advice of a recipe that stops early does not lead in a circle."""
     root = make_classes(tmp_path / "images", [4] * 12)
     recipe = recipe_for(root, cache).override({"evaluation.protocol": "last"})

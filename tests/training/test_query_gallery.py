@@ -14,8 +14,8 @@ from proximetry.data import Catalog, open_dataset
 from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
-from proximetry.training.comparison import check_comparison, compared, with_needed_roles
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
+from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
 from tests.training.ranks import RUN, Ranks
@@ -71,7 +71,7 @@ def test_scores_and_confusions_equal_brute_force(count, classes, mixture, simila
     lists = plain_lists(vectors, roles, similarity)
     found = {i: [bool(labels[j] == labels[i]) for j in near] for i, near in lists.items()}
     if not any(any(hits) for hits in found.values()):
-        with pytest.raises(ValueError, match=r"is marked as|nothing to find"):
+        with pytest.raises(ValueError, match=r"set to true|no query|one image each"):
             check_comparison(catalog, EVERYTHING)
         return
     check_comparison(catalog, EVERYTHING)
@@ -129,7 +129,7 @@ def by_hand(folder, table):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_selects_by_what_evaluation_finds(server, table, cache, tmp_path, processes):
+def test_training_selects_by_the_metrics_of_evaluation(server, table, cache, tmp_path, processes):
     recipe = make_recipe(
         table,
         cache,
@@ -142,7 +142,7 @@ def test_training_selects_by_what_evaluation_finds(server, table, cache, tmp_pat
     else:
         recipe.save(tmp_path / "recipe.yaml")
         ranks = Ranks(server, tmp_path, RUN, tmp_path / "recipe.yaml", tmp_path / "run")
-        assert ranks.ended() == [0, 0], ranks.said(0)
+        assert ranks.ended() == [0, 0], ranks.output(0)
     found = json.loads((tmp_path / "run" / "results.json").read_text())["selected"]["test"]
     expected, without = by_hand(tmp_path / "run", table)
     assert found["queries_without_positive"] == without
@@ -156,24 +156,22 @@ def test_training_selects_by_what_evaluation_finds(server, table, cache, tmp_pat
 @pytest.mark.parametrize(
     ("labels", "roles", "wanted", "message"),
     [
-        ("abcd", None, {}, "the 4 images of images are of 4 classes, one image each, so there is"),
-        ("aabb", "qqqq", {}, "none of the 4 images of images is marked as gallery: set the column"),
-        ("aabb", "gggg", {}, "none of the 4 images of images is marked as query"),
+        ("abcd", None, {}, "one image each"),
+        ("aabb", "qqqq", {}, "none of the 4 images of images has gallery"),
+        ("aabb", "gggg", {}, "none of the 4 images of images has query"),
         ("aabb", "bggb", {}, None),
         ("abab", "qqgg", {}, None),
-        ("aabb", "qqgg", {}, "no query has another image of its class in the gallery"),
-        ("abcc", "bbgg", {}, "no query has another image of its class in the gallery"),
-        ("aabb", "bbgg", {"clustering": True}, "clustering takes one set, but"),
+        ("aabb", "qqgg", {}, "no query among the 4"),
+        ("abcc", "bbgg", {}, "no query among the 4"),
+        ("aabb", "bbgg", {"clustering": True}, "clustering needs one set"),
         ("aabb", "bbbb", {"clustering": True}, None),
         ("aabbcd", "bbbbbb", {"verification": True}, None),
         ("aabbc", "bbbbb", {"verification": True}, "four classes"),
-        ("abababcd", "bbggbbgg", {"verification": True}, "verification takes one set, but"),
+        ("abababcd", "bbggbbgg", {"verification": True}, "verification needs one set"),
         ("aabb", "nnnn", {"clustering": True}, None),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_any_image_is_read(
-    labels, roles, wanted, message
-):
+def test_unmeasurable_catalogs_are_rejected(labels, roles, wanted, message):
     catalog = make_catalog(labels, roles)
     metrics = Metrics(**wanted)
     if message is None:
@@ -182,7 +180,7 @@ def test_what_cannot_be_measured_is_refused_before_any_image_is_read(
     with pytest.raises(ValueError, match=message):
         check_comparison(catalog, metrics)
     with pytest.raises(ValueError, match=message):  # the images do not exist
-        evaluate_embedder(None, catalog, wanted=metrics)
+        evaluate_embedder(None, catalog, metrics=metrics)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ def test_what_cannot_be_measured_is_refused_before_any_image_is_read(
         ("qqqgg", [2, 4, 8]),
     ],
 )
-def test_a_recall_that_reaches_the_whole_gallery_is_told(roles, trivial):
+def test_trivial_recall_is_noted(roles, trivial):
     first, *notes = check_comparison(make_catalog("aaaaa", roles), Metrics())
     assert first.endswith("all images are of one class")
     assert [note.partition(" ")[0] for note in notes] == [f"recall@{k}" for k in trivial]

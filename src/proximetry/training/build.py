@@ -1,0 +1,280 @@
+"""`build`: everything a run consists of, made from its recipe."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from proximetry._util.errors import UsageError, need
+from proximetry.data import VectorCatalog
+from proximetry.kernels.layers import fuse
+from proximetry.losses import parameter_groups
+from proximetry.models import Embedder, freeze_batchnorm
+from proximetry.models.backbones import (
+    NoFeatureMapError,
+    check_patches,
+    set_drop_path,
+    takes_one_size,
+)
+from proximetry.models.lora import add_lora
+from proximetry.models.names import VECTOR_BACKBONES, Similarity
+from proximetry.recipe.auto import choose, device_facts
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
+from proximetry.training.checkpoint import RunError, TrainState
+from proximetry.training.custom import Components, check_input_kind
+from proximetry.training.distributed import World
+from proximetry.training.evaluator import Evaluator, check_input
+from proximetry.training.loop import Run, Stopwatch
+from proximetry.training.objective import Objective
+from proximetry.training.reporting import Display
+from proximetry.training.run_folder import RunFolder
+from proximetry.training.schedule import LearningRates
+from proximetry.training.sources.base import TrainingData, open_catalog
+from proximetry.training.sources.images import ImageData
+from proximetry.training.sources.torch_dataset import DatasetData, TorchDatasets
+from proximetry.training.sources.vectors import CachedFeatures, VectorData
+from proximetry.training.step import Updater
+
+Report = Callable[[str], None]
+
+# Keys of `model` that are not arguments of `Embedder.create`.
+_TRAINING_KEYS = {
+    "pca_dim",
+    "whitening",
+    "dropout",
+    "drop_path",
+    "freeze_batchnorm",
+    "freeze_backbone",
+    "lora_rank",
+    "lora_alpha",
+}
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run gets besides its recipe and its folder."""
+
+    world: World
+    display: Display = field(default_factory=Display)
+    callbacks: Sequence[Any] = ()
+    components: Components = field(default_factory=Components)
+    resume: bool = True
+
+
+def build(
+    recipe: Recipe, folder: RunFolder, context: RunContext, *, open_cache: bool = True
+) -> Run:
+    """Build all parts of a run, which also validates the recipe; write nothing to the folder.
+
+    Without ``open_cache``, no image is decoded, and the data have no batches.
+    """
+    clock, world, report = Stopwatch(), context.world, context.display.message
+    if recipe.training.wandb:
+        need("wandb", None, "training.wandb")
+    # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
+    on_graph_failure = None if recipe.training.cuda_graph is True else report
+    embedder, data = make_data(recipe, context)
+    try:
+        images = len(data.rows["train"])
+        recipe, choices = choose(
+            recipe, device_facts(world), images=images, storage=data.storage, kept=data.kept
+        )
+        for line in choices:
+            report(line)
+        if open_cache:
+            data.open_cache(recipe.data.cache)
+            if recipe.model.freeze_backbone:
+                images_source, data = data, CachedFeatures(data, embedder, context.display)
+                images_source.close()
+                data.open_cache(recipe.data.cache)
+        elif recipe.model.freeze_backbone:
+            data.stage = "features"
+        on_cuda = world.device.type == "cuda"
+        if on_cuda:  # no slower here, and the same in every run
+            torch.backends.cudnn.deterministic = True
+            embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        graph = bool(recipe.training.cuda_graph) and on_cuda
+        graph = graph and world.size == recipe.training.accumulate == 1
+        if graph:
+            fuse(embedder)
+        loss = copy.deepcopy(context.components.loss)
+        objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
+        updater = Updater(
+            recipe,
+            embedder,
+            objective,
+            make_optimizer(recipe.optimizer, embedder, objective),
+            world,
+            graph=graph,
+            on_graph_failure=on_graph_failure,
+            stage=data.stage,
+        )
+        evaluated = embedder if updater.average is None else updater.average
+        initial = [group["lr"] for group in updater.optimizer.param_groups]
+        return Run(
+            recipe=recipe,
+            folder=folder,
+            world=world,
+            data=data,
+            updater=updater,
+            evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
+            rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+            clock=clock,
+            state=TrainState(
+                loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
+                bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
+            ),
+            report=report,
+            choices=choices,
+        )
+    except BaseException:
+        data.close()
+        raise
+
+
+def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:
+    """Make the embedder and its training data, whose cache is not open yet."""
+    world, display, components = context.world, context.display, context.components
+    source = components.data
+    if isinstance(source, TorchDatasets):
+        catalog = source.catalog(display)
+    elif source is not None:
+        catalog = source
+    else:
+        catalog = open_catalog(recipe, partial(display.progress, "scanning images"))
+    check_input_kind(recipe, catalog)
+    torch.manual_seed(recipe.training.seed)
+    embedder = copy.deepcopy(components.embedder)
+    if embedder is None:
+        width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
+        embedder = make_embedder(
+            recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
+        )
+    else:
+        embedder.keep_frozen()
+        _apply_training_keys(embedder, recipe.model, display.message)
+    embedder.to(world.device)
+    recipe = fit_crop_size(recipe, embedder, display.message)
+    check_network(recipe, embedder)
+    if isinstance(source, TorchDatasets):
+        data = DatasetData(recipe, source, catalog, embedder, world, display=display)
+        return embedder, data
+    check_input(embedder, catalog)
+    if isinstance(catalog, VectorCatalog):
+        if embedder.takes_images:
+            raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")
+        return embedder, VectorData(recipe, catalog, world, display)
+    return embedder, ImageData(recipe, embedder.preprocessing, world, display, catalog)
+
+
+def make_embedder(
+    m: ModelConfig,
+    similarity: Similarity = "cosine",
+    report: Report = lambda line: None,
+    input_dim: int | None = None,
+) -> Embedder:
+    """Make the network of a recipe.
+
+    A transformer pools its tokens itself, whatever `model.pooling` is. One for vectors has no
+    pooling, and takes those of ``input_dim`` dimensions.
+    """
+    options: dict[str, Any] = m.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
+    if m.backbone in VECTOR_BACKBONES:
+        options |= {"input_dim": input_dim, "pooling": "auto"}
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            embedder = Embedder.create(**options)
+        except NoFeatureMapError as error:
+            embedder = Embedder.create(**options | {"pooling": "auto"})
+            pooling = embedder.architecture.pooling
+            report(f"pooling {pooling} instead of {m.pooling}: {error}")
+    for note in notes:
+        report(str(note.message))
+    if m.weights == "auto" and embedder.takes_images:
+        report(f"weights: {embedder.weights.source}, {embedder.weights.origin}")
+    _apply_training_keys(embedder, m, report)
+    return embedder
+
+
+def _apply_training_keys(embedder: Embedder, m: ModelConfig, report: Report) -> None:
+    """Freeze batch norm, add LoRA and stochastic depth as set in the recipe."""
+    if m.freeze_batchnorm:
+        freeze_batchnorm(embedder)
+    if m.lora_rank is not None and not embedder.is_own:  # which `check_network` rejects
+        add_lora(embedder, m.lora_rank, m.lora_alpha)
+    name = embedder.architecture.backbone
+    if m.drop_path and not set_drop_path(embedder.backbone, name, m.drop_path):
+        # No error: the recipe may be for other networks.
+        report(f"no stochastic depth: {name} has no timm blocks")
+
+
+def check_network(recipe: Recipe, embedder: Embedder) -> None:
+    """Reject keys of the recipe that the network does not support, before images are decoded."""
+    if recipe.model.lora_rank is not None and embedder.is_own:
+        raise RecipeError("model.lora_rank needs a timm network, not a custom one")
+    if recipe.model.freeze_backbone and not embedder.parameter_parts()["head"]:
+        raise RunError("model.freeze_backbone leaves nothing to train: there is no head")
+    if recipe.optimizer.layer_decay != 1.0:
+        try:
+            embedder.backbone_layers()
+        except ValueError as error:
+            raise RecipeError(f"optimizer.layer_decay must be 1: {error}") from error
+    if not embedder.takes_images:
+        return
+    side, network = recipe.data.crop_size, embedder.architecture.backbone
+    if side is not None and (side, side) != embedder.preprocessing.crop:
+        check_patches(embedder.backbone, network, (side, side), "data.crop_size")
+
+
+def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda line: None) -> Recipe:
+    """Return the recipe without its `data.crop_size` if the network takes images of one size."""
+    side, size = recipe.data.crop_size, embedder.preprocessing.crop if embedder.takes_images else ()
+    flattened = embedder.architecture.pooling == "flatten"
+    if side is None or (side, side) == size or not size:
+        return recipe
+    if not flattened and not takes_one_size(embedder.backbone):
+        return recipe
+    what = "model.pooling flatten" if flattened else embedder.architecture.backbone
+    report(f"training crops of {size[0]}×{size[1]} instead of {side}: {what} takes one size")
+    return recipe.override({"data.crop_size": None})
+
+
+def make_optimizer(
+    o: OptimizerConfig, embedder: Embedder, objective: Objective
+) -> torch.optim.Optimizer:
+    """Make the optimizer with a learning rate for each part."""
+    groups = parameter_groups(
+        embedder,
+        objective,
+        lr=o.lr,
+        head_lr_multiplier=o.head_multiplier,
+        proxy_lr_multiplier=o.proxy_multiplier,
+        layer_decay=o.layer_decay,
+        require_proxies=False,
+    )
+    if objective.learns_as_proxies:  # the parameters of a custom loss
+        own, split = {*objective.loss.parameters()}, []
+        for group in groups:
+            rates = (False, group["lr"]), (True, o.lr * o.proxy_multiplier)
+            for is_own, lr in rates:
+                named = group["name"] == "loss"
+                members = [p for p in group["params"] if (named and p in own) == is_own]
+                split += [{**group, "params": members, "lr": lr}] if members else []
+        groups = split
+    if not groups:
+        raise RunError("nothing to train: the model has no parameters and the loss no proxies")
+    # One launch for all parameters on a GPU; the plain form on the CPU.
+    fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
+    shared: Any = {"weight_decay": o.weight_decay, "fused": fused}
+    if o.name == "sgd":
+        return torch.optim.SGD(groups, momentum=o.momentum, **shared)
+    kind = torch.optim.AdamW if o.name == "adamw" else torch.optim.Adam
+    return kind(groups, eps=o.eps, **shared)
