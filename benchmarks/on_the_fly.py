@@ -217,7 +217,7 @@ def main() -> None:
         place = "gpu" if world.device.type == "cuda" else "pixels"
         cached = ImageData(run.recipe, run.updater.embedder.preprocessing, world, Display())
         started = time.perf_counter()
-        cached.put(place)
+        cached.open_cache(place)
         decoding = time.perf_counter() - started
         steps = arguments.steps or len(run.data.sampler)
         run.updater.freeze_backbone(False)

@@ -33,7 +33,7 @@ def preprocessing_of(recipe):
 def make_data(recipe, device="cpu", **world):
     here = World(device=torch.device(device), **world)
     data = ImageData(recipe, preprocessing_of(recipe), here, Display())
-    data.put("pixels" if recipe.data.cache == "auto" else recipe.data.cache)
+    data.open_cache("pixels" if recipe.data.cache == "auto" else recipe.data.cache)
     return data
 
 
@@ -187,11 +187,11 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     more = set()
     data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display())
-    data.put("pixels")
+    data.open_cache("pixels")
     more = {("class00/1.png", "cannot be opened: Too many open files")}
     message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"
     with pytest.raises(RunError, match=message):
-        data.put("pixels")
+        data.open_cache("pixels")
 
 
 def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):

@@ -13,9 +13,9 @@ import torch
 
 from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
 from proximetry.data import Catalog
-from proximetry.data.cache import cache_home, describe_copies, refuse_bad
-from proximetry.data.decoding import check_all
-from proximetry.data.images import Interpolation, Size
+from proximetry.data.cache import cache_home, describe_copies, raise_unreadable
+from proximetry.data.images import ImageError, Interpolation, Size
+from proximetry.data.loader import decode, parallel_map
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.recipe.auto import StorageFacts
@@ -206,12 +206,15 @@ def _check_images(
     """Decode the images as the run will, but keep nothing; refuse what it would refuse."""
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MOST_DECODED)).astype(int).tolist()
     display.message(f"checking {_count(len(rows), 'image')}…")
-    files, progress = [catalog.file(row) for row in rows], partial(display.progress, "checking")
     started = time.perf_counter()
-    errors = list(check_all(files, size, how, whole=True, progress=progress))
-    seconds = time.perf_counter() - started
-    bad = tuple((catalog.paths[rows[number]], error.reason) for number, error in errors)
-    refuse_bad(bad, len(rows), recipe.data.bad_images)
+    errors: list[tuple[str, str]] = []
+    images = parallel_map(partial(decode, size=size, interpolation=how), map(catalog.file, rows))
+    for number, (row, image) in enumerate(zip(rows, images, strict=True), 1):
+        if isinstance(image, ImageError):
+            errors.append((catalog.paths[row], image.reason))
+        display.progress("checking", number, len(rows))
+    seconds, bad = time.perf_counter() - started, tuple(errors)
+    raise_unreadable(bad, len(rows), recipe.data.bad_images)
     copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
     return Checked(len(rows), bad, seconds / len(rows), tuple(copies))
 

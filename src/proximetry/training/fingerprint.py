@@ -44,7 +44,7 @@ def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
     Files that lie elsewhere now, or are called otherwise, are the same if they contain the same.
     """
-    known = None not in (before["contents"], now["contents"])
+    known = _comparable(before["contents"], now["contents"])
     same_files = "contents" if known else "paths"
     if all(before[part] == now[part] for part in ("rows", same_files)):
         return ""
@@ -75,6 +75,11 @@ def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, told))
 
 
+def _comparable(before: str | None, now: str | None) -> bool:
+    """Whether both digests are known and of the same kind."""
+    return before is not None and now is not None and len(before) == len(now)
+
+
 def refuse_others(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse images that are not those the run in a folder was begun with."""
     changes = what_changed(before, now)
@@ -91,7 +96,7 @@ def may_have_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     That is no reason to stop: a run that met a broken image goes on when it has been mended.
     """
     old, new = before.get("sizes"), now.get("sizes")
-    known = None not in (before["contents"], now["contents"])
+    known = _comparable(before["contents"], now["contents"])
     if known or None in (old, new) or old == new:
         return ""
     return "some image files have another size than when the run was begun"

@@ -294,13 +294,12 @@ def _open_cache(
 ) -> TrainingData:
     """Open the cache of the data; a frozen backbone computes its features."""
     if not recipe.model.freeze_backbone:
-        data.put(recipe.data.cache)
+        data.open_cache(recipe.data.cache)
         return data
-    # Features are those of the files themselves, whatever is kept of these.
-    data.put("none" if recipe.data.cache == "encoded" else recipe.data.cache)
+    data.open_cache(recipe.data.cache)
     features = CachedFeatures(data, embedder, display)
     data.close()
-    features.put(recipe.data.cache)
+    features.open_cache(recipe.data.cache)
     return features
 
 

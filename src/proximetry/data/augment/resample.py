@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proximetry.data.cache import Pixels
+from proximetry.data.loader import Pixels
 
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]

@@ -332,7 +332,7 @@ class DatasetData(TrainingData):
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
-    def put(self, place: str) -> None:
+    def open_cache(self, mode: str) -> None:
         """Items are read when they are needed, from where the dataset has them."""
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -357,7 +357,7 @@ class DatasetData(TrainingData):
         if self._reader.tensors:
             return _Order(batch.rows, seeds)
         reader, mine = self._reader, batch.mine
-        chances = reader.augment.chances(batch.total, batch.generator)[mine]
+        chances = reader.augment.draw_uniforms(batch.total, batch.generator)[mine]
         colors = reader.colors.draw(batch.total, batch.generator)[mine] if reader.colors else None
         return _Order(batch.rows, seeds, chances, colors)
 

@@ -38,7 +38,7 @@ class VectorData(TrainingData):
         """Bytes of all vectors."""
         return self._vectors.nbytes
 
-    def put(self, place: str) -> None:
+    def open_cache(self, mode: str) -> None:
         """Bring them to the GPU of the run if they fit there with room to spare."""
         device = self.world.device
         if (
