@@ -126,7 +126,6 @@ EXTRAS = ("PIL", "cyclopts", "filelock", "pydantic", "rich", "safetensors", "tim
     [
         (EXTRAS, "from proximetry.data import PixelCache", "images"),
         (EXTRAS, "from proximetry.data import open_image", "images"),
-        (["filelock"], "from proximetry.data import RandomResizedCrop", "images"),
         (EXTRAS, "from proximetry.models import Embedder", "images"),
         (EXTRAS, "import proximetry.training", "train"),
         (["PIL"], "from proximetry.training import train", "train"),

@@ -4,7 +4,6 @@ import pickle
 import string
 import tarfile
 import tracemalloc
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalanced
-from proximetry.data.columns import Coded, Texts
+from proximetry.data.columns import Column, pack
 
 TEXT = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
@@ -274,7 +273,7 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ({"path": ("x",)}, "columns holds 'path', which is the catalogue's own paths"),
+        ({"path": ("x",)}, "columns holds 'path'"),
         ({"": ("x",)}, "'' is no usable name for a column"),
         ({"x": ("a", "b")}, "x has 2 entries, paths has 1"),
         ({"x": ([1],)}, r"row 1, column x: \[1\] is neither a text nor a number"),
@@ -299,10 +298,10 @@ def test_a_column_that_stands_there_twice_and_one_without_a_name(tmp_path):
     ("text", "message"),
     [
         ("", "empty, expected a header"),
-        ("path,labels\nx,a\n", "the column 'label' is missing; it has path, labels"),
+        ("path,labels\nx,a\n", "missing columns: 'label'; it has path, labels"),
         ("path;label\nx;a\n", "separated by commas"),
-        ("path,split\nx,train\n", "the column 'label' is missing"),
-        ("file,kind\nx,a\n", "columns 'path' and 'label' are missing; it has file, kind. If two"),
+        ("path,split\nx,train\n", "missing columns: 'label'"),
+        ("file,kind\nx,a\n", "missing columns: 'path', 'label'"),
         ("path,path,label\nx,x,a\n", "'path' appears twice"),
         ("path,label\nx,a\ny\n", "row 2 has 1 fields, the header has 2"),
         ("path,label,query,gallery\nx,a,maybe,1\n", "column query: 'maybe' is neither"),
@@ -364,7 +363,7 @@ def test_parquet_errors(tmp_path):
     import pyarrow.parquet
 
     (tmp_path / "text.parquet").write_text("nothing")
-    with pytest.raises(ValueError, match=r"text\.parquet: not a Parquet file"):
+    with pytest.raises(ValueError, match=r"text\.parquet: not a readable Parquet"):
         Catalog.from_parquet(tmp_path / "text.parquet")
     numbers = pa.table({"path": ["x"], "label": [7]})
     pyarrow.parquet.write_table(numbers, tmp_path / "numbers.parquet")
@@ -398,7 +397,7 @@ def test_parquet_text_that_only_says_it_is_utf8(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1.5, float("nan"), 2.0], r"no value in row 2 \('nan'\); fill it in"),
+        ([1.5, float("nan"), 2.0], r"no value in row 2 \('nan'\)"),
         (["a", None, "b"], r"no value in row 2 \(''\)"),
         (["nan", "b", "NaN"], r"no value in row 1 \('nan'\), row 3 \('NaN'\)"),
         (["a", "b", "None"], r"no value in row 3 \('None'\)"),
@@ -685,7 +684,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
 
 @given(st.lists(st.none() | st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)))
 def test_columns_of_texts_are_like_tuples(values):
-    column = Texts.of(values)
+    column = Column.of(values)
     assert column == tuple(values)
     assert tuple(column) == tuple(values)
     assert hash(column) == hash(tuple(values))
@@ -694,13 +693,9 @@ def test_columns_of_texts_are_like_tuples(values):
     assert pickle.loads(pickle.dumps(column[::-2])) == tuple(values)[::-2]
     assert [column[i] for i in range(-len(values), len(values))] == values * 2
     texts = tuple("" if value is None else value for value in values)
-    counts = Counter(texts)
-    repeated = [row for row, text in enumerate(texts) if counts[text] > 1]
-    assert Texts.of(texts).repeated.tolist() == repeated
-    odd = [row for row, text in enumerate(texts) if not text or "\0" in text]
-    assert Texts.of(texts).unusable.tolist() == odd
-    coded = Coded.of(texts)
+    coded = pack(texts, recurring=True)
     assert coded == texts
     assert coded.distinct == tuple(sorted(set(texts)))
     assert coded[::3] == texts[::3]
     assert coded[::3].distinct == tuple(sorted(set(texts[::3])))
+    assert pack(Column.of(texts), recurring=True).array == coded.array

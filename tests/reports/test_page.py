@@ -352,7 +352,7 @@ def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path,
     new.write_text(new.read_text().replace("path,kind", "file,category", 1))
     told = call(moved, "--data", new, code=1)
     assert "no column 'kind' to be the label" in told
-    assert "Say which it is: --data.columns label=COLUMN" in told
+    assert "--data.columns label=COLUMN" in told
     call(moved, "--data", new, "--data.columns", "path=file,label=category")
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 

@@ -233,8 +233,8 @@ def _npy(embedded: Embedded, out: Path) -> None:
 def _parquet(embedded: Embedded, out: Path) -> None:
     from proximetry.data.tables import text_array
 
-    arrow = need("pyarrow", "parquet", "Writing Parquet")
-    parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
+    arrow = need("pyarrow", "images", "Writing Parquet")
+    parquet = need("pyarrow.parquet", "images", "Writing Parquet")
     flat = arrow.array(embedded.vectors.ravel())
     columns = {"path": text_array(embedded.paths)}
     if embedded.labels:
@@ -259,7 +259,7 @@ def find_writer(out: Path) -> tuple[Callable[[Embedded, Path], None], list[Path]
     if out.suffix not in WRITERS:
         raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
     if out.suffix == ".parquet":
-        need("pyarrow", "parquet", "Writing Parquet")
+        need("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
     return WRITERS[out.suffix], written
 

@@ -22,7 +22,7 @@ import numpy as np
 from proximetry._util.errors import need
 from proximetry._util.files import atomic_path, cache_folder
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import split_by_class
+from proximetry.data.registry import split_by_class
 from proximetry.data.shards import SEPARATOR, shard_members
 
 try:
