@@ -583,7 +583,7 @@ def hostile(home):
     return root
 
 
-TAKEN = "images: 3 classes in train/, 2 classes in test/; left out: __MACOSX, docs, loop"
+TAKEN = "images: 3 classes in train/, 2 classes in test/; skipped: __MACOSX, docs, loop"
 
 
 def test_what_the_folder_was_taken_for_is_told_first(capsys, home):
