@@ -51,7 +51,7 @@ def grow(rng, folder, depth, closed):
         elif kind < 0.95:
             os.mkfifo(place)
         else:
-            place.symlink_to(rng.choice([place.name, f"no {place.name}"]))
+            place.symlink_to(rng.choice([place.name, f"{place.name} gone"]))
 
 
 def visible(folder):
