@@ -80,7 +80,7 @@ def scan_folder(root: Path) -> Scan:
     for name in folders if splits else ():
         if name not in splits:
             skipped.append(f"{name} (no class folders)" if split_called(name) else name)
-    homes = [(split,) for split in splits] or [()]
+    homes: list[Names] = [(split,) for split in splits] or [()]
     ignored = [name for name in _files(root) if not name.startswith(".")]
     ignored += ["/".join((*home, name)) for home in homes if home for name in _files(root, home)]
     paths: list[Names] = []
@@ -134,13 +134,17 @@ def _ignored_notes(names: list[str]) -> Iterator[str]:
 def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
     """Return those of the folders that are splits."""
 
-    def holds_images(name: str, depth: int) -> bool:
-        walk = _walk(root, (name,), [])
-        return any(len(parts) >= depth and any(map(is_image, files)) for parts, files in walk)
+    def holds_images(*start: str) -> bool:
+        return any(any(map(is_image, files)) for _, files in _walk(root, start, []))
 
-    splits = [name for name in folders if split_called(name) and holds_images(name, 2)]
+    splits = [
+        name
+        for name in folders
+        if split_called(name)
+        and any(holds_images(name, below) for below in _subfolders(root, (name,), []))
+    ]
     for name in folders if len(splits) == 1 else ():
-        if not split_called(name) and holds_images(name, 1):
+        if not split_called(name) and holds_images(name):
             raise ValueError(
                 f"{root}: is {splits[0]}/ a split or a class? It holds folders of images as a "
                 f"split does, but {name}/ beside it holds images too; move {name}/ elsewhere if "
