@@ -142,7 +142,7 @@ def test_mistakes_about_columns_are_one_sentence(call, home, command, words, tol
 
 def test_columns_are_for_tables(call, home):
     err = call("datasets", "pictures", "--columns", "path=file", code=2)
-    assert "data.columns says what a table calls its columns, and folder is none" in err
+    assert "data.columns is for tables" in err
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str], list[str]]:
     skipped: list[str] = []
     paths = [(parts, name) for parts, names in _walk(folder, (), skipped) for name in names]
     images, others = (
-        ["/".join((*parts, name)) for parts, name in paths if is_image(name) == wanted]
-        for wanted in (True, False)
+        ["/".join((*parts, name)) for parts, name in paths if is_image(name) == image]
+        for image in (True, False)
     )
     return images, others, sorted(skipped)
 

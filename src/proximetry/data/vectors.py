@@ -32,7 +32,7 @@ _LARGEST_JSON = 2_000_000_000
 
 @dataclass(frozen=True, repr=False)
 class VectorCatalog(Catalog):
-    """A catalogue whose rows are vectors instead of images.
+    """A catalog whose rows are vectors instead of images.
 
     Attributes:
         vectors: float32 [rows, dim].
@@ -63,13 +63,13 @@ class VectorCatalog(Catalog):
         source: str = "vectors",
         **others: Iterable[Any] | None,
     ) -> VectorCatalog:
-        """Check arrays and make a catalogue of them.
+        """Return a catalog of arrays.
 
         Args:
             vectors: [N, dim], of numbers.
             labels: N classes, texts or numbers.
             source: what to call them in errors.
-            others: if wanted N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
+            others: optional, N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
         """
         return _make(cls, source, Path(source), vectors, {"labels": labels, **others})
 
@@ -95,7 +95,7 @@ class VectorCatalog(Catalog):
 
 
 def rows_file(file: Path) -> Path:
-    """The JSON file beside a .npy file that says what its rows are."""
+    """Return the JSON file beside a .npy file that describes its rows."""
     return file.with_name(f"{file.name}.json")
 
 
@@ -224,7 +224,7 @@ def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
         raise UsageError(str(error)) from error
     lists = isinstance(found, dict) and all(isinstance(v, list) for v in found.values())
     if not lists:
-        raise UsageError(f"{beside} must hold lists: labels, if wanted splits and paths")
+        raise UsageError(f"{beside} must hold lists: labels, optionally splits and paths")
     return vectors, {name: found[name] for name in FIELDS.values() if name in found}
 
 

@@ -1,6 +1,6 @@
 """Batches of crops from the pixel cache, on the CPU or on the cache's device.
 
-The window of each image is drawn first, on the CPU and from a generator of one's own, so it is the
+The window of each image is drawn first, on the CPU and from a separate generator, so it is the
 same everywhere; how it is scaled depends on where the pixels lie.
 """
 
@@ -59,7 +59,7 @@ class RandomResizedCrop:
         return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
     def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw what `windows` needs of chance, without knowing the images.
+        """Draw the random numbers of `windows`, without knowing the images.
 
         Every image takes the same number of random values, so those of a global batch can be
         drawn on every rank and sliced.
@@ -110,7 +110,7 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The centre of cached images: a square, or (height, width).
+    """The center of cached images: a square, or (height, width).
 
     As augmentation (`draw`, `apply`), with ``flip`` every second image is mirrored, at random.
     From a cache whose size is an embedder's `resize`, scaled with its interpolation, these

@@ -67,7 +67,7 @@ def _folder(root: Path) -> Catalog:
 @dataset(
     "csv",
     title="your own table",
-    layout="a file with columns path, label; if wanted split, query, gallery",
+    layout="a file with columns path, label; optional split, query, gallery",
 )
 def _csv(file: Path, **options: Any) -> Catalog:
     return data.Catalog.from_csv(file, **options)
@@ -97,7 +97,7 @@ def _shards(root: Path) -> Catalog:
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
-    """Return what `open_dataset` knows, by name; printed, an entry says what its folder holds."""
+    """Return the datasets of `open_dataset` by name; printed, an entry describes its folder."""
     return dict(DATASETS)
 
 
@@ -132,7 +132,7 @@ def resolve_source(
 
 
 def not_found(word: str, known: Iterable[str], kind: str) -> str:
-    """Say that a word is neither where images lie nor a known name, and what comes closest."""
+    """Return the error for a word that is neither a path nor a known name."""
     place, beside = Path(word).expanduser(), list[str]()
     if place.is_symlink():
         return f"{word} is a link to {os.readlink(place)}, which is not there"
@@ -170,10 +170,10 @@ def open_dataset(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Catalog:
-    """Return the catalogue of a public dataset in a folder, or of a table.
+    """Return the catalog of a public dataset in a folder, or of a table.
 
     Numbers of images and classes are compared with the published ones. A difference, and what
-    is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error. The
+    is missing, is in the catalog's `notes` and `describe()`; with `strict` it is an error. The
     other arguments are for tables: see `Catalog.from_csv`.
     """
     if name not in DATASETS:
@@ -185,9 +185,7 @@ def open_dataset(
     if name in TABLES:
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
-        raise UsageError(
-            f"data.columns says what a table calls its columns, and {name} is none; take it out"
-        )
+        raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
     catalog = info.read(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")

@@ -145,10 +145,10 @@ def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -
 
 
 def _first_cars(merged: data.Catalog) -> tuple[set[str], list[str]]:
-    """Return the classes 1 to 98 of a merged copy, and what can be said about missing images.
+    """Return the classes 1 to 98 of a merged copy, and notes on missing images.
 
     The images are numbered through, class by class, from 1 to 16185; so the smallest number
-    of a class tells its place. When classes are missing, the number still tells the half:
+    of a class is its place. When classes are missing, the number still gives the half:
     the classes 1 to 98 have the images 1 to 8054.
     """
     total = _CARS_TRAIN.images + _CARS_TEST.images
