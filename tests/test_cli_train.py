@@ -321,7 +321,7 @@ def test_full_disk_is_reported_before_decoding(capsys, home, monkeypatch):
         start = [home / "flowers", *small(data_cache="pixels")]
         err = call(capsys, *start, *more, code=1)
         assert "83 kB" in err
-        assert "data.cache none" in err
+        assert "data.cache_dir" in err
     assert not (home / "here" / "runs").exists()
     out = call(capsys, home / "flowers", *small(), "--dry-run")
     assert "cache    none" in out

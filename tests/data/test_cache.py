@@ -1,20 +1,22 @@
 import errno
+import json
 import os
 import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from proximetry.data import Catalog, ImageError, PixelCache, open_image
-from proximetry.data.cache import estimate
-from proximetry.data.images import open_bytes
+from proximetry.data.cache import estimate, is_intact, unreadable_images
+from tests.interrupt import completes, kill_at
 from tests.processes import Process
 
 
@@ -39,7 +41,7 @@ def home(tmp_path):
 
 
 def stores(home):
-    return [p for p in home.iterdir() if p.is_dir() and p.name != "contents"]
+    return [p for p in home.iterdir() if p.is_dir()]
 
 
 def files(folder):
@@ -79,20 +81,14 @@ def test_views_cannot_be_written(catalog, home):
     assert np.shares_memory(cache[0], cache[0])
 
 
-def test_second_time_nothing_is_decoded(catalog, home, monkeypatch):
+def test_cached_images_are_not_decoded_again(catalog, home, monkeypatch):
     first = PixelCache.build(catalog, 16, home)
-    monkeypatch.setattr("proximetry.data.decoding.open_image", lambda *a: pytest.fail("decoded"))
-    monkeypatch.setattr("proximetry.data.cache.open_bytes", lambda *a: pytest.fail("read"))
+    monkeypatch.setattr("proximetry.data.loader.open_image", lambda *a: pytest.fail("decoded"))
+    (folder,) = stores(home)
+    os.utime(folder / "header.json", (0, 0))
     second = PixelCache.build(catalog, 16, home)
     assert (second.flat == first.flat).all()
-
-
-def test_found_by_content_not_by_place(catalog, home, tmp_path, monkeypatch):
-    PixelCache.build(catalog, 16, home)
-    shutil.copytree(catalog.root, tmp_path / "moved")
-    monkeypatch.setattr("proximetry.data.decoding.open_image", lambda *a: pytest.fail("decoded"))
-    PixelCache.build(Catalog.from_folder(tmp_path / "moved"), 16, home)
-    assert len(stores(home)) == 1
+    assert time.time() - (folder / "header.json").stat().st_mtime < 60  # the time of last use
 
 
 def test_changed_file_size_or_filter_is_another_cache(catalog, home):
@@ -119,7 +115,7 @@ def test_bad_images_are_all_named(catalog, home):
             PixelCache.build(catalog, 16, home)
         assert f"{catalog.paths[1]}: damaged or truncated" in str(caught.value)
         assert f"{catalog.paths[4]}: not an image" in str(caught.value)
-        assert str(caught.value).endswith("; --data.bad-images skip leaves them out")
+        assert str(caught.value).endswith("--data.bad-images skip excludes them")
 
 
 def test_bad_images_can_be_skipped_and_are_reported(catalog, home):
@@ -132,43 +128,7 @@ def test_bad_images_can_be_skipped_and_are_reported(catalog, home):
             assert (cache[i] == reference(cache.catalog.file(i), 16)).all()
 
 
-def failing(monkeypatch, place, names, error):
-    """Let the files of these names not be opened by a part of the cache."""
-    real = open_bytes
-
-    def fail(path):
-        if Path(path).name in names:
-            raise ImageError(path, f"cannot be opened: {error.strerror}", passing=True) from error
-        return real(path)
-
-    monkeypatch.setattr(f"proximetry.data.{place}.open_bytes", fail)
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["digests known", "digests unknown"])
-@pytest.mark.parametrize("place", ["pixel_cache", "images"], ids=["digesting", "decoding"])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO])
-def test_a_passing_failure_is_not_remembered(catalog, home, monkeypatch, number, place, known):
-    if known:  # by a cache of another size
-        PixelCache.build(catalog, 20, home)
-    error = OSError(number, os.strerror(number))
-    with monkeypatch.context() as patch:
-        failing(patch, place, {"2.png", "5.png"}, error)
-        message = rf"2 of 8 images .*2\.png: cannot be opened: {error.strerror}, .*skip leaves"
-        if not (known and place == "pixel_cache"):  # bytes that are digested are not read again
-            with pytest.raises(ImageError, match=message):
-                PixelCache.build(catalog, 16, home)
-            for _ in range(2):  # the second time from the cache
-                cache = PixelCache.build(catalog, 16, home, policy="skip")
-                assert [path for path, _ in cache.bad] == ["class0/2.png", "class1/5.png"]
-                assert len(cache) == 6
-                for i in range(6):
-                    assert (cache[i] == reference(cache.catalog.file(i), 16)).all()
-    cache = PixelCache.build(catalog, 16, home)
-    assert len(cache) == 8
-    assert not cache.bad
-
-
-def test_a_file_without_permission_is_left_out_until_it_has_it(ordinary_user):
+def test_file_without_permission_is_retried(ordinary_user):
     catalog = make_images(ordinary_user / "images")
     home = ordinary_user / "cache"
     PixelCache.build(catalog, 20, home)
@@ -182,20 +142,7 @@ def test_a_file_without_permission_is_left_out_until_it_has_it(ordinary_user):
         assert len(PixelCache.build(catalog, 16, home)) == 8
 
 
-def test_a_cache_folder_that_can_only_be_read(ordinary_user):
-    whole, closed = (make_images(ordinary_user / name) for name in ("whole", "closed"))
-    home = ordinary_user / "cache"
-    Path(closed.file(2)).chmod(0)  # so that digests are not remembered
-    for _ in range(2):
-        assert len(PixelCache.build(whole, 16, home)) == 8
-        assert len(PixelCache.build(closed, 16, home, policy="skip")) == 7
-        for folder in (*home.glob("*/"), home):
-            folder.chmod(0o555)
-        for lock in home.glob("*.lock"):
-            lock.chmod(0o444)
-
-
-def test_special_files_are_named_and_not_opened(catalog, home):
+def test_special_files_are_not_opened(catalog, home):
     os.mkfifo(catalog.root / "class0" / "pipe.png")
     (catalog.root / "class1" / "zero.png").symlink_to("/dev/zero")
     (catalog.root / "class1" / "loop.png").symlink_to("loop.png")
@@ -210,42 +157,18 @@ def test_special_files_are_named_and_not_opened(catalog, home):
     assert len(cache) == 8
 
 
-@pytest.mark.parametrize("how", ["in place", "another file"])
-def test_other_contents_of_the_same_size_and_time_are_noticed(catalog, home, how):
-    first, second = (Path(catalog.file(i)) for i in (0, 1))
-    Image.new("RGB", (20, 20), "red").save(first, "BMP")
-    Image.new("RGB", (20, 20), "blue").save(second, "BMP")
-    for _ in range(3):
-        before = [file.stat() for file in (first, second)]
-        assert tuple(PixelCache.build(catalog, 16, home)[0][0, 0]) == open_image(first).getpixel(
-            (0, 0)
-        )
-        assert not estimate(catalog, 17, home)[0]
-        data, other = first.read_bytes(), second.read_bytes()
-        if how == "in place":
-            first.write_bytes(other)
-        else:
-            (catalog.root / "new").write_bytes(other)
-            (catalog.root / "new").rename(first)
-        second.write_bytes(data)
-        for file, was in zip((first, second), before, strict=True):
-            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
-            assert file.stat().st_size == was.st_size
-            assert file.stat().st_mtime_ns == was.st_mtime_ns
-
-
-def test_a_change_while_decoding_is_not_filed_under_the_old_contents(catalog, home):
+def test_change_while_decoding_is_an_error(catalog, home):
     def change(done, total):
         if done == total:
             Image.new("RGB", (20, 20), "red").save(catalog.file(3))
 
-    with pytest.raises(ImageError, match=r"1 images changed while .* decoded: class0/6\.png; try"):
+    with pytest.raises(ImageError, match="changed while they were decoded"):
         PixelCache.build(catalog, 16, home, progress=change)
     assert stores(home) == []
     assert (PixelCache.build(catalog, 16, home)[3] == reference(catalog.file(3), 16)).all()
 
 
-def test_copies_are_told(catalog, home):
+def test_copies_are_reported(catalog, home):
     assert PixelCache.build(catalog, 16, home).catalog.notes == ()
     for copy in ("class0/copy.png", "class1/copy.png", "class1/more.png"):
         shutil.copy(catalog.file(0), catalog.root / copy)
@@ -270,7 +193,7 @@ def test_names_that_are_not_utf8(tmp_path, home):
         assert [path for path, _ in cache.bad] == ["class1/\udcfe.png"]
 
 
-def test_a_file_that_comes_back_is_used(catalog, home):
+def test_restored_file_is_decoded(catalog, home):
     file = Path(catalog.file(2))
     data = file.read_bytes()
     file.unlink()
@@ -287,34 +210,58 @@ def test_nothing_readable_is_an_error_even_when_skipping(tmp_path, home):
         PixelCache.build(catalog, 16, home, policy="skip")
 
 
-def test_extreme_shapes_are_refused(tmp_path, home):
+def test_extreme_shapes_are_rejected(tmp_path, home):
     Image.new("RGB", (1, 5000)).save(tmp_path / "line.png")
     catalog = Catalog(("line.png",), ("a",), ("all",), tmp_path)
     with pytest.raises(ImageError, match="too narrow to scale"):
         PixelCache.build(catalog, 256, home)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "index", "header", "gone"])
-def test_damage_is_noticed_and_repaired(catalog, home, damage):
+@pytest.mark.parametrize("damage", ["cut", "header", "gone"])
+def test_truncated_cache_is_rebuilt(catalog, home, damage):
     good = PixelCache.build(catalog, 16, home).flat.clone()
     (folder,) = stores(home)
-    before = files(folder)
-    file = folder / {"index": "index.npy", "header": "header.json"}.get(damage, "pixels.bin")
-    data = bytearray(file.read_bytes())
-    if damage == "cut":
-        file.write_bytes(data[:-1])
-    elif damage == "gone":
+    file = folder / ("header.json" if damage == "header" else "pixels.bin")
+    if damage == "gone":
         file.unlink()
     else:
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+        file.write_bytes(file.read_bytes()[:-1])
     assert (PixelCache.build(catalog, 16, home).flat == good).all()
     assert stores(home) == [folder]
-    assert files(folder) == before
+    assert is_intact(folder)
+
+
+@pytest.mark.parametrize("name", ["pixels.bin", "index.npy"])
+def test_flipped_bit_is_detected_by_is_intact(catalog, home, name):
+    PixelCache.build(catalog, 16, home)
+    (folder,) = stores(home)
+    data = bytearray((folder / name).read_bytes())
+    data[-9] ^= 1
+    (folder / name).write_bytes(data)
+    assert not is_intact(folder)
+
+
+def test_least_recently_used_caches_are_removed(catalog, home, monkeypatch):
+    for days, side in enumerate((16, 17, 18)):
+        size = PixelCache.build(catalog, side, home).flat.nbytes
+        for folder in stores(home):
+            used = folder.joinpath("header.json").stat().st_mtime - days * 86_400
+            for file in folder.iterdir():
+                os.utime(file, (used, used))
+    PixelCache.build(catalog, 16, home)  # used again
+    monkeypatch.setattr("proximetry.data.cache.MAX_CACHE_BYTES", 4 * size)
+    new = PixelCache.build(catalog, 19, home)
+    remaining = {side for side in (16, 17, 18, 19) if estimate(catalog, side, home)[0]}
+    assert remaining == {16, 18, 19}
+    monkeypatch.setattr("proximetry.data.cache.MAX_CACHE_BYTES", 1)
+    largest = PixelCache.build(catalog, 20, home)  # larger than the limit, and asked for
+    assert len(stores(home)) == 1
+    assert new.flat.sum() > 0  # a removed file stays mapped
+    assert len(largest) == 8
 
 
 @pytest.mark.parametrize("count", [8, 1500])
-def test_estimate_tells_the_bytes_from_headers_and_the_cache_that_is_there(tmp_path, home, count):
+def test_estimate_reads_headers_or_the_existing_cache(tmp_path, home, count):
     catalog = make_images(tmp_path / "images", 8)
     for i in range(8, count):  # more than are looked at
         (tmp_path / "images" / "class0" / f"{i}.png").hardlink_to(catalog.file(i % 8))
@@ -329,7 +276,7 @@ def test_estimate_tells_the_bytes_from_headers_and_the_cache_that_is_there(tmp_p
     assert not estimate(catalog, 16, home, interpolation="bilinear")[0]
 
 
-def test_estimate_leaves_out_what_is_no_image(catalog, home):
+def test_estimate_skips_unreadable_images(catalog, home):
     Path(catalog.file(4)).write_text("no image")
     Image.new("RGB", (1, 300_000)).save(catalog.file(5))  # too narrow to scale
     exists, guess = estimate(catalog, 16, home)
@@ -339,35 +286,32 @@ def test_estimate_leaves_out_what_is_no_image(catalog, home):
         estimate(catalog.subset([]), 16, home)
 
 
-# Tells what it does, and stops after its first image until a file is there.
+# Logs its actions, and stops after its first image until a file exists.
 AT_ONCE = """
 import os, sys, time
 from pathlib import Path
-from proximetry.data import Catalog, PixelCache, decoding
-from proximetry.data import cache
+from proximetry.data import Catalog, PixelCache, loader
 
-def tell(*words):
+def log(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-def telling(what, function):
-    def tell_first(file, **options):
-        tell(what, Path(file).name)
-        return function(file, **options)
-    return tell_first
+open_image = loader.open_image
+def logged(file, **options):
+    log("decoded", Path(file).name)
+    return open_image(file, **options)
 
-def hold(done, total):
+def pause(done, total):
     if done == 1:
-        tell("held")
+        log("paused")
         while not Path(sys.argv[3]).exists():
             time.sleep(0.01)
 
-cache.open_bytes = telling("read", cache.open_bytes)
-decoding.open_image = telling("decoded", decoding.open_image)
+loader.open_image = logged
 cache = PixelCache.build(
     Catalog.from_folder(sys.argv[1]), 24, sys.argv[2],
-    progress=hold, starting=lambda: tell("starting"), waiting=lambda: tell("waiting"),
+    progress=pause, starting=lambda: log("starting"), waiting=lambda: log("waiting"),
 )
-tell("sum", int(cache.flat.long().sum()))
+log("sum", int(cache.flat.long().sum()))
 """
 
 
@@ -389,82 +333,74 @@ def three(server, tmp_path, home):
 
 
 def until_one_decodes(processes):
-    """Wait until one is held after its first image and the others wait; return it first."""
+    """Wait until one is paused after its first image and the others wait; return it first."""
 
-    def held():
-        return [process for process in processes if "held" in process.said()]
+    def paused():
+        return [process for process in processes if "paused" in process.said()]
 
     def at_rest():
-        return all(re.search("held|waiting", process.said()) for process in processes)
+        return all(re.search("paused|waiting", process.said()) for process in processes)
 
-    processes[0].until(lambda: held() and at_rest())
-    (first,) = held()
+    processes[0].until(lambda: paused() and at_rest())
+    (first,) = paused()
     return [first, *(process for process in processes if process is not first)]
 
 
-def told(process, what):
+def logged(process, what):
     lines = [line.split() for line in process.said().splitlines()]
     return sorted(words[1] for words in lines if words[0] == what and len(words) > 1)
 
 
-def assert_same_store(processes, tmp_path, home):
-    """Each has the pixels of a cache that is built alone, and that is all there is."""
+def assert_same_pixels(processes, tmp_path, home):
     alone = PixelCache.build(Catalog.from_folder(tmp_path / "images"), 24, tmp_path / "alone")
     for process in processes:
-        assert told(process, "sum") == [str(int(alone.flat.long().sum()))]
-    assert [*map(files, stores(home))] == [*map(files, stores(tmp_path / "alone"))]
+        assert logged(process, "sum") == [str(int(alone.flat.long().sum()))]
+    (store,), (expected,) = stores(home), stores(tmp_path / "alone")
+    assert files(store) == files(expected)
 
 
-def test_of_processes_that_start_together_one_decodes(three, tmp_path, home):
+def test_one_of_several_processes_decodes(three, tmp_path, home):
     (first, *others), gate = three
     gate.touch()
     assert [process.ended() for process in (first, *others)] == [0, 0, 0]
-    names = sorted(f"{i}.png" for i in range(40))
-    assert told(first, "read") == told(first, "decoded") == names
+    assert logged(first, "decoded") == sorted(f"{i}.png" for i in range(40))
     assert "waiting" not in first.said()
     for other in others:
         assert [line.split()[0] for line in other.said().splitlines()] == ["waiting", "sum"]
-    assert_same_store((first, *others), tmp_path, home)
+    assert_same_pixels((first, *others), tmp_path, home)
 
 
-def test_a_killed_builder_is_not_waited_for(three, tmp_path, home):
+def test_killed_builder_is_replaced(three, tmp_path, home):
     (first, *others), gate = three
     first.send(signal.SIGKILL)
     assert first.ended() == -signal.SIGKILL
     second, third = until_one_decodes(others)
     gate.touch()
     assert [second.ended(), third.ended()] == [0, 0]
-    said = [line.split()[0] for line in second.said().splitlines()]
-    assert [word for word in said if word != "decoded"] == ["waiting", "starting", "held", "sum"]
-    assert told(second, "decoded") == sorted(f"{i}.png" for i in range(40))
-    assert third.said().splitlines()[0] == "waiting"
-    assert not told(third, "read") + told(third, "decoded")
-    assert_same_store((second, third), tmp_path, home)
-
-
-SLOW_BUILD = """
-import sys, time
-from proximetry.data import Catalog, PixelCache
-PixelCache.build(
-    Catalog.from_folder(sys.argv[1]), 16, sys.argv[2],
-    progress=lambda done, total: (print(done, flush=True), time.sleep(0.05)),
-)
-"""
+    assert logged(second, "decoded") == sorted(f"{i}.png" for i in range(40))
+    assert not logged(third, "decoded")
+    assert_same_pixels((second, third), tmp_path, home)
 
 
 def test_killed_while_building_starts_clean(catalog, home):
-    builder = subprocess.Popen(
-        [sys.executable, "-c", SLOW_BUILD, str(catalog.root), str(home)], stdout=subprocess.PIPE
-    )
-    assert builder.stdout.readline().strip() == b"1"
-    builder.send_signal(signal.SIGKILL)
-    builder.wait()
-    builder.stdout.close()
-    assert [p.name for p in stores(home)]  # the part it was writing
-    cache = PixelCache.build(catalog, 16, home)
-    for i in range(8):
-        assert (cache[i] == reference(catalog.file(i), 16)).all()
-    assert [p.name.startswith(".") for p in stores(home)] == [False]
+    """At every change of a file."""
+    event = 0
+    while True:
+        event += 1
+
+        def work(event=event):
+            kill_at(event, home)
+            PixelCache.build(catalog, 16, home)
+
+        done = completes(work)
+        cache = PixelCache.build(catalog, 16, home)
+        assert (cache[3] == reference(catalog.file(3), 16)).all()
+        assert [folder.name.startswith(".") for folder in stores(home)] == [False]
+        assert is_intact(stores(home)[0])
+        if done:
+            break
+        shutil.rmtree(home)
+    assert event > 4
 
 
 def test_failure_while_writing_leaves_nothing(catalog, home, monkeypatch):
@@ -496,7 +432,7 @@ def test_in_memory():
     assert (moved[0] == cache[0]).all()
     with pytest.raises(ValueError, match="image 0 must be uint8 of H×W×3, got float64"):
         PixelCache.in_memory([np.zeros((2, 2, 3))])
-    with pytest.raises(ValueError, match="2 rows in the catalogue, 1 images"):
+    with pytest.raises(ValueError, match="2 rows in the catalog, 1 images"):
         PixelCache(Catalog(("a", "b"), ("a", "b"), ("all",) * 2), cache.flat, np.zeros((1, 3), int))
 
 
@@ -526,33 +462,123 @@ def test_default_place(catalog, tmp_path, monkeypatch):
     assert stores(tmp_path / "xdg" / "proximetry" / "pixels")
 
 
-def test_without_locks_the_first_to_finish_wins(catalog, home, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    first = PixelCache.build(catalog, 16, home)
-    # Somebody else finishes the same cache while this process is decoding.
-    (folder,) = stores(home)
-    kept = folder.rename(home / "kept")
-    other_part = home / f".{folder.name}.other.part"
-    other_part.mkdir()
-
-    def other(*_):
-        if not folder.exists():
-            shutil.copytree(kept, folder)
-
-    again = PixelCache.build(catalog, 16, home, progress=other)
-    assert (again.flat == first.flat).all()
-    # Without a lock nobody can tell that the other one is not at work any more.
-    assert other_part.exists()
-
-
 @pytest.mark.filterwarnings("ignore:flock not supported")
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
-def test_file_systems_that_know_no_locks_at_all(catalog, home, monkeypatch, number):
-    def refuse(*_):
-        raise OSError(number, "unknown here")
+def test_file_system_without_locks(catalog, home, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "not implemented")
 
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", fail)
     assert len(PixelCache.build(catalog, 16, home)) == 8
+
+
+def test_unreadable_images_are_cached_until_a_file_changes(catalog, home, monkeypatch):
+    break_two(catalog)
+    with pytest.raises(ImageError, match=r"1 of 8 images .*no image|4\.png|not an image"):
+        unreadable_images(catalog, 16, home)  # headers
+    bad = unreadable_images(catalog, 16, home, policy="skip")
+    assert [path for path, _ in bad] == [catalog.paths[1], catalog.paths[4]]
+    with monkeypatch.context() as patch:
+        patch.setattr("proximetry.data.loader.open_image", lambda *a: pytest.fail("decoded"))
+        assert unreadable_images(catalog, 16, home, policy="skip") == bad
+    Image.new("RGB", (20, 20)).save(catalog.file(1))
+    assert len(unreadable_images(catalog, 16, home, policy="skip")) == 1
+
+
+class TestCommands:
+    """`proximetry cache` list, clean and verify."""
+
+    @pytest.fixture
+    def call(self, call, tmp_path, monkeypatch):
+        """Call a command; there are two caches of one set of images and one of another."""
+        monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
+        for name, sides in (("first", (16, 20)), ("second", (16,))):
+            make_images(tmp_path / name, 4, seed=len(name))
+            for side in sides:
+                PixelCache.build(Catalog.from_folder(tmp_path / name), side)
+        return partial(call, "cache")
+
+    def listed(self, call):
+        return {one["name"]: one for one in json.loads(call("list", "--json"))["caches"]}
+
+    def test_list_names_images_and_settings(self, call, tmp_path):
+        caches = self.listed(call)
+        about = sorted((one["data"][0], one["images"], one["about"]) for one in caches.values())
+        first, second = str(tmp_path / "first"), str(tmp_path / "second")
+        assert about == [
+            (first, 4, "short side 16, bicubic"),
+            (first, 4, "short side 20, bicubic"),
+            (second, 4, "short side 16, bicubic"),
+        ]
+        for one in caches.values():
+            folder = tmp_path / "cache" / one["name"]
+            assert one["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+        text = call("list")
+        assert f"{tmp_path / 'cache'}: 3 caches" in text
+        assert f"{second}; 4 images; short side 16, bicubic" in text
+
+    def test_clean_by_name_age_and_size(self, call, tmp_path):
+        names = sorted(self.listed(call))
+        for days, name in enumerate(names):
+            used = time.time() - 86_400 * (10 * days + 1)
+            for file in (tmp_path / "cache" / name).iterdir():
+                os.utime(file, (used, used))
+        text = call("clean", "--unused-for", "2w", "--dry-run")
+        assert f"would remove pixels/{names[2][7:19]}" in text
+        assert sorted(self.listed(call)) == names
+        done = json.loads(call("clean", "--unused-for", "2w", "--json"))
+        assert [one["name"] for one in done["removed"]] == [names[2]]
+        rest = json.loads(call("list", "--json"))["bytes"]
+        text = call("clean", "--keep", f"{(rest - 1) / 1000:.3f}kB")
+        assert f"removed pixels/{names[1][7:19]}" in text  # the least recently used
+        assert sorted(self.listed(call)) == names[:1]
+        assert call("clean", names[0][7:15]).startswith(f"removed pixels/{names[0][7:19]}")
+        assert not self.listed(call)
+        assert not list((tmp_path / "cache" / "pixels").glob(".*"))
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ([], "no caches selected"),
+            (["nothing"], "no match"),
+            (["pixels/"], "several"),
+            (["--unused-for", "30"], "'30'"),
+            (["--keep", "lots"], "'lots'"),
+        ],
+    )
+    def test_usage_errors_remove_nothing(self, call, words, message, tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        assert message in call("clean", *words, code=2)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_clean_keeps_caches_that_are_written(self, call, tmp_path):
+        name = next(iter(self.listed(call)))
+        with FileLock(tmp_path / "cache" / f"{name}.lock"):
+            for more in (["--dry-run"], []):
+                text = call("clean", name, *more)
+                assert "is in use and stays" in text
+                assert "nothing to remove" in text
+        assert name in self.listed(call)
+        assert "removed" in call("clean", name)
+
+    def test_clean_removes_interrupted_caches(self, call, tmp_path):
+        folder = tmp_path / "cache" / "pixels"
+        old, new = (folder / f".key.{32 * c}.part" for c in "ab")
+        for part in (old, new):
+            part.mkdir()
+            (part / "pixels.bin").write_bytes(bytes(1000))
+        os.utime(old / "pixels.bin", (0, 0))
+        assert "1 kB of interrupted caches" in call("list")
+        call("clean", "--keep", "1TB")
+        assert not old.exists()
+        assert new.exists()
+        assert len(self.listed(call)) == 3
+
+    def test_verify_removes_damaged_caches(self, call, tmp_path):
+        name = next(iter(self.listed(call)))
+        file = tmp_path / "cache" / name / "pixels.bin"
+        data = bytearray(file.read_bytes())
+        data[10] ^= 1
+        file.write_bytes(data)
+        assert json.loads(call("verify", "--json"))["damaged"][0]["name"] == name
+        assert name not in self.listed(call)
+        assert call("verify").strip() == "2 caches, 0 damaged"

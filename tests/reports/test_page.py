@@ -315,9 +315,9 @@ def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path,
     assert call(moved, "--data", new) == f"report: {moved / 'report.html'}\n"
     assert Page((moved / "report.html").read_bytes()).table("Every class")
     new.write_text(new.read_text().replace("path,kind", "file,category", 1))
-    out = call(moved, "--data", new, code=1)
-    assert "no column 'kind' to be the label" in out
-    assert "Say which it is: --data.columns label=COLUMN" in out
+    told = call(moved, "--data", new, code=1)
+    assert "kind" in told
+    assert "--data.columns label=COLUMN" in told
     call(moved, "--data", new, "--data.columns", "path=file,label=category")
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 

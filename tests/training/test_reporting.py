@@ -139,12 +139,12 @@ HELD = """
 import sys, time
 from pathlib import Path
 from proximetry.data import cache
-decode_all = cache.decode_all
+parallel_map = cache.parallel_map
 def hold(*arguments, **options):
     while not Path(sys.argv[3]).exists():
         time.sleep(0.01)
-    return decode_all(*arguments, **options)
-cache.decode_all = hold
+    return parallel_map(*arguments, **options)
+cache.parallel_map = hold
 """
 
 

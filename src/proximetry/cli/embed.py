@@ -61,7 +61,7 @@ def embed(
     if out.suffix not in WRITERS:
         raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
     if out.suffix == ".parquet":
-        need("pyarrow", "parquet", "Writing Parquet")
+        need("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.left_out.json")
     for file in [*written, skipped_file] if skip else written:
@@ -189,8 +189,8 @@ def _write_npy(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out:
 def _write_parquet(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
     from proximetry.data.tables import text_array
 
-    arrow = need("pyarrow", "parquet", "Writing Parquet")
-    parquet = need("pyarrow.parquet", "parquet", "Writing Parquet")
+    arrow = need("pyarrow", "images", "Writing Parquet")
+    parquet = need("pyarrow.parquet", "images", "Writing Parquet")
     columns = {name[:-1]: text_array(values) for name, values in _columns(images, None).items()}
     flat = arrow.array(vectors.ravel())
     columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])

@@ -1,6 +1,6 @@
-"""Which images there are, and how they reach the model.
+"""Catalogs of images, their pixels, augmentation and samplers.
 
-Names are imported when they are first used: a catalogue needs neither torch nor Pillow.
+Names are imported when they are first used: a catalog needs neither torch nor Pillow.
 """
 
 from typing import TYPE_CHECKING

@@ -1,18 +1,15 @@
-"""Images decoded once, then read from a memory map by every process that needs them.
+"""The pixel cache: images decoded once, then read from a memory map by every process.
 
-    <key>/pixels.bin    the images one after another, each height × width × 3 bytes, or encoded
-    <key>/index.npy     offset, height and width of each; no height where it could not be read;
-                        offset, 1 and bytes of encoded ones
-    <key>/header.json   the checksums of both, and why images could not be read
+    <key>/pixels.bin    the images one after another, each height × width × 3 bytes
+    <key>/index.npy     offset, height and width of each image; height 0 if it cannot be read
+    <key>/header.json   sizes, checksums, unreadable images, and what the cache was made of
+    <key>.lock          locked by the process that writes <key>
 
-Such a store is filled under another name and renamed at the end, so one called <key> is complete.
-The key stands for the bytes of the images, and all that is kept follows from them: not that a file
-could not be opened, which may pass.
-
-    contents/<states>   digests of the bytes of all images, by names, sizes and times of the files
-    checked/<states>    which images cannot be read on the fly, likewise
-    <states>.lock       locked by the process that decodes these files; the others wait for it
-    <key>.used          who used a store, and when (`cache_records`)
+The key is a digest of names, sizes and modification times of the image files and of how they are
+decoded. A cache is written under a temporary name and renamed, so <key> is always complete. Opening
+it reads header and index; `is_intact` compares the checksum of every byte. The modification time of
+the header is the time of last use: the least recently used caches are removed to stay below
+`MAX_CACHE_BYTES` and `DISK_SHARE`.
 """
 
 from __future__ import annotations
@@ -24,28 +21,22 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from filelock import FileLock, Timeout
 
 from proximetry._util.errors import Progress, some
-from proximetry._util.files import PART_SUFFIX, atomic_write, cache_folder, writing
-from proximetry._util.machine import cores
-from proximetry._util.tensors import chunks
-from proximetry.data.cache_records import InUse, note_use
+from proximetry._util.files import PART_SUFFIX, atomic_write, cache_folder, take_lock, writing
 from proximetry.data.catalog import Catalog
-from proximetry.data.decoding import ENCODED, Array, check_all, decode_all
 from proximetry.data.images import (
     ImageError,
     Interpolation,
@@ -55,175 +46,105 @@ from proximetry.data.images import (
     described_size,
     open_bytes,
 )
-from proximetry.data.shards import file_state, shard_members, split_shard_path
+from proximetry.data.loader import Array, Pixels, decode, parallel_map
+from proximetry.data.shards import shard_members, split_shard_path
 
-_FORMAT = "proximetry pixels 4"
-_BLOCK = 1 << 26  # bytes to a checksum
-_DIGEST = 16  # bytes to a digest
-_ENCODED_SHARE = 0.35  # of the bytes of pixels, for most photographs
-_TICK = 0.02  # seconds within which two changes of a file may bear the same time
+MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
+"""Limits of all pixel caches together: bytes, and their share of the disk space they could use."""
 
-Cache = TypeVar("Cache", bound="PixelCache")
-State = tuple[int, ...]
-"""Size, times and number of a file; nothing where there is none."""
-Content = bytes | ImageError
-"""The digest of the bytes of an image, or why they could not be read."""
+_FORMAT = "proximetry pixels 5"
+_HOUR = 3600.0
+_ABOUT = {
+    "glyphs": "the built-in dataset of characters",
+    "maps": "the map of a gallery",
+    "milvus": "embedded images on their way to Milvus",
+}
 
-
-class Pixels:
-    """RGB bytes of images.
-
-    Attributes:
-        flat: all pixels in one row, uint8.
-        index: offset in `flat`, height and width of each image.
-        offsets: the first column of `index`.
-        heights: the second.
-        widths: the third.
-    """
-
-    def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:
-        self.flat, self.index = flat, index
-        self.offsets, self.heights, self.widths = (index[:, i] for i in range(3))
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def tensor(self, i: int) -> torch.Tensor:
-        """Return one image as an H×W×3 view on the device of the pixels; not to be written to."""
-        offset, height, width = self.index[i].tolist()
-        return self.flat[offset : offset + height * width * 3].view(height, width, 3)
-
-    def gather(self, rows: npt.NDArray[np.int64]) -> Pixels:
-        """Return a copy of some images, one after the other."""
-        index = self.index[rows]
-        ends = np.cumsum(3 * index[:, 1] * index[:, 2])
-        index[:, 0] = ends - 3 * index[:, 1] * index[:, 2]
-        return Pixels(torch.cat([self.tensor(row).view(-1) for row in rows.tolist()]), index)
-
-    def send(self, device: torch.device) -> Pixels:
-        """Return the same images with the pixels on a GPU, without waiting for the copy."""
-        flat = self.flat if self.flat.is_pinned() else self.flat.pin_memory()
-        return Pixels(flat.to(device, non_blocking=True), self.index)
+Policy: TypeAlias = Literal["error", "skip"]
+Bad: TypeAlias = tuple[tuple[str, str], ...]
+"""Path and reason of images that cannot be read."""
+Root: TypeAlias = "str | os.PathLike[str] | None"
 
 
 class PixelCache(Pixels):
-    """Images of a catalogue as RGB bytes, all scaled alike.
+    """Resized images of a catalog as RGB bytes.
 
     Attributes:
-        catalog: the images that could be read, in the order of the cache.
-        bad: path and reason of those that could not.
-        flat: all pixels in one row, uint8; a memory map, or memory of a device after `to`.
+        catalog: the readable images, in the order of the cache.
+        bad: path and reason of the unreadable ones.
+        flat: the pixels of all images, uint8; a memory map, or on a device after `to`.
         index: offset in `flat`, height and width of each image.
-        encoded: whether images are compressed again.
+        digest: checksum of the pixels.
     """
-
-    encoded: ClassVar[bool] = False
 
     def __init__(
         self,
         catalog: Catalog,
         flat: torch.Tensor,
         index: npt.NDArray[np.int64],
-        bad: tuple[tuple[str, str], ...] = (),
+        bad: Bad = (),
         folder: Path | None = None,
+        digest: str = "",
     ) -> None:
         if len(catalog) != len(index):
-            raise ValueError(f"{len(catalog)} rows in the catalogue, {len(index)} images")
+            raise ValueError(f"{len(catalog)} rows in the catalog, {len(index)} images")
         super().__init__(flat, index)
-        self.catalog, self.bad, self._folder = catalog, bad, folder
-        self._use: InUse | None = None
+        self.catalog, self.bad, self.digest, self._folder = catalog, bad, digest, folder
 
     @classmethod
     def build(
         cls,
         catalog: Catalog,
         size: Size,
-        root: str | os.PathLike[str] | None = None,
+        root: Root = None,
         *,
         interpolation: Interpolation = "bicubic",
-        policy: Literal["error", "skip"] = "error",
+        policy: Policy = "error",
         progress: Progress | None = None,
         starting: Callable[[], None] = lambda: None,
         waiting: Callable[[], None] = lambda: None,
-    ) -> Self:
-        """Open the cache of these images, decoding them first if nobody has.
+    ) -> PixelCache:
+        """Open the cache of these images; decode them first if there is none.
 
-        The cache is found by what the image files contain, not by where they lie. Processes
-        that ask for the same one at once wait for the first, which alone reads the images; one
-        that was cut off while writing, or has been damaged since, is made again.
+        Processes that open the same cache wait for the first one, which decodes the images. An
+        interrupted cache is built again.
 
         Args:
-            catalog: what to decode.
-            size: pixels of the shorter side after scaling, or of height and width.
-            root: folder of caches; the user's cache folder unless given.
+            catalog: the images.
+            size: short side after resizing, or height and width.
+            root: folder of caches; the user's cache folder by default.
             interpolation: "bicubic" or "bilinear".
-            policy: when images cannot be read, "error" raises an ImageError that names them,
-                "skip" leaves them out of `catalog` and lists them in `bad`.
+            policy: "error" raises an ImageError that names unreadable images, "skip" removes them
+                from `catalog` and lists them in `bad`.
             progress: called with (images done, images in all).
-            starting: called before the images are read and decoded.
+            starting: called before decoding.
             waiting: called before waiting for another process that decodes them.
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
-        _check(catalog, size, interpolation)
-        home, states = cache_home(root), _states(catalog)
-        known, contents = _remembered(catalog, home, states)
-
-        def store() -> Path:
-            return home / _key(contents, size, interpolation, cls.encoded)
-
-        def find() -> Self | None:
-            return _open(cls, store(), catalog.subset(_readable(contents))) if contents else None
-
-        def make() -> Self | None:
-            folder = store()
-            with _locked(home / f"{folder.name}.lock", waiting) as alone:
-                found = find()  # from the same images in another place
-                if found is None:
-                    _clear(folder, alone)
-                    files = [catalog.file(row) for row in _readable(contents)]
-                    images = decode_all(files, size, interpolation, progress, encoded=cls.encoded)
-                    with closing(images):  # however it ends, the decoding processes end too
-                        _write(store, _followed(images, catalog, states, contents))
-                    found = find()
-            return found
-
-        found = find()
-        if found is None:
-            # Where files are missing nothing is remembered, and who waits would gain nothing.
-            turn = _locked(home / f"{known.name}.lock", waiting) if all(states) else nullcontext()
-            with turn:
-                contents = _remembered(catalog, home, states)[1]
-                found = find()  # another process may have built it
-                if found is None:
-                    starting()
-                    contents = _contents(catalog, home, states)
-                    found = make()
-        if found is None:
-            raise OSError(f"{store()} does not hold what was just written to it")
-        about = f"{described_size(size)}, {interpolation}{', encoded' if cls.encoded else ''}"
-        found._use = note_use(store(), catalog.root, len(catalog), about)
-        found.bad = _all_bad(found.bad, catalog, contents)
-        refuse_bad(found.bad, len(catalog), policy)
-        copies = _copies(catalog, contents)
-        if copies:
-            found.catalog = replace(found.catalog, notes=(*found.catalog.notes, *copies))
-        return found
+        settings = _Settings.of(catalog, size, interpolation)
+        folder, header = _open_or_build(catalog, settings, root, progress, starting, waiting)
+        index = np.load(folder / "index.npy")
+        good = index[:, 1] > 0
+        bad = tuple(zip(catalog.subset(~good).paths, header["bad"].values(), strict=True))
+        raise_unreadable(bad, len(catalog), policy)
+        readable = catalog.subset(good) if bad else catalog
+        if header["copies"]:
+            readable = replace(readable, notes=(*readable.notes, *header["copies"]))
+        return cls(readable, _map(folder), index[good], bad, folder, header["digest"])
 
     @classmethod
-    def in_memory(cls, images: Sequence[Array]) -> PixelCache:
-        """Hold H×W×3 uint8 arrays that are already there."""
-        for i, image in enumerate(images):
+    def in_memory(cls, images: Iterable[Array]) -> PixelCache:
+        """Return a cache of H×W×3 uint8 arrays."""
+        arrays = list(images)
+        for i, image in enumerate(arrays):
             if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
                 raise ValueError(
                     f"image {i} must be uint8 of H×W×3, got {image.dtype} of {image.shape}"
                 )
-        sizes = np.array([i.shape[:2] for i in images], dtype=np.int64).reshape(-1, 2)
-        ends = np.cumsum(3 * sizes.prod(1))
-        index = np.column_stack([ends - 3 * sizes.prod(1), sizes])
-        flat = np.concatenate([i.ravel() for i in images] or [np.empty(0, np.uint8)])
-        names = tuple(f"<array {i}>" for i in range(len(images)))
-        return cls(Catalog(names, names, ("all",) * len(images)), torch.from_numpy(flat), index)
+        names = tuple(f"<array {i}>" for i in range(len(arrays)))
+        pixels = Pixels.concatenate(arrays)
+        return cls(Catalog(names, names, ("all",) * len(names)), pixels.flat, pixels.index)
 
     def __getitem__(self, i: int) -> Array:
         """Return one image as a read-only H×W×3 view."""
@@ -234,21 +155,22 @@ class PixelCache(Pixels):
     def to(self, device: torch.device | str) -> PixelCache:
         """Return the same images with the pixels in the memory of a device.
 
-        A GPU without enough free memory is a ValueError that says how much it takes.
+        Raises:
+            ValueError: the GPU has not enough free memory.
         """
         target = torch.device(device)
+        moves = target.type == "cuda" and not self.flat.is_cuda
         try:
-            arrives = target.type == "cuda" and not self.flat.is_cuda
-            if arrives and self.flat.nbytes > _free(target):
+            if moves and self.flat.nbytes > _free_memory(target):
                 raise torch.OutOfMemoryError
             flat = self.flat.to(target)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
-                f"{_free(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
+                f"{_free_memory(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
                 "or a smaller data.short_side"
             ) from error
-        return PixelCache(self.catalog, flat, self.index, self.bad)
+        return PixelCache(self.catalog, flat, self.index, self.bad, digest=self.digest)
 
     def check_size(self) -> None:
         """Raise an OSError if the file was truncated: reading past its end kills the process."""
@@ -264,7 +186,7 @@ class PixelCache(Pixels):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map is opened again in the other process instead of being copied there.
+        # Another process opens the memory map instead of receiving a copy.
         state = self.__dict__.copy()
         if self._folder is not None:
             del state["flat"]
@@ -276,384 +198,369 @@ class PixelCache(Pixels):
             self.flat = _map(self._folder)
 
 
-class EncodedCache(PixelCache):
-    """Scaled images that were compressed again, to be decoded when they are asked for.
+@dataclass(frozen=True)
+class _Settings:
+    """What a cache holds: pixels, or only which images cannot be decoded ("bodies", "headers")."""
 
-    It takes about a third of the bytes of the pixels, which differ slightly from those of the
-    files. An image is [1, bytes] of `flat`.
-    """
+    size: Size
+    interpolation: Interpolation
+    content: Literal["pixels", "bodies", "headers"] = "pixels"
 
-    encoded = True
+    @classmethod
+    def of(cls, catalog: Catalog, size: Size, interpolation: Interpolation) -> _Settings:
+        check_interpolation(interpolation)
+        sides = (size,) if isinstance(size, int) else size
+        if not 1 <= min(sides) <= max(sides) <= 4096:
+            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {described_size(size)}")
+        if len(catalog) == 0:
+            raise ValueError("the catalog is empty: there is nothing to decode")
+        return cls(size, interpolation)
 
-    def members(self) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """Return the one file that holds all images, and [file, offset, size] of each."""
-        assert self._folder is not None
-        zeros = np.zeros_like(self.offsets)
-        places = np.stack([zeros, self.offsets, self.widths], axis=1)
-        return [str(self._folder / "pixels.bin")], places
+    def key(self, catalog: Catalog) -> str:
+        """Return the name of the cache: a digest of settings, file names, sizes and times."""
+        facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=12)
+        digest.update(os.path.abspath(catalog.root).encode(errors="surrogateescape"))
+        for path in catalog.paths:
+            digest.update(path.encode(errors="surrogateescape") + b"\0")
+        digest.update(_file_states(catalog).tobytes())
+        return digest.hexdigest()
+
+    def read(self, file: str) -> Array | ImageError | None:
+        """Return the pixels of an image, None if they are not cached, or why it is unreadable."""
+        if self.content != "headers":
+            image = decode(file, self.size, self.interpolation)
+            return image if self.content == "pixels" or isinstance(image, ImageError) else None
+        try:
+            check_header(file, self.size)
+            return None
+        except ImageError as error:
+            return error
+
+
+def _file_states(catalog: Catalog) -> npt.NDArray[np.int64]:
+    """Return size and modification time of each image; -1 if it does not exist."""
+    states = np.full((len(catalog), 2), -1, np.int64)
+    for row, path in enumerate(catalog.paths):
+        name, member = split_shard_path(os.path.join(catalog.root, path))
+        with suppress(OSError, ValueError, KeyError):
+            status = os.stat(name)
+            size = shard_members(name)[member][1] if member else status.st_size
+            states[row] = size, status.st_mtime_ns
+    return states
+
+
+def _open_or_build(
+    catalog: Catalog,
+    settings: _Settings,
+    root: Root,
+    progress: Progress | None,
+    starting: Callable[[], None] = lambda: None,
+    waiting: Callable[[], None] = lambda: None,
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a cache and its header."""
+    home = cache_home(root)
+    folder = home / settings.key(catalog)
+    header = _read_header(folder, catalog)
+    if header is None:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = home / f"{folder.name}.lock"
+        with ExitStack() as stack:
+            stack.callback(take_lock(lock, 30 * 24 * _HOUR, lambda _: waiting()).release)
+            header = _read_header(folder, catalog)  # another process may have built it
+            if header is None:
+                starting()
+                for left in (folder, *home.glob(f".{folder.name}.*{PART_SUFFIX}")):
+                    shutil.rmtree(left, ignore_errors=True)
+                header = _write(folder, catalog, settings, progress)
+                _remove_least_recently_used(home, keep=folder)
+    with suppress(OSError):  # a read-only cache is usable, too
+        os.utime(folder / "header.json")
+    return folder, header
+
+
+def _read_header(folder: Path, catalog: Catalog) -> dict[str, Any] | None:
+    """Return the header of a complete cache; None if it is missing, truncated or outdated."""
+    try:
+        header: dict[str, Any] = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        for name in ("pixels.bin", "index.npy"):
+            if (folder / name).stat().st_size != header["bytes"][name]:
+                return None
+        for row in header["retry"]:  # a file may have become readable
+            with suppress(ImageError), open_bytes(catalog.file(row)):
+                return None
+        return header
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(
+    folder: Path, catalog: Catalog, settings: _Settings, progress: Progress | None
+) -> dict[str, Any]:
+    """Decode images into a new cache; return its header."""
+    part = folder.with_name(f".{folder.name}.{uuid4().hex}{PART_SUFFIX}")
+    part.mkdir()
+    try:
+        total, offset, checksum = len(catalog), 0, 0
+        index = np.zeros((total, 3), np.int64)
+        bad: dict[int, ImageError] = {}
+        files = (catalog.file(row) for row in range(total))
+        with (
+            writing(folder),
+            (part / "pixels.bin").open("wb") as stream,
+            closing(parallel_map(settings.read, files)) as images,
+        ):
+            for row, image in enumerate(images):
+                if isinstance(image, ImageError):
+                    bad[row] = image
+                elif image is not None:
+                    index[row] = offset, *image.shape[:2]
+                    offset += stream.write(image.data)
+                    checksum = zlib.crc32(image.data, checksum)
+                if progress is not None:
+                    progress(row + 1, total)
+        with writing(folder):
+            np.save(part / "index.npy", index)
+        if settings.key(catalog) != folder.name:
+            raise ImageError("images changed while they were decoded", "try again")
+        pixels = settings.content == "pixels"
+        header = {
+            "bytes": {name: (part / name).stat().st_size for name in ("pixels.bin", "index.npy")},
+            "digest": f"pixels:{checksum:08x}{zlib.crc32(index.tobytes()):08x}",
+            "bad": {row: error.reason for row, error in bad.items()},
+            "retry": [row for row, error in bad.items() if error.passing],
+            "copies": describe_copies(catalog) if pixels else [],
+            "root": os.path.abspath(catalog.root),
+            "images": total,
+            "about": f"{described_size(settings.size)}, {settings.interpolation}"
+            + ("" if pixels else f", readability of {settings.content}"),
+        }
+        # A reason may quote a file name that is not UTF-8: JSON escapes it.
+        atomic_write(part / "header.json", json.dumps(header).encode())
+        with writing(folder):
+            part.rename(folder)
+        return header
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_least_recently_used(home: Path, keep: Path) -> None:
+    """Remove the oldest caches until all of them are within the limits."""
+    caches = [_entry(path, home) for path in home.iterdir() if (path / "header.json").is_file()]
+    size = sum(entry.size for entry in caches)
+    limit = min(MAX_CACHE_BYTES, DISK_SHARE * (shutil.disk_usage(home).free + size))
+    for entry in sorted(caches, key=lambda entry: entry.used):
+        if size > limit and entry.path != keep and remove(entry):
+            size -= entry.size
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether the pixels of a cache are those that were written."""
+    header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+    checksum = 0
+    with (folder / "pixels.bin").open("rb") as stream:
+        while block := stream.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    index = zlib.crc32(np.load(folder / "index.npy").tobytes())
+    return bool(header["digest"] == f"pixels:{checksum:08x}{index:08x}")
 
 
 def estimate(
-    catalog: Catalog,
-    size: Size,
-    root: str | os.PathLike[str] | None = None,
-    *,
-    interpolation: Interpolation = "bicubic",
-    encoded: bool = False,
+    catalog: Catalog, size: Size, root: Root = None, *, interpolation: Interpolation = "bicubic"
 ) -> tuple[bool, int]:
-    """Return whether the cache that `PixelCache.build` would open is there, and its bytes.
+    """Return whether the cache that `PixelCache.build` would open exists, and its bytes.
 
-    Reads the headers of at most 1 000 images. So a cache that was built from the same images in
-    another place is found by `build`, but not here.
+    Reads the headers of at most 1 000 images.
     """
-    _check(catalog, size, interpolation)
-    home = cache_home(root)
-    contents = _remembered(catalog, home, _states(catalog))[1]
-    if contents:
-        file = home / _key(contents, size, interpolation, encoded) / "pixels.bin"
-        if file.is_file():
-            return True, file.stat().st_size
-    total = len(catalog)
-    files = [catalog.file(i) for i in range(0, total, -(-total // 1000))]
-    sizes = [_scaled_bytes(file, size) for file in files]
-    share = _ENCODED_SHARE if encoded else 1
-    return False, round(share * sum(sizes) / len(sizes) * total)
+    settings = _Settings.of(catalog, size, interpolation)
+    file = cache_home(root) / settings.key(catalog) / "pixels.bin"
+    if file.is_file():
+        return True, file.stat().st_size
+    total, read = len(catalog), 0
+    rows = range(0, total, -(-total // 1000))
+    for row in rows:
+        with suppress(ImageError):
+            width, height = check_header(catalog.file(row), size)
+            read += 3 * width * height
+    return False, round(read / len(rows) * total)
 
 
-def known_contents(catalog: Catalog, root: str | os.PathLike[str] | None = None) -> str | None:
-    """Return the digest of all image files, in their order, if `PixelCache.build` remembers it."""
-    contents = _remembered(catalog, cache_home(root), _states(catalog))[1]
-    return _digest(filter(_is_read, contents)) if contents else None
-
-
-def check_files(
+def unreadable_images(
     catalog: Catalog,
     size: Size,
-    root: str | os.PathLike[str] | None = None,
+    root: Root = None,
     *,
     interpolation: Interpolation = "bicubic",
-    policy: Literal["error", "skip"] = "error",
+    policy: Policy = "error",
     progress: Progress | None = None,
-) -> tuple[tuple[str, str], ...]:
-    """Return path and reason of the images that cannot be read, before they are read on the fly.
+) -> Bad:
+    """Return path and reason of unreadable images, before they are decoded on the fly.
 
-    With policy "error" only the headers are looked at, and what is wrong with one is an ImageError.
-    With "skip" every image is decoded once, as `PixelCache.build` would, so that it is known which
-    ones to leave out. Either is remembered for as long as no file changes.
+    Policy "error" reads the headers and raises an ImageError; "skip" decodes every image, as
+    `PixelCache.build` does. The result is cached until a file changes.
     """
-    _check(catalog, size, interpolation)
-    states = _states(catalog)
-    facts = (_FORMAT, size, interpolation, metadata.version("pillow"), policy)
-    name = _digest([repr(facts).encode(), _states_digest(catalog, states).encode()])
-    file = cache_home(root) / "checked" / f"{name}.json"
-    try:
-        found = [(row, reason) for row, reason in json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError):
-        files = [catalog.file(row) for row in range(len(catalog))]
-        errors = list(check_all(files, size, interpolation, policy == "skip", progress))
-        found = [(row, error.reason) for row, error in errors]
-        if not any(error.passing for _, error in errors):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, json.dumps(found).encode())
-    bad = tuple((catalog.paths[row], reason) for row, reason in found)
-    refuse_bad(bad, len(catalog), policy)
+    settings = _Settings.of(catalog, size, interpolation)
+    settings = replace(settings, content="bodies" if policy == "skip" else "headers")
+    _, header = _open_or_build(catalog, settings, root, progress)
+    bad = tuple((catalog.paths[int(row)], reason) for row, reason in header["bad"].items())
+    raise_unreadable(bad, len(catalog), policy)
     return bad
 
 
-def refuse_bad(bad: tuple[tuple[str, str], ...], total: int, policy: str) -> None:
-    """Raise an ImageError about images that cannot be read, unless the others are to do."""
+def raise_unreadable(bad: Bad, total: int, policy: str) -> None:
+    """Raise an ImageError about unreadable images, unless they are skipped."""
     if bad and (policy == "error" or len(bad) == total):
         listed = some([f"{path}: {reason}" for path, reason in bad])
-        hint = "; --data.bad-images skip leaves them out" if len(bad) < total else ""
+        hint = "; --data.bad-images skip excludes them" if len(bad) < total else ""
         raise ImageError(f"{len(bad)} of {total} images cannot be read", listed + hint)
 
 
 def describe_copies(catalog: Catalog) -> list[str]:
-    """Say which images are copies of others; reads those alone that are of equal size."""
-    files = [catalog.file(row) for row in range(len(catalog))]
-    sizes = [_size(file) for file in files]
-    count = Counter(sizes)
-    rows = [row for row, size in enumerate(sizes) if count[size] > 1]
-    with ThreadPoolExecutor(cores()) as pool:
-        return _copies(catalog.subset(rows), list(pool.map(_content, [files[row] for row in rows])))
+    """Describe images that are copies of others; reads only images of equal size."""
+    sizes = _file_states(catalog)[:, 0].tolist()
+    counts, codes = Counter(sizes), catalog.codes
+    rows = [row for row, size in enumerate(sizes) if counts[size] > 1 and size >= 0]
+    first: dict[str, int] = {}
+    same, other = list[str](), list[str]()
+    digests = parallel_map(_file_digest, (catalog.file(row) for row in rows))
+    for row, digest in zip(rows, digests, strict=True):
+        before = first.setdefault(digest, row) if digest else row
+        if before != row:
+            copies = same if codes[before] == codes[row] else other
+            copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
+    notes = []
+    if same:
+        noun = "images are copies" if len(same) > 1 else "image is a copy"
+        notes.append(f"{len(same)} {noun}, byte for byte: {some(same)}")
+    if other:
+        noun = "images are copies of others" if len(other) > 1 else "image is a copy of one"
+        notes.append(
+            f"{len(other)} {noun} in another class, byte for byte, so one of the two labels is "
+            f"wrong: {some(other)}"
+        )
+    return notes
+
+
+def _file_digest(file: str) -> str:
+    try:
+        with open_bytes(file) as stream:
+            return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    except (ImageError, OSError):
+        return ""
 
 
 def file_sizes(catalog: Catalog) -> str:
-    """Return a digest of the bytes that each image file takes, which copying does not change."""
-    sizes = np.array([_size(catalog.file(row)) for row in range(len(catalog))], np.int64)
-    return _digest([sizes.tobytes()])
+    """Return a digest of the sizes of all image files, which copying does not change."""
+    sizes = np.ascontiguousarray(_file_states(catalog)[:, 0])
+    return hashlib.blake2b(sizes.tobytes(), digest_size=12).hexdigest()
 
 
-def _size(file: str) -> int:
-    name, member = split_shard_path(file)
-    try:
-        return shard_members(name)[member][1] if member else os.stat(name).st_size
-    except (OSError, ValueError, KeyError):  # whoever opens it will say why
-        return -1
-
-
-def _scaled_bytes(file: str, size: Size) -> int:
-    try:
-        width, height = check_header(file, size)
-    except ImageError:
-        return 0
-    return 3 * width * height
-
-
-def _check(catalog: Catalog, size: Size, interpolation: str) -> None:
-    check_interpolation(interpolation)
-    sides = (size,) if isinstance(size, int) else size
-    if not 1 <= min(sides) <= max(sides) <= 4096:
-        raise ValueError(f"images are scaled to 1 to 4096 pixels, got {described_size(size)}")
-    if len(catalog) == 0:
-        raise ValueError("the catalogue is empty: there is nothing to decode")
-
-
-def cache_home(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of caches: the one given, or the user's."""
+def cache_home(root: Root = None) -> Path:
+    """Return the folder of pixel caches: the given one, or the user's."""
     return cache_folder() / "pixels" if root is None else Path(root)
 
 
-def _free(device: torch.device) -> int:
-    """Bytes a new tensor can have: what nobody holds, and what torch holds in reserve."""
+def _free_memory(device: torch.device) -> int:
+    """Return the bytes a new tensor can have: free ones, and those that torch reserves."""
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 def _map(folder: Path) -> torch.Tensor:
     file = folder / "pixels.bin"
-    if file.stat().st_size == 0:  # no image could be read; an empty file cannot be mapped
+    if file.stat().st_size == 0:  # an empty file cannot be mapped
         return torch.empty(0, dtype=torch.uint8)
-    # Mode "c": torch wants memory it could write to; writes would stay in this process.
+    # Mode "c": torch requires writable memory; writes would stay in this process.
     return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))
 
 
-def _checksums(folder: Path) -> dict[str, Any]:
-    pixels = _map(folder).numpy()
-    with ThreadPoolExecutor(cores()) as pool:
-        blocks = pool.map(zlib.crc32, [pixels[block] for block in chunks(len(pixels), _BLOCK)])
-    return {
-        "bytes": len(pixels),
-        "index_crc": zlib.crc32((folder / "index.npy").read_bytes()),
-        "pixels_crc": list(blocks),
-    }
+@dataclass(frozen=True)
+class CacheEntry:
+    """One cache, of any kind, in the cache folder.
 
-
-def _open(kind: type[Cache], folder: Path, catalog: Catalog) -> Cache | None:
-    """Return the cache in a folder, or None where there is none or it has been damaged."""
-    try:
-        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
-        reasons = header.pop("bad")
-        if header != {"key": folder.name, **_checksums(folder)}:
-            return None
-        index = np.load(folder / "index.npy")
-        good = index[:, 1] > 0
-        bad = zip(catalog.subset(~good).paths, reasons, strict=True)
-        return kind(catalog.subset(good), _map(folder), index[good], tuple(bad), folder)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _part(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.{uuid4().hex}{PART_SUFFIX}")
-
-
-def _clear(folder: Path, alone: bool) -> None:
-    """Put away a damaged store, and what killed builders left if no other can be at work."""
-    broken = _part(folder)
-    if folder.exists():
-        folder.rename(broken)  # so that what bears the name is either a whole store or not there
-    left = folder.parent.glob(f".{folder.name}.*{PART_SUFFIX}")
-    for part in left if alone else [broken]:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _write(store: Callable[[], Path], images: Iterable[Array | ImageError]) -> None:
-    """Write a new store of images, or of the reasons why they could not be decoded.
-
-    Its name is asked for twice, since it follows from which images could be read.
+    Attributes:
+        name: kind and name, as a path below the cache folder.
+        path: file or folder.
+        size: bytes.
+        used: time of last use, in seconds since 1970.
+        root: folder of the images it was made of, if known.
+        images: their number, if known.
+        about: what it holds.
     """
-    folder = store()
-    part = _part(folder)
-    part.mkdir(parents=True)
-    try:
-        index: list[tuple[int, int, int]] = []
-        reasons: list[str] = []
-        offset = 0
-        # Not forced to the disk, which takes seconds: what a power cut spoils does not have its
-        # checksum, and is made again.
-        with writing(folder), (part / "pixels.bin").open("wb") as stream:
-            for image in images:
-                if isinstance(image, ImageError):
-                    reasons.append(image.reason)
-                    index.append((offset, 0, 0))
-                else:
-                    stream.write(image.data)
-                    index.append((offset, *image.shape[:2]))
-                    offset += image.size
-        with writing(folder):
-            np.save(part / "index.npy", np.array(index, dtype=np.int64).reshape(-1, 3))
-        folder = store()
-        header = {"key": folder.name, **_checksums(part), "bad": reasons}
-        # A reason may quote a file name that is not UTF-8: JSON escapes it.
-        atomic_write(part / "header.json", json.dumps(header).encode())
-        try:
-            part.rename(folder)
-        except OSError:
-            # Without locks another process may have been quicker; its store is as good.
-            if not (folder / "header.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+    name: str
+    path: Path
+    size: int
+    used: float
+    root: str = ""
+    images: int | None = None
+    about: str = ""
 
 
-def _digest(parts: Iterable[bytes]) -> str:
-    return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
+def list_caches() -> list[CacheEntry]:
+    """Return the caches of this user, the last used first."""
+    entries = [
+        _entry(path, kind)
+        for kind in _subfolders(cache_folder())
+        for path in kind.iterdir()
+        if not path.name.startswith(".") and path.suffix != ".lock"
+    ]
+    return sorted(entries, key=lambda entry: (-entry.used, entry.name))
 
 
-def _key(contents: Iterable[Content], size: Size, interpolation: str, encoded: bool) -> str:
-    """Digest what the cache depends on: the bytes that were read, and how they are decoded."""
-    facts: tuple[Any, ...] = (_FORMAT, size, metadata.version("pillow"), interpolation)
-    if encoded:
-        facts = (*facts, ENCODED)
-    return _digest([repr(facts).encode(), *filter(_is_read, contents)])
+def list_leftovers() -> list[CacheEntry]:
+    """Return incomplete caches of killed processes: an hour without a write."""
+    return [
+        entry
+        for kind in _subfolders(cache_folder())
+        for path in kind.glob(f".*{PART_SUFFIX}")
+        if time.time() - (entry := _entry(path, kind)).used > _HOUR
+    ]
 
 
-def _contents(catalog: Catalog, home: Path, states: list[State]) -> list[Content]:
-    """Digest the bytes of every image, which only the first call reads."""
-    known, found = _remembered(catalog, home, states)
-    if found:
-        return found
-    # A change in the same tick of the clock as the last one would not show in the states.
-    newest = max(max(state[1:3], default=0) for state in states) / 1e9
-    time.sleep(min(max(0.0, newest + _TICK - time.time()), _TICK))
-    with ThreadPoolExecutor(cores()) as pool:
-        found = list(pool.map(_content, [catalog.file(row) for row in range(len(catalog))]))
-    if len(_readable(found)) == len(found):
-        known.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(known, b"".join(filter(_is_read, found)))
-    return found
+def _subfolders(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
 
 
-def _remembered(catalog: Catalog, home: Path, states: list[State]) -> tuple[Path, list[Content]]:
-    """Return the file for digests of images in these states, and those in it if it is there."""
-    file = home / "contents" / _states_digest(catalog, states)
-    with suppress(OSError):
-        data = file.read_bytes()
-        if len(data) == _DIGEST * len(catalog):
-            return file, [data[part] for part in chunks(len(data), _DIGEST)]
-    return file, []
+def _entry(path: Path, kind: Path) -> CacheEntry:
+    header: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        header = json.loads((path / "header.json").read_text(encoding="utf-8"))
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    states = []
+    for file in files:
+        with suppress(OSError):  # removed meanwhile
+            states.append(file.lstat())
+    return CacheEntry(
+        f"{kind.name}/{path.name}",
+        path,
+        sum(state.st_size for state in states),
+        max((state.st_mtime for state in states), default=0.0),
+        header.get("root", ""),
+        header.get("images"),
+        header.get("about", _ABOUT.get(kind.name, "")),
+    )
 
 
-def _states_digest(catalog: Catalog, states: list[State]) -> str:
-    names = (os.path.abspath(catalog.file(row)) for row in range(len(catalog)))
-    lines = (f"{name}\0{state}\0" for name, state in zip(names, states, strict=True))
-    return _digest(line.encode(errors="surrogateescape") for line in lines)
+def remove(entry: CacheEntry, *, dry_run: bool = False) -> bool:
+    """Remove a cache or a leftover; return False if a process writes it.
 
-
-def _content(file: str) -> Content:
-    try:
-        with open_bytes(file) as stream:
-            digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=_DIGEST))
-            return digest.digest()
-    except ImageError as error:
-        return error
-    except OSError as error:
-        return ImageError(file, f"cannot be read: {error.strerror or error}", passing=True)
-
-
-def _is_read(content: Content) -> TypeGuard[bytes]:
-    return isinstance(content, bytes)
-
-
-def _readable(contents: list[Content]) -> list[int]:
-    return [row for row, content in enumerate(contents) if _is_read(content)]
-
-
-def _followed(
-    images: Iterable[Array | ImageError],
-    catalog: Catalog,
-    states: list[State],
-    contents: list[Content],
-) -> Iterator[Array | ImageError]:
-    """Give what belongs to the contents; mark in them the files that could not be read after all.
-
-    Files that have changed since their bytes were digested are an error.
+    Processes that have opened a pixel cache keep their memory map.
     """
-    for row, image in zip(_readable(contents), images, strict=True):
-        if isinstance(image, ImageError) and image.passing:
-            contents[row] = image
-        else:
-            yield image
-    pairs = zip(catalog.paths, states, _states(catalog), strict=True)
-    changed = [path for path, before, after in pairs if before != after]
-    if changed:
-        raise ImageError(
-            f"{len(changed)} images changed while they were decoded",
-            f"{some(changed)}; try again when nothing writes to them any more",
-        )
-
-
-def _all_bad(
-    damaged: Iterable[tuple[str, str]], catalog: Catalog, contents: list[Content]
-) -> tuple[tuple[str, str], ...]:
-    """Return path and reason of images that are damaged or could not be read, in order."""
-    reasons = dict(damaged)
-    for path, content in zip(catalog.paths, contents, strict=True):
-        if isinstance(content, ImageError):
-            reasons[path] = content.reason
-    return tuple((path, reasons[path]) for path in catalog.paths if path in reasons)
-
-
-def _copies(catalog: Catalog, contents: list[Content]) -> list[str]:
-    """Say which images are copies of others: of their class, and of another, which is a mistake."""
-    first: dict[bytes, tuple[str, int]] = {}
-    alike, unlike = list[str](), list[str]()
-    codes = catalog.codes.tolist()
-    for path, code, content in zip(catalog.paths, codes, contents, strict=True):
-        if _is_read(content) and (before := first.setdefault(content, (path, code)))[0] != path:
-            (alike if before[1] == code else unlike).append(f"{path} (of {before[0]})")
-    notes = []
-    if alike:
-        many = "images are copies" if len(alike) > 1 else "image is a copy"
-        notes.append(f"{len(alike)} {many}, byte for byte: {some(alike)}")
-    if unlike:
-        many = "images are copies of others" if len(unlike) > 1 else "image is a copy of one"
-        notes.append(
-            f"{len(unlike)} {many} in another class, byte for byte, so one of the two labels is "
-            f"wrong: {some(unlike)}"
-        )
-    return notes
-
-
-def _states(catalog: Catalog) -> list[State]:
-    @cache  # a tar shard is asked for once, not for each of its members
-    def state(file: str) -> State:
-        try:
-            return file_state(file)
-        except OSError:
-            return ()
-
-    return [state(split_shard_path(catalog.file(row))[0]) for row in range(len(catalog))]
-
-
-@contextmanager
-def _locked(file: Path, waiting: Callable[[], None]) -> Iterator[bool]:
-    """Hold a lock that other processes wait for and that a killed process gives back.
-
-    Gives False where the file system has no locks; renaming keeps the store whole even then.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file)
+    path = entry.path
+    name = path.name.split(".")[1] if path.name.startswith(".") else path.name
+    locks = [path.with_name(f"{name}.lock")] if path.is_dir() else []
+    locks += [path / "gallery.lock"] if (path / "gallery.lock").exists() else []
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        waiting()
-        with suppress(OSError):
-            lock.acquire()
-    except (OSError, NotImplementedError):
-        pass
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.callback(take_lock(lock, 0, lambda _: None).release)
+            if not dry_run and path.is_dir():
+                # A folder with the name of a cache is always complete.
+                shutil.rmtree(path.rename(path.with_name(f".{name}.{uuid4().hex}{PART_SUFFIX}")))
+            elif not dry_run:
+                path.unlink(missing_ok=True)
+    except TimeoutError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The catalogue: one checked, unchanging table that says which images there are."""
+"""The catalog: an immutable, validated table of images."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
 
 from proximetry._util.errors import Progress, closest, some
-from proximetry.data.columns import Coded, Numbers, Texts, equal_rows, pack, take
+from proximetry.data.columns import TEXT, Column, pack, repeated_rows, take
 from proximetry.data.folders import layout, scan_folder
+from proximetry.data.registry import FIELDS
 from proximetry.data.shards import SEPARATOR, scan_shards, shard_members, split_shard_path
-from proximetry.data.tables import FIELDS, read_csv, read_parquet, write_csv, write_parquet
-
-if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
-    import numpy as np
-    import numpy.typing as npt
+from proximetry.data.tables import read_csv, read_parquet, write_csv, write_parquet
 
 SPLITS = ("all", "train", "val", "test")
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
+_RECURRING = ("labels", "splits", "groups")
+_LISTED = 5  # problems in an error message
+_PROGRESS_EVERY = 1000  # files
 
 
 @dataclass(frozen=True, repr=False)
 class Catalog:
-    """Images, their classes and their roles; built once, checked, never changed.
+    """Images, their classes and their roles; validated once, immutable.
 
-    Columns are given as any sequences and read like tuples; they are kept in little more memory
-    than their bytes (`data.columns`).
+    Columns are given as any sequences and read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
         paths: relative to `root` (absolute ones stay as they are); "shard.tar::member" for an
@@ -45,10 +48,10 @@ class Catalog:
         queries: which images are queries, for sets that prescribe it (In-Shop).
         galleries: which images are searched, likewise.
         groups: anything coarser than a class, such as the kind of product.
-        notes: what the reader of the data has to say, such as missing images.
-        layout: one sentence on what was taken for classes and splits, where that was found out.
-        columns: whatever else is known of the images, by name: texts, numbers, True and False, or
-            None. Galleries keep it; training does not ask for it.
+        notes: remarks of the reader of the data, such as missing images.
+        layout: one sentence on what was taken for classes and splits, if that was inferred.
+        columns: further metadata by name: text, numbers, True and False, or None. Galleries keep
+            it; training does not use it.
     """
 
     paths: Sequence[str]
@@ -66,15 +69,12 @@ class Catalog:
         for name in FIELDS.values():
             values = getattr(self, name)
             if values is not None:
-                values = pack(values)
-                if name in ("labels", "splits", "groups") and _is_whole(values):
-                    values = Coded.of(values)
-                object.__setattr__(self, name, values)
+                object.__setattr__(self, name, pack(values, recurring=name in _RECURRING))
         object.__setattr__(self, "root", Path(self.root))
         object.__setattr__(self, "notes", tuple(self.notes))
         columns = {name: pack(values) for name, values in self.columns.items()}
         object.__setattr__(self, "columns", columns)
-        _check(self)
+        _validate(self)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -92,38 +92,36 @@ class Catalog:
     @cached_property
     def codes(self) -> npt.NDArray[np.int64]:
         """The class of every image as a number, 0 … classes − 1."""
-        import numpy as np
-
         codes = self._coded("labels").codes.astype(np.int64)
         codes.flags.writeable = False
         return codes
 
     def rows(self, *splits: str) -> npt.NDArray[np.int64]:
-        """Return the numbers of the rows of these splits."""
-        import numpy as np
+        """Return the row numbers of these splits."""
+        return np.flatnonzero(self._coded("splits").where(splits.__contains__))
 
-        return np.flatnonzero(self._coded("splits").among(splits))
-
-    def _coded(self, name: str) -> Coded:
-        return cast(Coded, getattr(self, name))
+    def _coded(self, name: str) -> Column:
+        return cast(Column, getattr(self, name))
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
         # os.path.join leaves absolute paths alone.
         return os.path.join(self.root, self.paths[i])
 
-    def subset(
-        self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
-    ) -> Catalog:
+    def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
         """Return the given rows, by number or by a mask, in the order given."""
-        import numpy as np
-
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
         picks = np.arange(len(self))[chosen]
-        chosen_of = {name: take(values, picks) for name, values in self._columns().items()}
-        columns = {name: chosen_of.pop(name) for name in self.columns}
-        fields: dict[str, Any] = {FIELDS[name]: values for name, values in chosen_of.items()}
-        return replace(self, columns=columns, **fields)
+        taken = {name: take(values, picks) for name, values in self._columns().items()}
+        columns = {name: taken.pop(name) for name in self.columns}
+        changes: dict[str, Any] = {FIELDS[name]: values for name, values in taken.items()}
+        if len(repeated_rows(picks)):
+            return replace(self, columns=columns, **changes)  # which reports them
+        # Rows of a valid catalog need no validation.
+        part = object.__new__(type(self))
+        same = {item.name: getattr(self, item.name) for item in fields(self)}
+        part.__dict__.update(same | changes | {"columns": columns})
+        return part
 
     def filter(
         self,
@@ -135,30 +133,28 @@ class Catalog:
         gallery: bool | None = None,
     ) -> Catalog:
         """Return the rows that meet every condition given."""
-        import numpy as np
-
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
         keep = np.ones(len(self), bool)
         if labels is not None:
-            wanted = {labels} if isinstance(labels, str) else set(labels)
-            unknown = sorted(wanted - set(self.class_names))
+            names = {labels} if isinstance(labels, str) else set(labels)
+            unknown = sorted(names - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
-            keep &= self._coded("labels").among(wanted)
-        for name, text in (("split", split), ("group", group)):
-            if text is not None:
-                self._need(name)
-                keep &= self._coded(FIELDS[name]).among([text])
-        for name, flag in (("query", query), ("gallery", gallery)):
-            if flag is not None:
-                self._need(name)
-                keep &= np.asarray(getattr(self, FIELDS[name]), bool) == flag
+            keep &= self._coded("labels").where(names.__contains__)
+        for name, value in (
+            ("split", split),
+            ("group", group),
+            ("query", query),
+            ("gallery", gallery),
+        ):
+            if value is None:
+                continue
+            column = getattr(self, FIELDS[name])
+            if column is None:
+                raise ValueError(f"this catalog has no {name} column to filter by")
+            keep &= np.asarray(column) == value
         return self.subset(keep)
-
-    def _need(self, column: str) -> None:
-        if getattr(self, FIELDS[column]) is None:
-            raise ValueError(f"this catalogue has no {column} column to filter by")
 
     def split_classes(
         self,
@@ -175,8 +171,6 @@ class Catalog:
             seed: decides which classes go where; the order of the rows does not matter.
             names: the split that each part's rows are marked with.
         """
-        import numpy as np
-
         counts = _class_counts(parts, len(self.class_names))
         if len(names) != len(counts):
             raise ValueError(f"{len(counts)} parts need {len(counts)} names, got {tuple(names)}")
@@ -185,7 +179,7 @@ class Catalog:
         pieces = []
         for part, name in enumerate(names):
             piece = self.subset(part_of[self.codes] == part)
-            pieces.append(replace(piece, splits=Coded.constant(name, len(piece))))
+            pieces.append(replace(piece, splits=Column.constant(name, len(piece))))
         return tuple(pieces)
 
     def missing_files(self) -> list[int]:
@@ -193,26 +187,24 @@ class Catalog:
         return [i for i in range(len(self)) if _identity(self.file(i)) is None]
 
     def shared_classes(self) -> list[str]:
-        """Say which splits have classes in common, and which."""
-        images, found = self._images_of_splits, []
+        """Describe the classes that splits have in common."""
+        images, notes = self._images_of_splits, []
         for a, b in combinations(images, 2):
             shared = self._named((images[a] > 0) & (images[b] > 0))
             if shared:
                 count = f"{len(shared)} class{'es' if len(shared) > 1 else ''}"
-                found.append(
+                notes.append(
                     f"{a} and {b} share {count}, so {b} does not measure unseen classes only: "
                     f"{some(shared)}"
                 )
-        return found
+        return notes
 
     @cached_property
     def _images_of_splits(self) -> dict[str, npt.NDArray[np.int64]]:
-        """By split, in the order of `SPLITS`, the number of images of each class."""
-        import numpy as np
-
+        """Number of images of each class by split, in the order of `SPLITS`."""
         labels, splits, size = self._coded("labels"), self._coded("splits"), len(self.class_names)
         return {
-            split: np.bincount(labels.codes[splits.among([split])], minlength=size)
+            split: np.bincount(labels.codes[splits.where(split.__eq__)], minlength=size)
             for split in SPLITS
             if split in splits
         }
@@ -221,17 +213,17 @@ class Catalog:
         return [self.class_names[code] for code in classes.nonzero()[0].tolist()]
 
     def remarks(self) -> list[str]:
-        """Return what every command tells about these images: `layout` and `notes`."""
+        """Return `layout` and `notes`, which every command prints."""
         return [self.layout, *self.notes] if self.layout else [*self.notes]
 
     def describe(self) -> str:
-        """Say in a few lines how many images and classes there are, and in which splits."""
+        """Return a few lines: numbers of images and classes by split."""
         lines = [
             f"{len(self)} images of {len(self.class_names)} classes in {self.root}",
             _line("split", "images", "classes", "smallest", "median", "largest"),
         ]
         parts = self._images_of_splits
-        together = {"together": self._coded("labels").counts()} if len(parts) > 1 else {}
+        together = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
         for name, images in (parts | together).items():
             n = images[images > 0].tolist()
             lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
@@ -251,8 +243,8 @@ class Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
         When sub-folders are called train, val or test and hold folders themselves, those are
-        the classes and the outer names the splits. What is left out, such as files that are no
-        images, is named in `layout` and `notes`.
+        the classes and the outer names the splits. Skipped files and folders are named in
+        `layout` and `notes`.
         """
         return cls(root=Path(root), **scan_folder(Path(root))._asdict())
 
@@ -279,21 +271,20 @@ class Catalog:
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
-        Columns: path, label; if wanted split, query, gallery, group. Others become `columns`:
+        Columns: path, label; optional split, query, gallery, group. Others become `columns`:
         numbers where all of their values are numbers, else text; None where nothing is written.
 
         Args:
             file: the table.
-            root: the folder that paths start from; the table's own unless given.
-            columns: what such a column is called there, where it has another name:
+            root: the folder that paths start from; the folder of the table by default.
+            columns: names of these columns in the table, where they differ:
                 {"path": "file", "label": "category"}.
-            check_files: look whether every image is there, and there once.
-            allow_missing: keep images that are not there, for whoever leaves out what it cannot
-                read.
-            progress: called meanwhile with (images looked for, images in all).
+            check_files: check that every image exists and is listed once.
+            allow_missing: keep images that do not exist.
+            progress: called with (images checked, images in all).
         """
-        catalog = cls._from_table(read_csv(Path(file), columns), file, root)
-        return catalog._checked(file, allow_missing, progress) if check_files else catalog
+        options = (check_files, allow_missing, progress)
+        return cls._from_table(read_csv(Path(file), columns), file, root, *options)
 
     @classmethod
     def from_parquet(
@@ -306,31 +297,36 @@ class Catalog:
         allow_missing: bool = False,
         progress: Progress | None = None,
     ) -> Catalog:
-        """Read a Parquet table, as `from_csv` does; further columns keep the kinds they have there.
+        """Read a Parquet table, as `from_csv` does; further columns keep their types.
 
-        Labels may be of any kind and become text: whole numbers as 7, also those that are kept as
-        7.0, truth values as True and False, categories as what they stand for.
+        Labels of any type become text: whole numbers as 7, also if stored as 7.0, truth values as
+        True and False, categories as their values.
         """
-        catalog = cls._from_table(read_parquet(Path(file), columns), file, root)
-        return catalog._checked(file, allow_missing, progress) if check_files else catalog
-
-    def _checked(self, table: AnyPath, allow_missing: bool, progress: Progress | None) -> Catalog:
-        try:
-            _check_files(self, allow_missing, progress)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(table)}: {error}") from None
-        return self
+        options = (check_files, allow_missing, progress)
+        return cls._from_table(read_parquet(Path(file), columns), file, root, *options)
 
     @classmethod
-    def _from_table(cls, fields: dict[str, Any], file: AnyPath, root: AnyPath | None) -> Catalog:
+    def _from_table(
+        cls,
+        values: dict[str, Any],
+        file: AnyPath,
+        root: AnyPath | None,
+        check_files: bool,
+        allow_missing: bool,
+        progress: Progress | None,
+    ) -> Catalog:
         try:
-            catalog = cls(root=Path(file).parent if root is None else Path(root), **fields)
+            catalog = cls(root=Path(file).parent if root is None else Path(root), **values)
+            if check_files:
+                _check_files(catalog, allow_missing, progress)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
-        found = {split: catalog._named(n > 0) for split, n in catalog._images_of_splits.items()}
-        homes = {"" if split == "all" else split: names for split, names in found.items()}
-        kept = f"; further columns, for search only: {some(catalog.columns)}"
-        return replace(catalog, layout=layout(homes) + (kept if catalog.columns else ""))
+        homes = {
+            "" if split == "all" else split: catalog._named(images > 0)
+            for split, images in catalog._images_of_splits.items()
+        }
+        further = f"; further columns, for search only: {some(catalog.columns)}"
+        return replace(catalog, layout=layout(homes) + (further if catalog.columns else ""))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""
@@ -362,11 +358,8 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     return [b - a for a, b in zip([0, *edges], edges, strict=False)]
 
 
-_TOLD = 1000  # files between two reports of progress
-
-
 def _identity(path: str) -> tuple[object, ...] | None:
-    """Return what is the same for two paths of one image; None where there is no image."""
+    """Return a value that is equal for two paths of one image; None if it does not exist."""
     file, member = split_shard_path(path)
     try:
         status = os.stat(file)
@@ -374,37 +367,33 @@ def _identity(path: str) -> tuple[object, ...] | None:
             return None
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:  # whoever opens it will say why it cannot be opened
+    except OSError:  # reported when it is opened
         return (file, member)
     return (status.st_dev, status.st_ino, member)
 
 
 def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | None) -> None:
-    """Refuse images that do not exist, and those that are listed twice under other paths."""
-    import numpy as np
-
+    """Raise a ValueError for images that do not exist or are listed under two paths."""
     total, missing = len(catalog), []
-    # Of millions of files only a number each is kept; those with equal ones are looked at again.
-    keys = np.zeros(total, np.int64)
+    keys = np.zeros(total, np.int64)  # hashes: identities of millions of files take much memory
     for i, path in enumerate(catalog.paths):
         identity = _identity(os.path.join(catalog.root, path))
-        # No image is the same as no other, so each has a number of its own.
         keys[i] = hash(identity) if identity is not None else hash((None, i))
         if identity is None:
             missing.append(i)
-        if progress is not None and i % _TOLD == _TOLD - 1:
+        if progress is not None and i % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             progress(i + 1, total)
     if missing and not allow_missing:
         names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing[:5]])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        hint = "; --data.bad-images skip leaves them out" if len(missing) < total else ""
+        hint = "; --data.bad-images skip excludes them" if len(missing) < total else ""
         raise ValueError(
             f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{more}"
             f"{hint}"
         )
-    # Two names of one file on the disk are copies of it, which may be meant.
+    # Hard links are copies, which may be intended; paths to one file are not.
     places: dict[str, int] = {}
-    for i in equal_rows(keys).tolist():
+    for i in repeated_rows(keys).tolist():
         file, member = split_shard_path(catalog.file(i))
         first = places.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
         if first != i:
@@ -414,12 +403,12 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
             )
 
 
-def _check(catalog: Catalog) -> None:
-    """Raise one error that lists the first offending rows, columns and values."""
+def _validate(catalog: Catalog) -> None:
+    """Raise one error that lists the first invalid rows, columns and values."""
     size = len(catalog.paths)
     for name in catalog.columns:
         if name in FIELDS:
-            raise ValueError(f"columns holds {name!r}, which is the catalogue's own {FIELDS[name]}")
+            raise ValueError(f"columns holds {name!r}, which is the catalog's own {FIELDS[name]}")
         if not _is_text(name) or not name:
             raise ValueError(f"{name!r} is no usable name for a column")
     for column, values in catalog._columns().items():
@@ -429,86 +418,86 @@ def _check(catalog: Catalog) -> None:
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
-    count = sum(len(rows) for rows, _ in problems)
-    shown = [tell(int(row)) for rows, tell in problems for row in rows[:_SHOWN]][:_SHOWN]
-    if count > _SHOWN:
-        shown.append(f"and {count - _SHOWN} more")
+    count = sum(len(rows) for _, rows, _ in problems)
+    shown = [
+        f"row {row + 1}, column {column}: {catalog._columns()[column][row]!r} {problem}"
+        for column, rows, problem in problems
+        for row in rows[:_LISTED]
+    ][:_LISTED]
+    if count > _LISTED:
+        shown.append(f"and {count - _LISTED} more")
     if shown:
         raise ValueError("; ".join(shown))
 
 
-_SHOWN = 5  # problems that are told
-
-
-def _problems(catalog: Catalog) -> Iterator[tuple[Rows, Callable[[int], str]]]:
-    """Give rows in which something is wrong, and what tells it of one of them."""
-
-    def told(column: str, values: Sequence[Any], what: str) -> Callable[[int], str]:
-        return lambda i: f"row {i + 1}, column {column}: {values[i]!r} {what}"
-
-    for column in ("path", "label", "group"):
-        values = getattr(catalog, FIELDS[column]) or ()
-        rows = _no_text(values, empty=column == "group")
-        yield rows, told(column, values, "is not a usable text")
-    splits = catalog.splits
-    if isinstance(splits, Coded):
-        odd: Rows = splits.where(lambda split: split not in SPLITS).nonzero()[0]
-    else:
-        odd = [i for i, split in enumerate(splits) if split not in SPLITS]
-    yield odd, told("split", splits, f"is none of {', '.join(SPLITS)}")
-    for column in ("query", "gallery"):
-        flags = getattr(catalog, FIELDS[column]) or ()
-        fine = isinstance(flags, Numbers) and flags.array.dtype == bool and flags.missing is None
-        wrong = [] if fine else [i for i, flag in enumerate(flags) if type(flag) is not bool]
-        yield wrong, told(column, flags, "is neither true nor false")
-    for column, values in catalog.columns.items():
-        fine = isinstance(values, Numbers | Texts)  # of one kind, which has been looked at
-        bad = [] if fine else [i for i, value in enumerate(values) if not _is_plain(value)]
-        yield bad, told(column, values, "is neither a text nor a number")
-    # The same picture twice would be its own nearest neighbour.
+def _problems(catalog: Catalog) -> Iterator[tuple[str, list[int], str]]:
+    """Yield columns, their invalid rows, and the problem."""
+    for name, values in catalog._columns().items():
+        valid: Callable[[Any], bool] = _is_plain
+        problem = "is neither a text nor a number"
+        if name in ("path", "label", "group"):
+            valid, problem = _is_name if name != "group" else _is_text, "is not a usable text"
+        elif name == "split":
+            valid, problem = SPLITS.__contains__, f"is none of {', '.join(SPLITS)}"
+        elif name in ("query", "gallery"):
+            valid, problem = _is_flag, "is neither true nor false"
+        yield name, _invalid(values, valid, name), problem
     paths = catalog.paths
-    if isinstance(paths, Texts) and len(paths.repeated):
-        counts = Counter(paths[i] for i in paths.repeated.tolist())
-        yield (
-            paths.repeated,
-            lambda i: told("path", paths, f"is listed {counts[paths[i]]} times")(i),
-        )
+    if isinstance(paths, Column):
+        # The same image twice would be its own nearest neighbor.
+        hashes = [np.zeros(0, np.int64)]
+        for start in range(0, len(paths), 1 << 16):
+            values = paths.array[start : start + (1 << 16)].to_pylist()
+            hashes.append(np.fromiter(map(hash, values), np.int64, len(values)))
+        rows = repeated_rows(np.concatenate(hashes)).tolist()
+        counts = Counter(paths[row] for row in rows)
+        for row in rows:
+            if counts[paths[row]] > 1:
+                yield "path", [row], f"is listed {counts[paths[row]]} times"
 
 
-def _is_whole(values: Sequence[Any]) -> bool:
-    """Whether these are texts, with none missing."""
-    return not len(values) or (isinstance(values, Texts) and values.missing is None)
+def _invalid(values: Sequence[Any], valid: Callable[[Any], bool], name: str) -> list[int]:
+    """Return the rows with invalid values."""
+    if isinstance(values, Column):
+        if name not in FIELDS:
+            return []  # all values of a column are of one kind
+        if not values.array.null_count:
+            if pa.types.is_boolean(values.array.type) and valid is _is_flag:
+                return []
+            if pa.types.is_dictionary(values.array.type):
+                return [int(i) for i in values.where(lambda text: not valid(text)).nonzero()[0]]
+            if values.array.type == TEXT and valid is _is_name:
+                # Bytes of a column are valid text without a zero and without empty values.
+                _, offsets, data = values.array.buffers()
+                if data is not None and len(values):
+                    ends = np.frombuffer(offsets, np.int64)[values.array.offset :][
+                        : len(values) + 1
+                    ]
+                    raw = np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]
+                    if (np.diff(ends) > 0).all() and np.count_nonzero(raw) == len(raw):
+                        return []
+    return [i for i, value in enumerate(values) if not valid(value)]
 
 
-def _no_text(values: Sequence[Any], *, empty: bool) -> Rows:
-    """Return the rows that hold no text, or an empty one unless that is allowed."""
+def _is_name(value: object) -> bool:
+    return bool(value) and _is_text(value)
 
-    def usable(value: object) -> bool:
-        return _is_text(value) and bool(value or empty)
 
-    if isinstance(values, Texts) and _is_whole(values) and not empty:
-        return values.unusable
-    if isinstance(values, Coded):
-        if _is_text("".join(values.distinct)) and (empty or "" not in values.distinct[:1]):
-            return []  # all of them at once, since there may be a million classes
-        return values.where(lambda text: not usable(text)).nonzero()[0]
-    return [i for i, value in enumerate(values) if not usable(value)]
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_plain(value: object) -> bool:
-    text = isinstance(value, str) and _is_text(value.replace("\0", ""))
-    return text or value is None or _is_number(value)
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number, also True or False, that 64 bits hold."""
+    """Whether a value is text, a number that 64 bits hold, or None."""
+    if isinstance(value, str):
+        return _is_text(value.replace("\0", ""))
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
-    return isinstance(value, float) and math.isfinite(value)
+    return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text that a system could have as a file name, in UTF-8 or not."""
+    """Whether a value is text that can be a file name, in UTF-8 or not."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:

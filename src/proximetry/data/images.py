@@ -1,8 +1,8 @@
-"""Images from files, and the one rule that makes them what an embedder sees.
+"""Read images, and resize and crop them for an embedder.
 
-Any image file or array becomes one RGB picture, or one clear error that names it. The rule: scale
-the shorter side, then take the centre. Training, evaluation and encoding all follow it, so they see
-the same bytes.
+Any image file or array becomes one RGB image, or an error that names it. Training, evaluation and
+encoding all scale the shorter side and crop the center with the functions here, so they see the
+same bytes.
 """
 
 import io
@@ -33,12 +33,12 @@ MAX_PIXELS = 89_478_485
 MAX_SIDE = 65_535
 
 # Formats that strangers' files may use. Others that Pillow knows can start outside programs
-# (EPS) or are rarely exercised parsers; a picture in one of them is refused by name.
-_WANTED = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
+# (EPS) or are rarely exercised parsers.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
 
-# Pillow reads the pixels of a picture when they are first asked for, and gets them wrong when two
-# threads ask at once: who wants a picture of the caller's waits for its turn.
-_TURNS = [Lock() for _ in range(64)]
+# Pillow reads the pixels of an image at their first use, and gets them wrong when two threads do so
+# at the same time: images of the caller are read under a lock.
+_LOCKS = [Lock() for _ in range(64)]
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -58,11 +58,10 @@ _SIDEWAYS = (_T.TRANSPOSE, _T.ROTATE_270, _T.TRANSVERSE, _T.ROTATE_90)
 
 
 class ImageError(ValueError):
-    """An image could not be read; says which one and why.
+    """An image could not be read; names it and the reason.
 
     Attributes:
-        passing: whether that may be over at the next try: the system would not give the bytes,
-            which says nothing about them.
+        passing: whether a retry may succeed: the system could not open or read the file.
     """
 
     def __init__(self, name: str, reason: str, passing: bool = False) -> None:
@@ -85,10 +84,9 @@ def open_image(
     applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
     Colour profiles are not applied.
 
-    Of a large JPEG file that will be scaled to a ``size``, only as much detail is decoded as that
-    needs: a half, a quarter or an eighth of its own, as long as at least twice the size is left.
-    Every part of the package that scales an image says to which size, so all of them see the same
-    bytes.
+    With a ``size``, a large JPEG file is decoded at a half, a quarter or an eighth of its size, as
+    long as that is at least twice the ``size``. All parts of the package pass the size to which
+    they scale, so they see the same bytes.
 
     Raises:
         ImageError: missing, unreadable, truncated, more than `max_pixels` pixels, or a side longer
@@ -96,7 +94,7 @@ def open_image(
     """
     name = _name(source)
     if isinstance(source, Image.Image):
-        with _TURNS[id(source) // 16 % len(_TURNS)]:
+        with _LOCKS[id(source) // 16 % len(_LOCKS)]:
             return _finish(source, name, max_pixels)
     if isinstance(source, np.ndarray):
         return _finish(_from_array(source, name), name, max_pixels)
@@ -178,7 +176,7 @@ def open_bytes(path: str) -> Stream:
 
 @contextmanager
 def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
-    """Open a file of a wanted format, of which nothing is decoded yet; explain why not."""
+    """Open a file of a supported format without decoding it, or raise an ImageError."""
     name, formats = _name(source), _formats()
     with io.BytesIO(source) if isinstance(source, bytes) else open_bytes(name) as stream:
         try:
@@ -211,13 +209,13 @@ def _damaged(name: str, error: Exception) -> ImageError:
 
 
 def check_interpolation(name: str) -> None:
-    """Refuse filters that there are not."""
+    """Raise a ValueError for an unknown filter."""
     if name not in get_args(Interpolation):
         raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {name!r}")
 
 
 def scaled_size(width: int, height: int, size: Size) -> tuple[int, int]:
-    """Return width and height after scaling: as asked, or one as asked and one in proportion."""
+    """Return width and height after scaling to a short side, or to (height, width)."""
     if not isinstance(size, int):
         return size[1], size[0]
     if width <= height:
@@ -226,7 +224,7 @@ def scaled_size(width: int, height: int, size: Size) -> tuple[int, int]:
 
 
 def described_size(size: Size) -> str:
-    """Say in words what images are scaled to."""
+    """Describe the size that images are scaled to."""
     return f"short side {size}" if isinstance(size, int) else f"{size[0]} × {size[1]}"
 
 
@@ -262,7 +260,7 @@ def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
 def resize_and_center_crop(
     image: Image.Image, resize: Size, crop: int | tuple[int, int], interpolation: Interpolation
 ) -> Image.Image:
-    """Scale an image to `resize`, then take the centre: a square or (height, width)."""
+    """Scale an image to `resize`, then crop the center: a square or (height, width)."""
     height, width = crop_size(crop)
     scaled_width, scaled_height = scaled_size(*_whole(image).size, resize)
     if scaled_height < height or scaled_width < width:
@@ -280,7 +278,7 @@ def resize_and_center_crop(
 
 def _formats() -> tuple[str, ...]:
     Image.init()
-    return tuple(name for name in _WANTED if name in Image.OPEN)
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _name(source: Source) -> str:
@@ -341,7 +339,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
         return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:
-        # A mangled EXIF block says nothing about the pixels, which are fine.
+        # The pixels of an image with a damaged EXIF block are fine.
         return None
 
 

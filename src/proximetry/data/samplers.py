@@ -49,7 +49,7 @@ class Shuffled(_BatchSampler):
     Args:
         n: number of images.
         batch_size: images per batch, of all processes together.
-        drop_last: leave out the images that do not fill a last batch.
+        drop_last: exclude images that do not fill a last batch.
         seed: decides the order.
     """
 
@@ -88,7 +88,7 @@ class Streamed(Shuffled):
         batch_size: images per batch, of all processes together.
         buffer: images that are shuffled together; larger ones mix better.
         run: consecutive images that are read together.
-        drop_last: leave out the images that do not fill a last batch.
+        drop_last: exclude images that do not fill a last batch.
         seed: decides the order.
     """
 
@@ -219,7 +219,7 @@ class _Deck:
     Turn after turn `count` items are taken. Where a turn runs over the end of one shuffle, the
     next shuffle is arranged so that the turn has no item twice. So a shuffle depends on the one
     before; but now and then a turn ends exactly with a shuffle, and from there on nothing depends
-    on what was before. The last two shuffles are kept.
+    on what was before. The last two shuffles are cached.
     """
 
     __slots__ = ("_count", "_items", "_orders", "_seed")

@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from proximetry.data.folders import Scan, by_place, is_image, layout, split_called
 
@@ -27,24 +27,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-class Member(NamedTuple):
-    """Where an image lies in which shard."""
-
-    shard: str
-    offset: int
-    size: int
-
-
-def read_member(place: Member) -> bytes:
-    """Read a part of a shard whose members are known; nothing where it cannot be read."""
-    try:
-        with open_file(place.shard) as file:
-            file.seek(place.offset)
-            return file.read(place.size)
-    except OSError:
-        return b""
 
 
 def split_shard_path(path: str) -> tuple[str, str]:
@@ -67,7 +49,7 @@ def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]]:
     # The state is part of the key, so a shard that was replaced is read again.
     with open_file(shard) as file:
@@ -79,13 +61,13 @@ def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]
         file.seek(max(0, state[0] - 1024))
         if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
             raise ValueError(
-                f"{shard} is cut short after {len(found)} members: its end mark is missing"
+                f"{shard} is truncated after {len(found)} members: its end mark is missing"
             )
     return found
 
 
 def open_file(name: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file to be read; refuse what might never begin or never end, such as a pipe."""
+    """Open a regular file for reading; a pipe or a device might never end."""
     kind = stat.S_IFMT(os.stat(name).st_mode)
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a special file')}, not a file", name)

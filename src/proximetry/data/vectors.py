@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from proximetry._util.errors import UsageError, need, shorten, some
+import numpy as np
+import numpy.typing as npt
+import pyarrow as arrow  # type: ignore[import-untyped]
+import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+from proximetry._util.errors import UsageError, shorten, some
 from proximetry._util.files import read_json
 from proximetry.data.catalog import Catalog
-from proximetry.data.tables import FIELDS, MISSING
-
-if TYPE_CHECKING:  # numpy is imported where it is used: the list of datasets loads without it
-    import numpy as np
-    import numpy.typing as npt
+from proximetry.data.registry import FIELDS
+from proximetry.data.tables import MISSING
 
 SUFFIXES = (".npz", ".npy", ".parquet")
 COLUMN = "vector"
@@ -30,7 +32,7 @@ _LARGEST_JSON = 2_000_000_000
 
 @dataclass(frozen=True, repr=False)
 class VectorCatalog(Catalog):
-    """A catalogue whose rows are vectors instead of images.
+    """A catalog whose rows are vectors instead of images.
 
     Attributes:
         vectors: float32 [rows, dim].
@@ -38,16 +40,10 @@ class VectorCatalog(Catalog):
 
     vectors: npt.NDArray[np.float32] = field(default=None, compare=False)  # type: ignore[arg-type]
 
-    def subset(
-        self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
-    ) -> VectorCatalog:
+    def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
         """Return the given rows, by number or by a mask, in the order given."""
-        import numpy as np
-
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        part = super().subset(rows)
-        assert isinstance(part, VectorCatalog)
-        return replace(part, vectors=self.vectors[chosen])
+        return replace(super().subset(rows), vectors=self.vectors[chosen])
 
     @property
     def has_paths(self) -> bool:
@@ -67,13 +63,13 @@ class VectorCatalog(Catalog):
         source: str = "vectors",
         **others: Iterable[Any] | None,
     ) -> VectorCatalog:
-        """Check arrays and make a catalogue of them.
+        """Return a catalog of arrays.
 
         Args:
             vectors: [N, dim], of numbers.
             labels: N classes, texts or numbers.
             source: what to call them in errors.
-            others: if wanted N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
+            others: optional, N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
         """
         return _make(cls, source, Path(source), vectors, {"labels": labels, **others})
 
@@ -99,7 +95,7 @@ class VectorCatalog(Catalog):
 
 
 def rows_file(file: Path) -> Path:
-    """The JSON file beside a .npy file that says what its rows are."""
+    """Return the JSON file beside a .npy file that describes its rows."""
     return file.with_name(f"{file.name}.json")
 
 
@@ -117,8 +113,6 @@ def holds_vectors(file: Path) -> bool:
 
 def parquet_columns(file: Path) -> dict[str, bool]:
     """Return the columns of a Parquet file and whether each holds lists; {} if it has none."""
-    arrow = need("pyarrow", "parquet", "Reading Parquet")
-    parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
     try:
         schema = parquet.read_schema(file)
     except (arrow.ArrowException, OSError, ValueError):  # whoever reads it reports why
@@ -137,8 +131,6 @@ def _names_of(present: Collection[str]) -> dict[str, str]:
 def _make(
     kind: type[VectorCatalog], source: str, root: Path, vectors: Any, fields: dict[str, Any]
 ) -> VectorCatalog:
-    import numpy as np
-
     array = np.asarray(vectors)
     if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
         raise UsageError(
@@ -192,8 +184,6 @@ def _flag(value: Any) -> Any:
 
 def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
     """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
-    import numpy as np
-
     zipped, trouble = file.suffix.lower() == ".npz", f"{file} is no NumPy file of plain arrays"
     try:
         found = np.load(file, allow_pickle=False, mmap_mode="r")
@@ -234,15 +224,11 @@ def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
         raise UsageError(str(error)) from error
     lists = isinstance(found, dict) and all(isinstance(v, list) for v in found.values())
     if not lists:
-        raise UsageError(f"{beside} must hold lists: labels, if wanted splits and paths")
+        raise UsageError(f"{beside} must hold lists: labels, optionally splits and paths")
     return vectors, {name: found[name] for name in FIELDS.values() if name in found}
 
 
 def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
-    import numpy as np
-
-    arrow = need("pyarrow", "parquet", "Reading Parquet")
-    parquet = need("pyarrow.parquet", "parquet", "Reading Parquet")
     try:
         present = parquet.read_schema(file).names
         names = _names_of(present)

@@ -2,20 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
+from proximetry.data.loader import parallel_map
 from proximetry.models.preprocessing import ImageSource, Input, Tensors
 
 OnError = Callable[[int, Exception], None]
-_Labels = list[tuple[int, str]]
-"""Index and description of each item of a batch."""
 
 
 def embed_images(
@@ -42,58 +41,47 @@ def embed_images(
             is skipped. None raises a ValueError.
         blame: explains vectors that are not finite, in a ValueError.
     """
-    if isinstance(preprocessing, Tensors) and isinstance(images, np.ndarray | Tensor):
-        batches = _slice(images, batch_size)
-    else:
-        batches = _read(images, preprocessing, batch_size, on_error)
-    for labels, pixels in batches:
+    for names, pixels in _batches(images, preprocessing, batch_size, on_error):
         pixels = pixels.to(device)
         views = (pixels, pixels.flip(3)) if concat_flip else (pixels,)
         vectors = torch.cat([embed(view) for view in views], 1).cpu()
         finite = torch.isfinite(vectors).all(1).tolist()
         if not all(finite):
-            _, label = labels[finite.index(False)]
-            raise ValueError(f"the embedding of {label} has NaN or infinite values: {blame()}")
-        yield [index for index, _ in labels], vectors
+            name = list(names.values())[finite.index(False)]
+            raise ValueError(f"the embedding of {name} has NaN or infinite values: {blame()}")
+        yield list(names), vectors
 
 
-def _slice(rows: np.ndarray | Tensor, size: int) -> Iterator[tuple[_Labels, Tensor]]:
-    for part in chunks(len(rows), size):
-        batch = (
-            torch.as_tensor(np.array(rows[part])) if isinstance(rows, np.ndarray) else rows[part]
-        )
-        yield [(part.start + i, f"row {part.start + i}") for i in range(len(batch))], batch
-
-
-def _read(
+def _batches(
     images: Iterable[ImageSource], preprocessing: Input, size: int, on_error: OnError | None
-) -> Iterator[tuple[_Labels, Tensor]]:
-    """Yield uint8 batches of images; reads one batch ahead."""
-    numbered = iter(enumerate(images))
-
-    def read(item: tuple[int, ImageSource]) -> tuple[tuple[int, str], Tensor | Exception]:
-        index, image = item
-        name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
-        try:
-            return (index, f"image {index}{name}"), preprocessing.pixels(image)
-        except (TypeError, ValueError) as error:
-            return (index, ""), error
-
-    pool = ThreadPoolExecutor(min(8, cores()))
-    try:
-        ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-        while ahead:
-            batch = ahead
-            ahead = [pool.submit(read, item) for item in islice(numbered, size)]
-            readable: dict[tuple[int, str], Tensor] = {}
-            for label, result in (future.result() for future in batch):
-                if isinstance(result, Tensor):
-                    readable[label] = result
+) -> Iterator[tuple[dict[int, str], Tensor]]:
+    """Yield descriptions of images by index, and their pixels."""
+    if isinstance(preprocessing, Tensors) and isinstance(images, np.ndarray | Tensor):
+        for part in chunks(len(images), size):
+            rows = images[part]
+            names = {part.start + row: f"row {part.start + row}" for row in range(len(rows))}
+            yield names, torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
+        return
+    with closing(parallel_map(partial(_read, preprocessing), images, ahead=size)) as results:
+        numbered = enumerate(results)
+        while batch := list(islice(numbered, size)):
+            names, pixels = dict[int, str](), list[Tensor]()
+            for index, (name, result) in batch:
+                if not isinstance(result, Exception):
+                    names[index] = f"image {index}{name}"
+                    pixels.append(torch.from_numpy(result).movedim(-1, 0))
                 elif on_error is None:
-                    raise ValueError(f"image {label[0]}: {result}") from result
+                    raise ValueError(f"image {index}: {result}") from result
                 else:
-                    on_error(label[0], result)  # in the calling thread
-            if readable:
-                yield list(readable), torch.stack(list(readable.values()))
-    finally:
-        pool.shutdown(cancel_futures=True)
+                    on_error(index, result)
+            if names:
+                yield names, torch.stack(pixels)
+
+
+def _read(preprocessing: Input, image: ImageSource) -> tuple[str, np.ndarray | Exception]:
+    name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
+    try:
+        # Channels last, the layout of an image in memory, survives the way between processes.
+        return name, preprocessing.pixels(image).movedim(0, -1).numpy()
+    except (TypeError, ValueError) as error:
+        return name, error

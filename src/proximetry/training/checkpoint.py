@@ -189,13 +189,18 @@ def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
         raise CheckpointError(
             path, f"is damaged: step {step} is not batch {batch} of {length} in epoch {epoch}"
         )
-    known = None not in (plain["images"]["contents"], now["contents"])
+    known = _comparable(plain["images"]["contents"], now["contents"])
     sizes = plain["images"].get("sizes"), now.get("sizes")
     note = "some image files have another size than when the run was begun"
     # No error: an unreadable image may have been replaced.
     if not known and None not in sizes and sizes[0] != sizes[1] and note not in run.data.notes:
         run.report(note)
         run.data.notes.append(note)
+
+
+def _comparable(before: str | None, now: str | None) -> bool:
+    """Return whether both digests are known and of the same kind."""
+    return before is not None and now is not None and len(before) == len(now)
 
 
 def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
@@ -229,7 +234,7 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 
     Files that were moved or renamed are the same if their contents are.
     """
-    known = None not in (before["contents"], now["contents"])
+    known = _comparable(before["contents"], now["contents"])
     if all(before[key] == now[key] for key in ("rows", "contents" if known else "paths")):
         return
     old, new = before["classes"], now["classes"]

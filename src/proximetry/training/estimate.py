@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
-from proximetry.data.cache import cache_home, describe_copies, refuse_bad
-from proximetry.data.decoding import check_all
+from proximetry.data.cache import cache_home, describe_copies, raise_unreadable
+from proximetry.data.images import ImageError
+from proximetry.data.loader import decode, parallel_map
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
@@ -177,13 +178,16 @@ def _decode(run: Run, display: Display) -> _Decoded:
     catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
     display.message(f"checking {_count(len(rows), 'image')}…")
-    files, progress = [catalog.file(row) for row in rows], partial(display.progress, "checking")
     size, how = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
     started = time.perf_counter()
-    errors = list(check_all(files, size, how, whole=True, progress=progress))
-    seconds = time.perf_counter() - started
-    bad = tuple((catalog.paths[rows[number]], error.reason) for number, error in errors)
-    refuse_bad(bad, len(rows), run.recipe.data.bad_images)
+    errors: list[tuple[str, str]] = []
+    images = parallel_map(partial(decode, size=size, interpolation=how), map(catalog.file, rows))
+    for number, (row, image) in enumerate(zip(rows, images, strict=True), 1):
+        if isinstance(image, ImageError):
+            errors.append((catalog.paths[row], image.reason))
+        display.progress("checking", number, len(rows))
+    seconds, bad = time.perf_counter() - started, tuple(errors)
+    raise_unreadable(bad, len(rows), run.recipe.data.bad_images)
     copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
     return _Decoded(len(rows), bad, seconds / len(rows), tuple(copies))
 

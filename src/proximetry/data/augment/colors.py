@@ -14,7 +14,7 @@ from torch import Tensor
 
 # How bright red, green and blue appear (ITU-R 601), as torchvision has them.
 _LUMA = (0.2989, 0.587, 0.114)
-# Two axes of colour without luma; hue turns them into each other (NTSC's I and Q).
+# Two axes of color without luma; hue turns them into each other (NTSC's I and Q).
 _CHROMA = ((0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
@@ -25,8 +25,8 @@ class ColorChanges:
     A hue of 0 and factors of 1 leave an image as it is.
 
     Attributes:
-        hue: fraction of the colour circle, from red over green to blue, at the same luma.
-        saturation: 0 leaves grey.
+        hue: fraction of the color circle, from red over green to blue, at the same luma.
+        saturation: 0 leaves gray.
         contrast: 0 leaves the mean brightness.
         brightness: 0 leaves black.
     """
@@ -50,8 +50,8 @@ class ColorJitter:
 
     Args:
         jitter: brightness, contrast and saturation are multiplied by 1 − jitter to 1 + jitter.
-        hue: largest hue shift either way, as a fraction of the colour circle; 0.5 is any hue.
-        grayscale: probability that an image becomes grey.
+        hue: largest hue shift either way, as a fraction of the color circle; 0.5 is any hue.
+        grayscale: probability that an image becomes gray.
     """
 
     jitter: float = 0.0

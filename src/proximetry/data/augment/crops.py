@@ -1,6 +1,6 @@
 """Batches of crops from the pixel cache, on the CPU or on the cache's device.
 
-The window of each image is drawn first, on the CPU and from a generator of one's own, so it is the
+The window of each image is drawn first, on the CPU and from a separate generator, so it is the
 same everywhere; how it is scaled depends on where the pixels lie.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from proximetry.data.augment.resample import Rows, Windows, image_sizes, resample
-from proximetry.data.cache import Pixels
 from proximetry.data.images import Interpolation, check_interpolation, crop_size
+from proximetry.data.loader import Pixels
 
 # As in the literature: so many tries for a window that fits, then the largest central one.
 _TRIES = 10
@@ -56,20 +56,20 @@ class RandomResizedCrop:
 
     def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
         """Draw a window per image."""
-        return self.windows(pixels, rows, self.chances(len(rows), generator))
+        return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
-    def chances(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw what `windows` needs of chance, without knowing the images.
+    def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw the random numbers of `windows`, without knowing the images.
 
         Every image takes the same number of random values, so those of a global batch can be
         drawn on every rank and sliced.
         """
         return torch.rand(count, 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
 
-    def windows(self, pixels: Pixels, rows: Rows, chances: Tensor) -> Windows:
+    def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor) -> Windows:
         """Return the window of each image that follows from what was drawn for it."""
         heights, widths = image_sizes(pixels, rows)
-        u = chances
+        u = uniforms
         height, width, found = self._shapes(heights, widths, u[:, : 2 * _TRIES])
         central_height, central_width = self._central(heights, widths)
         height = torch.where(found, height, central_height)
@@ -110,7 +110,7 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The centre of cached images: a square, or (height, width).
+    """The center of cached images: a square, or (height, width).
 
     As augmentation (`draw`, `apply`), with ``flip`` every second image is mirrored, at random.
     From a cache whose size is an embedder's `resize`, scaled with its interpolation, these
@@ -134,13 +134,13 @@ class CenterCrop:
 
     def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
         """Return the central window of each image, flipped or not."""
-        return self.windows(pixels, rows, self.chances(len(rows), generator))
+        return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
-    def chances(self, count: int, generator: torch.Generator) -> Tensor:
+    def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw what decides which images are flipped."""
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
-    def windows(self, pixels: Pixels, rows: Rows, chances: Tensor | None = None) -> Windows:
+    def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor | None = None) -> Windows:
         """Return the central window of each image, flipped by what was drawn for it, if it was."""
         height, width = crop_size(self.crop)
         heights, widths = image_sizes(pixels, rows)
@@ -156,6 +156,6 @@ class CenterCrop:
             height=torch.full_like(heights, height),
             width=torch.full_like(widths, width),
             flip=torch.zeros(len(heights), dtype=torch.bool)
-            if chances is None
-            else (chances < 0.5) & self.flip,
+            if uniforms is None
+            else (uniforms < 0.5) & self.flip,
         )

@@ -1,7 +1,7 @@
 """Windows of images scaled into one batch.
 
 On the CPU every window goes through torch's own antialiased resize of bytes. On a GPU, where a
-launch per image would dominate, one Triton kernel makes the whole batch; the two agree to one grey
+launch per image would dominate, one Triton kernel makes the whole batch; the two agree to one gray
 level. On other devices, and where Triton cannot compile the kernel, the windows are copied to the
 CPU and scaled there.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proximetry.data.cache import Pixels
+from proximetry.data.loader import Pixels
 
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ _LARGEST = 1 << 29
 class Windows:
     """For every image of a batch, the window at (top, left) of height × width to be scaled.
 
-    The result is mirrored where `flip` says so.
+    The result is mirrored where `flip` is True.
     """
 
     top: Tensor
@@ -105,7 +105,7 @@ def _kernel() -> Kernel | None:
 
 
 def _check(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> None:
-    """Refuse windows outside their images: a GPU would read whatever lies there."""
+    """Raise for windows outside their images: a GPU would read other memory."""
     if len(rows) != len(windows):
         raise ValueError(f"{len(rows)} images, but {len(windows)} windows")
     heights, widths = image_sizes(pixels, rows)

@@ -1,7 +1,9 @@
 """The public datasets, each read from the folder it is usually unpacked to.
 
-Importing this loads neither torch, numpy nor Pillow: what there is can be listed in no time.
+Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are listed quickly.
 """
+
+from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
@@ -9,14 +11,16 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from proximetry import data
 from proximetry._util.errors import Progress, UsageError, closest, shown, spaced
-from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
-from proximetry.data.datasets._reading import DATASETS, DatasetInfo, Size, dataset
 from proximetry.data.folders import class_folders
-from proximetry.data.vectors import VectorCatalog, holds_vectors
+from proximetry.data.registry import DATASETS, DatasetInfo, Size, dataset
+
+if TYPE_CHECKING:
+    from proximetry.data.catalog import Catalog
 
 __all__ = [
     "DatasetInfo",
@@ -51,26 +55,36 @@ def _glyphs(root: Path | None) -> Catalog:
     return glyphs(cache=root)
 
 
-dataset(
+@dataset(
     "folder",
     title="your own images",
     layout="<class>/<image>.jpg, below train/ and test/ or not",
-)(Catalog.from_folder)
-dataset(
+)
+def _folder(root: Path) -> Catalog:
+    return data.Catalog.from_folder(root)
+
+
+@dataset(
     "csv",
     title="your own table",
-    layout="a file with columns path, label; if wanted split, query, gallery",
-)(Catalog.from_csv)
-dataset("parquet", title="your own table", layout="a Parquet file with the same columns")(
-    Catalog.from_parquet
+    layout="a file with columns path, label; optional split, query, gallery",
 )
+def _csv(file: Path, **options: Any) -> Catalog:
+    return data.Catalog.from_csv(file, **options)
 
 
-dataset(
+@dataset("parquet", title="your own table", layout="a Parquet file with the same columns")
+def _parquet(file: Path, **options: Any) -> Catalog:
+    return data.Catalog.from_parquet(file, **options)
+
+
+@dataset(
     "vectors",
     title="vectors of anything, with labels",
     layout="a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
-)(VectorCatalog.read)
+)
+def _vectors(file: Path) -> Catalog:
+    return data.VectorCatalog.read(file)
 
 
 @dataset(
@@ -79,11 +93,11 @@ dataset(
     layout="<anything>.tar that hold <class>/<image>",
 )
 def _shards(root: Path) -> Catalog:
-    return Catalog.from_shards(sorted(root.glob("*.tar")) if root.is_dir() else [root])
+    return data.Catalog.from_shards(sorted(root.glob("*.tar")) if root.is_dir() else [root])
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
-    """Return what `open_dataset` knows, by name; printed, an entry says what its folder holds."""
+    """Return the datasets of `open_dataset` by name; printed, an entry describes its folder."""
     return dict(DATASETS)
 
 
@@ -107,10 +121,10 @@ def resolve_source(
         )
     if place.is_dir():
         return _dataset_in(place), place
-    if place.is_file() and holds_vectors(place):
-        return "vectors", place
     if place.is_file() and place.suffix.lower() in _SUFFIXES:
-        return _SUFFIXES[place.suffix.lower()], place
+        from proximetry.data.vectors import holds_vectors
+
+        return "vectors" if holds_vectors(place) else _SUFFIXES[place.suffix.lower()], place
     if place.exists():
         unzip = ". Unzip it first" if place.suffix.lower() == ".zip" else ""
         raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
@@ -118,7 +132,7 @@ def resolve_source(
 
 
 def not_found(word: str, known: Iterable[str], kind: str) -> str:
-    """Say that a word is neither where images lie nor a known name, and what comes closest."""
+    """Return the error for a word that is neither a path nor a known name."""
     place, beside = Path(word).expanduser(), list[str]()
     if place.is_symlink():
         return f"{word} is a link to {os.readlink(place)}, which is not there"
@@ -156,10 +170,10 @@ def open_dataset(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Catalog:
-    """Return the catalogue of a public dataset in a folder, or of a table.
+    """Return the catalog of a public dataset in a folder, or of a table.
 
     Numbers of images and classes are compared with the published ones. A difference, and what
-    is missing, is in the catalogue's `notes` and `describe()`; with `strict` it is an error. The
+    is missing, is in the catalog's `notes` and `describe()`; with `strict` it is an error. The
     other arguments are for tables: see `Catalog.from_csv`.
     """
     if name not in DATASETS:
@@ -171,9 +185,7 @@ def open_dataset(
     if name in TABLES:
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
-        raise UsageError(
-            f"data.columns says what a table calls its columns, and {name} is none; take it out"
-        )
+        raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
     catalog = info.read(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")

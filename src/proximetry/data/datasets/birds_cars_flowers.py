@@ -6,14 +6,16 @@ is not used: for metric learning the classes decide. So a copy that comes as tra
 folders is merged and re-split by class.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from proximetry import data
 from proximetry._util.errors import need, some
-from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import (
+from proximetry.data.registry import (
     Home,
     Size,
     dataset,
@@ -40,7 +42,7 @@ _DEVKIT = Home(("devkit/cars_train_annos.mat",))
     test=Size(5924, 100),
     homes=(_CUB_HOME,),
 )
-def cub(root: Path) -> Catalog:
+def cub(root: Path) -> data.Catalog:
     """Read CUB-200-2011: classes 1 to 100 for training, 101 to 200 for test.
 
     `root` is the official folder (images.txt, image_class_labels.txt, images/), or holds
@@ -53,13 +55,13 @@ def cub(root: Path) -> Catalog:
     return split_by_class(merged, *_first_birds(merged))
 
 
-def _cub_lists(home: Path) -> Catalog:
+def _cub_lists(home: Path) -> data.Catalog:
     names = dict(fields_of(home / "images.txt", 2))
     numbers = {image: int(label) for image, label in fields_of(home / "image_class_labels.txt", 2)}
     unlabeled = [image for image in names if image not in numbers]
     if unlabeled:
         raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabeled)}")
-    return Catalog(
+    return data.Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
         labels=tuple(name.split("/")[0] for name in names.values()),
         splits=tuple("train" if numbers[image] <= 100 else "test" for image in names),
@@ -67,7 +69,7 @@ def _cub_lists(home: Path) -> Catalog:
     )
 
 
-def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
+def _first_birds(merged: data.Catalog) -> tuple[set[str], list[str]]:
     """Return the classes 1 to 100: by the number in their name, else in sorted order."""
     numbers = {name: re.match(r"(\d+)\.", name) for name in merged.class_names}
     if all(numbers.values()):
@@ -89,7 +91,7 @@ def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
     test=_CARS_TEST,
     homes=(_CARS_HOME, _DEVKIT),
 )
-def cars(root: Path) -> Catalog:
+def cars(root: Path) -> data.Catalog:
     """Read Cars196: classes 1 to 98 for training, 99 to 196 for test.
 
     `root` holds cars_annos.mat and car_ims/, or devkit/ with cars_train/ and cars_test/, or
@@ -105,13 +107,13 @@ def cars(root: Path) -> Catalog:
     return split_by_class(merged, *_first_cars(merged))
 
 
-def _cars_annotations(home: Path) -> Catalog:
+def _cars_annotations(home: Path) -> data.Catalog:
     data = _load_mat(home / "cars_annos.mat")
     images = [(r["relative_im_path"], r["class"]) for r in data["annotations"].ravel()]
     return _cars_catalog(home, images, data["class_names"])
 
 
-def _cars_devkit(home: Path) -> Catalog:
+def _cars_devkit(home: Path) -> data.Catalog:
     kit = home / "devkit"
     labeled = "cars_test_annos_withlabels.mat"
     test = next((f for f in (kit / labeled, home / labeled) if f.is_file()), None)
@@ -131,9 +133,9 @@ def _load_mat(file: Path) -> Any:
     return need("scipy.io", "cars", "Reading .mat files").loadmat(file, squeeze_me=True)
 
 
-def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -> Catalog:
+def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -> data.Catalog:
     names = class_names.ravel()
-    return Catalog(
+    return data.Catalog(
         paths=tuple(str(path) for path, _ in images),
         # A slash ("Ram C/V Cargo Van Minivan 2012") stays: labels are not file names.
         labels=tuple(str(names[int(number) - 1]) for _, number in images),
@@ -142,11 +144,11 @@ def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -
     )
 
 
-def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
-    """Return the classes 1 to 98 of a merged copy, and what can be said about missing images.
+def _first_cars(merged: data.Catalog) -> tuple[set[str], list[str]]:
+    """Return the classes 1 to 98 of a merged copy, and notes on missing images.
 
     The images are numbered through, class by class, from 1 to 16185; so the smallest number
-    of a class tells its place. When classes are missing, the number still tells the half:
+    of a class is its place. When classes are missing, the number still gives the half:
     the classes 1 to 98 have the images 1 to 8054.
     """
     total = _CARS_TRAIN.images + _CARS_TEST.images
@@ -183,7 +185,7 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
     test=Size(4696, 51),
     homes=(_FLOWERS_HOME,),
 )
-def flowers(root: Path) -> Catalog:
+def flowers(root: Path) -> data.Catalog:
     """Read Oxford Flowers 102: classes 1 to 51 for training, 52 to 102 for test.
 
     `root` is the official folder (imagelabels.mat, jpg/), or holds <number of the class>/<image> in
@@ -192,7 +194,7 @@ def flowers(root: Path) -> Catalog:
     home = _FLOWERS_HOME.find(root)
     if home is not None:
         numbers = [str(number) for number in _load_mat(home / "imagelabels.mat")["labels"].ravel()]
-        catalog = Catalog(
+        catalog = data.Catalog(
             paths=tuple(f"jpg/image_{i:05d}.jpg" for i in range(1, len(numbers) + 1)),
             labels=tuple(numbers),
             splits=("all",) * len(numbers),
@@ -207,13 +209,13 @@ def flowers(root: Path) -> Catalog:
     return split_by_class(catalog, {name for name in catalog.class_names if int(name) <= 51})
 
 
-def _merged(title: str, home: Path, expected: str) -> Catalog:
+def _merged(title: str, home: Path, expected: str) -> data.Catalog:
     """Return all images of class folders or shards, without their splits."""
     tars = sorted(home.glob("*.tar"))
     inner = home / "images"
     try:
         folder = inner if inner.is_dir() else home
-        catalog = Catalog.from_shards(tars) if tars else Catalog.from_folder(folder)
+        catalog = data.Catalog.from_shards(tars) if tars else data.Catalog.from_folder(folder)
     except ValueError:
         if tars:
             raise

@@ -1,23 +1,25 @@
 """Aligned faces, one folder per person."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from proximetry import data
 from proximetry._util.errors import UsageError, some
-from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import Size, dataset, split_by_class
 from proximetry.data.folders import class_folders, is_image
+from proximetry.data.registry import Size, dataset, split_by_class
 
 
 @dataset("faces", title="aligned faces, as LFW comes", layout="<person>/<person>_0001.jpg")
-def faces(root: Path) -> Catalog:
+def faces(root: Path) -> data.Catalog:
     """Read <person>/<person>_0001.jpg, as LFW and its aligned versions come.
 
     `root` may also be the folder around it. Images named otherwise are kept and noted.
     """
-    catalog = Catalog.from_folder(people_folder(root))
+    catalog = data.Catalog.from_folder(people_folder(root))
     odd = [path for path in catalog.paths if not _regular(path)]
     notes = [f"{len(odd)} images are not named <person>_<number>: {some(odd)}"] if odd else []
     return replace(catalog, notes=(*catalog.notes, *notes))
@@ -46,7 +48,7 @@ def _regular(path: str) -> bool:
     train=Size(images=3902, classes=451),
     test=Size(images=3704, classes=450),
 )
-def lfw(root: Path) -> Catalog:
+def lfw(root: Path) -> data.Catalog:
     """Read the people with three images or more: of their sorted names every second is for test.
 
     This is no published split: those of LFW are of pairs, not of people to be found.

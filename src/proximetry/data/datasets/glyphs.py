@@ -22,7 +22,7 @@ import numpy as np
 from proximetry._util.errors import need
 from proximetry._util.files import atomic_path, cache_folder
 from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import split_by_class
+from proximetry.data.registry import split_by_class
 from proximetry.data.shards import SEPARATOR, shard_members
 
 try:
@@ -49,7 +49,7 @@ def glyphs(
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
 ) -> Catalog:
-    """Return the catalogue of the glyph set, drawn on the first call and then kept.
+    """Return the catalog of the glyph set, drawn on the first call and then cached.
 
     Args:
         side: width and height of the images in pixels.
@@ -117,7 +117,7 @@ def _font_file(face: str) -> str:
 
 def _key(side: int, seed: int) -> str:
     """Digest everything that the pixels depend on."""
-    _font_file(FACES[0])  # without matplotlib, the error says what to install
+    _font_file(FACES[0])  # without matplotlib, the error names what to install
     pillow, fonts = metadata.version("pillow"), metadata.version("matplotlib")
     freetype = features.version("freetype2")
     facts = (_DRAWING, side, seed, pillow, freetype, fonts, characters(), FACES)

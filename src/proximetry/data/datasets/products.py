@@ -1,9 +1,11 @@
 """Stanford Online Products and In-Shop Clothes Retrieval."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
-from proximetry.data.catalog import Catalog
-from proximetry.data.datasets._reading import (
+from proximetry import data
+from proximetry.data.registry import (
     Home,
     Size,
     dataset,
@@ -26,7 +28,7 @@ _INSHOP_HOME = Home(("Eval/list_eval_partition.txt",), ("In-shop", "inshop"))
     test=Size(60502, 11316),
     homes=(_SOP_HOME,),
 )
-def sop(root: Path) -> Catalog:
+def sop(root: Path) -> data.Catalog:
     """Read Stanford Online Products by its lists; the kind of product is the group."""
     home = _SOP_HOME.find(root)
     if home is None:
@@ -39,7 +41,7 @@ def sop(root: Path) -> Catalog:
     if not rows:
         raise ValueError(f"{_SOP}: the lists in {home} are empty")
     paths, labels, splits, groups = zip(*rows, strict=True)
-    return drop_missing(_SOP, Catalog(paths, labels, splits, home, groups=groups))
+    return drop_missing(_SOP, data.Catalog(paths, labels, splits, home, groups=groups))
 
 
 @dataset(
@@ -52,7 +54,7 @@ def sop(root: Path) -> Catalog:
     gallery=Size(12612, 3985),
     homes=(_INSHOP_HOME,),
 )
-def inshop(root: Path) -> Catalog:
+def inshop(root: Path) -> data.Catalog:
     """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
     base = _INSHOP_HOME.find(root) or root
     places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
@@ -68,7 +70,7 @@ def inshop(root: Path) -> Catalog:
     for path, _, role in rows:
         if role not in ("train", "query", "gallery"):
             raise ValueError(f"{partition}: {role!r} of {path} is none of train, query, gallery")
-    catalog = Catalog(
+    catalog = data.Catalog(
         paths=tuple(path for path, _, _ in rows),
         labels=tuple(label for _, label, _ in rows),
         splits=tuple("train" if role == "train" else "test" for _, _, role in rows),

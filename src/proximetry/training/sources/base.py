@@ -75,13 +75,18 @@ class TrainingData(ABC):
     def __init__(
         self, recipe: Recipe, catalog: Catalog, world: World, left_out: Sequence[str] = ()
     ) -> None:
-        self.world, self._recipe, self.catalog = world, recipe, catalog
-        self.rows, self.protocol, notes = divide(catalog, recipe)
-        self.notes = [*catalog.remarks(), *left_out, *notes]
+        self.world, self._recipe = world, recipe
+        self._divide(catalog, left_out)
+
+    def _divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
+        """Set the rows to train on and to evaluate; ``skipped`` are notes on unreadable images."""
+        self.catalog = catalog
+        self.rows, self.protocol, notes = divide(catalog, self._recipe)
+        self.notes = [*catalog.remarks(), *skipped, *notes]
         train = catalog.subset(self.rows["train"])
         self.class_names = list(train.class_names)
         self._codes = train.codes
-        self.sampler = make_sampler(recipe, train.codes, world)
+        self.sampler = make_sampler(self._recipe, train.codes, self.world)
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,8 +104,9 @@ class TrainingData(ABC):
         """Facts for the choice of a cache; None where there is nothing to choose."""
         return None
 
-    def open_cache(self, place: str) -> None:  # noqa: B027
-        """Prepare to read from the place in ``data.cache``."""
+    @abstractmethod
+    def open_cache(self, mode: str) -> None:
+        """Open the cache that ``data.cache`` names."""
 
     def close(self) -> None:  # noqa: B027
         """Release what reads rows."""

@@ -20,18 +20,9 @@ from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.cache import (
-    EncodedCache,
-    Pixels,
-    cache_home,
-    check_files,
-    estimate,
-    file_sizes,
-    known_contents,
-)
-from proximetry.data.decoding import ENCODED
+from proximetry.data.cache import cache_home, estimate, file_sizes, unreadable_images
 from proximetry.data.images import Interpolation, Size
-from proximetry.data.on_the_fly import DecodedBatch, Members, OnTheFly
+from proximetry.data.loader import ImageLoader, Pixels
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
@@ -49,15 +40,9 @@ from proximetry.training.sources.base import (
 
 T = TypeVar("T")
 
-_UPLOADS = 2  # batches on their way to the GPU
-_ENCODED = (
-    f"trained on images that were compressed again ({ENCODED}, data.cache encoded), which changes "
-    "figures slightly; evaluated on the image files themselves"
-)
 
-
-class _Order(NamedTuple):
-    """A batch before it is made: which window of which images, in which colors, and the labels."""
+class _Crops(NamedTuple):
+    """A batch before its pixels are cropped: windows of images, color changes and labels."""
 
     pixels: Pixels
     rows: Rows
@@ -66,17 +51,8 @@ class _Order(NamedTuple):
     labels: Tensor
 
 
-class _Plan(NamedTuple):
-    """A batch before its images are there."""
-
-    rows: Rows
-    chances: Tensor
-    colors: ColorChanges | None
-    labels: Tensor
-
-
 class ImageData(TrainingData):
-    """The images of a run; batches can be had when they have been `put` somewhere."""
+    """The images of a run; call `open_cache` before `batches` and `views`."""
 
     def __init__(
         self,
@@ -86,124 +62,104 @@ class ImageData(TrainingData):
         display: Display,
         catalog: Catalog | None = None,
     ) -> None:
-        d = recipe.data
         self._display = display
         self._filter = preprocessing.interpolation
         self._sizes = cache_sizes(recipe, preprocessing)
         if catalog is None:
             catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
-        super().__init__(recipe, catalog, world)  # which may refuse it, before hours of decoding
+        super().__init__(recipe, catalog, world)  # validates, before hours of decoding
         for note in self.notes:
             display.message(note)
-        self._augment, self._colors = make_augmentation(d, preprocessing)
+        self._augment, self._colors = make_augmentation(recipe.data, preprocessing)
         self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
-        self._sent: deque[tuple[torch.cuda.Event, DecodedBatch]] = deque()
-        self._source: PixelCache | OnTheFly
-        self._eval_source: PixelCache | OnTheFly
-        self._eval_rows: Rows
-
-    def _build(
-        self, catalog: Catalog, scaled: Size, kind: type[PixelCache] = PixelCache
-    ) -> PixelCache:
-        recipe, d = self._recipe, self._recipe.data
-        what: Any = (catalog, scaled, d.cache_dir)
-
-        def build() -> PixelCache:
-            count, started = spaced(len(catalog)), 0.0
-
-            def starting() -> None:
-                nonlocal started
-                started = time.monotonic()
-                there, size = estimate(*what, interpolation=self._filter, encoded=kind.encoded)
-                if not there:  # what is damaged gives its space back
-                    check_space(recipe, size)
-                self._display.message(
-                    f"decoding {count} images into the cache ({readable_size(size)})…"
-                )
-
-            def waiting() -> None:
-                nonlocal started
-                started = 0.0
-                self._display.message("waiting for another process that decodes the images…")
-
-            cache = kind.build(
-                *what,
-                interpolation=self._filter,
-                policy=d.bad_images,
-                progress=partial(self._display.progress, "decoding"),
-                starting=starting,
-                waiting=waiting,
-            )
-            if started:
-                self._display.message(
-                    f"decoded {count} images in {time.monotonic() - started:.0f} s"
-                )
-            return cache
-
-        if self.world.size == 1:
-            return build()
-        self.world.first(lambda: len(build()))  # rank 0 decodes, the others then find it done
-        cache = build()
-        # What one of them cannot read just now would give it other rows, and other batches.
-        bad: list[Any] = [None] * self.world.size
-        dist.all_gather_object(bad, set(cache.bad))
-        unlike = sorted(set.union(*bad) - set.intersection(*bad))
-        if unlike:
-            listed = some(f"{path}: {why}" for path, why in unlike)
-            raise RunError(f"some processes can read images that others cannot: {listed}")
-        return cache
 
     @cached_property
     def storage(self) -> StorageFacts:
-        """What the choice of a cache depends on."""
+        """Facts for the choice of a cache."""
         return self.world.first(
             lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sizes, self._filter)
         )
 
-    def open_cache(self, place: str) -> None:
-        """Read the images on the fly, or decode them into a cache, on disk or on the GPU."""
+    def open_cache(self, mode: str) -> None:
+        """Open the pixel cache, on disk or on the GPU; "none" decodes images on the fly."""
+        self._source: PixelCache | ImageLoader
+        self._eval_source: PixelCache | ImageLoader
         train_size, eval_size = self._sizes
-        if place == "none":
-            bad = self.world.first(self._check_files)
-            self._take(without(self.catalog, bad) if bad else self.catalog, bad)
-            self._source = self._eval_source = self._on_the_fly(train_size)
+        if mode == "none":
+            bad = self.world.first(self._unreadable)
+            self._exclude(without(self.catalog, bad) if bad else self.catalog, bad)
             self._eval_rows = np.arange(len(self.catalog))
-            if eval_size != train_size:
-                self._eval_source = self._on_the_fly(eval_size)
+            self._source, self._eval_source = map(self._loader, self._sizes)
             return
-        kind = EncodedCache if place == "encoded" else PixelCache
-        cache = self._build(self.catalog, train_size, kind)
-        self._take(cache.catalog, cache.bad)
-        if isinstance(cache, EncodedCache):
-            self._encoded = cache  # which is in use as long as somebody holds it
-            self.notes.append(_ENCODED)
-            self._display.message(_ENCODED)
-            self._source = self._on_the_fly(train_size, cache.members())
-            # What is saved will see files: so does evaluation, and its figures are the same.
-            self._eval_source = self._on_the_fly(eval_size)
-            self._eval_rows = np.arange(len(self.catalog))
-            return
-        self._eval_rows, eval_cache = self._evaluation_cache(cache)
-        self._source = self._move(cache, place)
-        self._eval_source = self._source
-        if eval_cache is not cache:
-            self._eval_source = self._move(eval_cache, place)
+        cache = self._build(self.catalog, train_size)
+        self._exclude(cache.catalog, cache.bad, cache.digest)
+        # Evaluation sees what the saved embedder will see: image files resized once. Where training
+        # resizes to another size, there is a second cache.
+        second = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)
+        self._eval_rows = np.arange(len(self.catalog))
+        self._source = self._eval_source = self._move(cache, mode)
+        if len(second):
+            self._eval_rows = np.full(len(self.catalog), -1)
+            self._eval_rows[second] = np.arange(len(second))
+            self._eval_source = self._move(
+                self._build(self.catalog.subset(second), eval_size), mode
+            )
 
-    def close(self) -> None:
-        """End the processes that decode."""
-        for name in ("_source", "_eval_source"):
-            source = getattr(self, name, None)  # nowhere, if they have not been put yet
-            if isinstance(source, OnTheFly):
-                source.close()
+    def _build(self, catalog: Catalog, size: Size) -> PixelCache:
+        recipe, d = self._recipe, self._recipe.data
+        count, started = spaced(len(catalog)), 0.0
 
-    def _check_files(self) -> tuple[tuple[str, str], ...]:
-        """Find the images that cannot be read, as far as ``data.bad_images`` asks for it."""
+        def starting() -> None:
+            nonlocal started
+            started = time.monotonic()
+            _, needed = estimate(catalog, size, d.cache_dir, interpolation=self._filter)
+            check_space(recipe, needed)
+            self._display.message(
+                f"decoding {count} images into the cache ({readable_size(needed)})…"
+            )
+
+        def build() -> PixelCache:
+            return PixelCache.build(
+                catalog,
+                size,
+                d.cache_dir,
+                interpolation=self._filter,
+                policy=d.bad_images,
+                progress=partial(self._display.progress, "decoding"),
+                starting=starting,
+                waiting=lambda: self._display.message(
+                    "waiting for another process that decodes the images…"
+                ),
+            )
+
+        if self.world.size > 1:
+            self.world.first(lambda: len(build()))  # rank 0 decodes, the others open its cache
+        cache = build()
+        if started:
+            seconds = time.monotonic() - started
+            self._display.message(f"decoded {count} images in {seconds:.0f} s")
+        if self.world.size > 1:
+            # An image that one rank cannot read would give it other rows, and other batches.
+            bad: list[Any] = [None] * self.world.size
+            dist.all_gather_object(bad, set(cache.bad))
+            differing = sorted(set.union(*bad) - set.intersection(*bad))
+            if differing:
+                listed = some(f"{path}: {why}" for path, why in differing)
+                raise RunError(f"some processes can read images that others cannot: {listed}")
+        return cache
+
+    def _move(self, cache: PixelCache, mode: str) -> PixelCache:
+        try:
+            return cache if mode == "pixels" else cache.to(self.world.device)
+        except ValueError as error:
+            raise RunError(f"data.cache gpu: {error}") from error
+
+    def _unreadable(self) -> tuple[tuple[str, str], ...]:
         d = self._recipe.data
         if d.bad_images == "skip":
-            count = spaced(len(self.catalog))
-            self._display.message(f"checking {count} images, once, for which ones to leave out…")
-        return check_files(
+            self._display.message(f"checking {spaced(len(self.catalog))} images once…")
+        return unreadable_images(
             self.catalog,
             self._sizes[0],
             d.cache_dir,
@@ -212,89 +168,88 @@ class ImageData(TrainingData):
             progress=partial(self._display.progress, "checking"),
         )
 
-    def _take(self, catalog: Catalog, bad: Iterable[tuple[str, str]]) -> None:
-        """Go on with the images that can be read."""
-        known = known_contents(self.catalog, self._recipe.data.cache_dir)
-        left_out = [f"left out {path}: {why}" for path, why in bad]
+    def _exclude(
+        self, catalog: Catalog, bad: Iterable[tuple[str, str]], digest: str | None = None
+    ) -> None:
+        """Continue with the readable images."""
+        skipped = [f"skipped {path}: {why}" for path, why in bad]
         if catalog is not self.catalog:
-            told = self.notes
-            super().__init__(self._recipe, catalog, self.world, left_out)
-            more = [note for note in self.notes if note not in {*told, *left_out}]
-            for note in [*first_few(left_out, "results.json"), *more]:
+            before = self.notes
+            self._divide(catalog, skipped)
+            more = [note for note in self.notes if note not in {*before, *skipped}]
+            for note in [*first_few(skipped, "results.json"), *more]:
                 self._display.message(note)
-        self.fingerprint = fingerprint(self.catalog, known, file_sizes(self.catalog))
+        self.fingerprint = fingerprint(self.catalog, digest, file_sizes(self.catalog))
 
-    def _on_the_fly(self, scaled: Size, members: Members | None = None) -> OnTheFly:
-        d, e, world = self._recipe.data, self._recipe.evaluation, self.world
-        return OnTheFly(
+    def _loader(self, size: Size) -> ImageLoader:
+        world, recipe = self.world, self._recipe
+        return ImageLoader(
             self.catalog,
-            scaled,
+            size,
             self._filter,
-            largest=max(-(-d.batch_size // world.size), e.batch_size),
-            device=world.device,
-            held=_UPLOADS + 1 if world.device.type == "cuda" else 1,
-            members=members,
-            sharing=min(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))),
+            batch_size=max(-(-recipe.data.batch_size // world.size), recipe.evaluation.batch_size),
+            processes=min(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))),
         )
 
-    def _move(self, cache: PixelCache, place: str) -> PixelCache:
-        if place == "pixels":
-            return cache
-        try:
-            return cache.to(self.world.device)
-        except ValueError as error:
-            raise RunError(f"data.cache gpu: {error}") from error
-
-    def _evaluation_cache(self, cache: PixelCache) -> tuple[Rows, PixelCache]:
-        """Return the cache that evaluation crops, and the row in it of each row of the catalogue.
-
-        Evaluation sees what the saved embedder will see of the image files, scaled once. Where the
-        training cache has another size, there is a second one.
-        """
-        wanted = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)
-        if len(wanted) == 0:
-            return np.arange(len(self.catalog)), cache
-        places = np.full(len(self.catalog), -1)
-        places[wanted] = np.arange(len(wanted))
-        return places, self._build(self.catalog.subset(wanted), self._sizes[1])
-
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pixels and labels of this process's part of each batch, from batch ``start`` on.
+        """Yield pixels and labels of this process's part of each batch, from batch ``start`` on.
 
-        The next batch is made while the present one is trained on: in a thread or, for a GPU,
-        there, beside the network. What a batch holds depends on the seed, the epoch and its
-        number alone.
+        The next batch is prepared during the training step: in a thread on the CPU, on a stream of
+        its own on a GPU. A batch depends on the seed, the epoch and its number only.
         """
         numbers = range(start, len(self.sampler))
-        if isinstance(self._source, OnTheFly):
-            self._source.start()
         on_cpu = self.world.device.type == "cpu"
-        # The thread leaves the GPU alone: meanwhile the network may be recorded as a CUDA graph,
-        # which no other thread may disturb, be it by asking for pinned memory.
-        make: Any = self._make if on_cpu else lambda order: order
-        with (
-            closing(self._orders(epoch, numbers)) as orders,
-            closing(_in_a_thread(lambda number: make(next(orders)), numbers)) as made,
-        ):
+        # The thread must not use the GPU, not even pin memory: the network may be recorded as a
+        # CUDA graph meanwhile. One thread is enough for crops.
+        make: Any = self._apply if on_cpu else lambda crops: crops
+        with closing(self._crops(epoch, numbers)) as crops, torch_pool(1, 1) as pool:
+            futures = (pool.submit(lambda: make(next(crops))) for _ in numbers)
+            prepared = (future.result() for future in _one_ahead(futures))
             if on_cpu:
-                yield from made
+                yield from prepared
             else:
-                for take in _one_ahead(map(self._cut, made)):
+                for take in _one_ahead(map(self._apply_on_gpu, prepared)):
                     yield take()
 
-    def _cut(self, order: _Order) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to cut a batch out of its pixels on the GPU, on a stream of its own.
+    def _crops(self, epoch: int, numbers: range) -> Generator[_Crops]:
+        """Yield batches of images and the windows to crop, in order."""
+        draws: deque[tuple[Tensor, ColorChanges | None, Tensor]] = deque()
 
-        Returns what gives the batch: the stream that asks waits for it, the processor does not.
-        What has been asked of the GPU so far comes first, so memory that has become free is not
-        written to before its last reader is done. The coming step is not among it.
+        def batches() -> Iterator[Rows]:
+            for number in numbers:
+                rows, labels, mine, total, generator = self._batch(epoch, number)
+                uniforms = self._augment.draw_uniforms(total, generator)[mine]
+                colors = self._colors.draw(total, generator)[mine] if self._colors else None
+                draws.append((uniforms, colors, labels))
+                yield rows
+
+        on_cuda = self.world.device.type == "cuda"
+        for pixels, rows in _read(self._source, batches()):
+            uniforms, colors, labels = draws.popleft()
+            if on_cuda and isinstance(pixels, PixelCache) and not pixels.flat.is_cuda:
+                # The GPU crops in every mode, with the same result.
+                pixels, rows = pixels.gather(rows), np.arange(len(rows))
+            windows = self._augment.windows(pixels, rows, uniforms)
+            yield _Crops(pixels, rows, windows, colors, labels)
+
+    def _apply(self, crops: _Crops) -> tuple[Tensor, Tensor]:
+        pixels = self._augment.apply(crops.pixels, crops.rows, crops.windows)
+        if crops.colors is not None:
+            pixels = recolor(pixels, crops.colors)
+        return pixels, crops.labels
+
+    def _apply_on_gpu(self, crops: _Crops) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to crop a batch on a stream of its own; return a function that waits for it.
+
+        The stream waits for the work that is queued now, so memory that became free is not
+        overwritten before its last reader is done; it does not wait for the coming step.
         """
         device = self.world.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            pixels, labels = self._make(order._replace(pixels=self._upload(order.pixels)))
+            pixels, labels = self._apply(crops._replace(pixels=self._upload(crops.pixels)))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         sent = self._send(labels)
@@ -306,94 +261,41 @@ class ImageData(TrainingData):
         return take
 
     def _upload(self, pixels: Pixels) -> Pixels:
-        """Send pixels to the GPU, if they are not there; give back batches that have arrived."""
-        if pixels.flat.is_cuda:
-            return pixels
-        there = pixels.send(self.world.device)
-        if isinstance(pixels, DecodedBatch):
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-            self._sent.append((arrived, pixels))
-            while len(self._sent) > _UPLOADS:
-                earlier, batch = self._sent.popleft()
-                earlier.synchronize()
-                batch.give_back()
-        return there
-
-    def _make(self, order: _Order) -> tuple[Tensor, Tensor]:
-        pixels = self._augment.apply(order.pixels, order.rows, order.windows)
-        if isinstance(order.pixels, DecodedBatch):
-            order.pixels.give_back()
-        if order.colors is not None:
-            pixels = recolor(pixels, order.colors)
-        return pixels, order.labels
+        return pixels if pixels.flat.is_cuda else pixels.send(self.world.device)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Pixels of rows as evaluation sees them; on a GPU the last batch is filled up."""
+        """Yield rows as evaluation sees them; on a GPU the last batch is padded."""
         on_cuda = self.world.device.type == "cuda"
-        wanted = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
-        with closing(self._read(self._eval_source, wanted)) as batches:
-            for pixels, places in batches:
-                chosen = self._filled(places, batch_size)
-                if isinstance(pixels, DecodedBatch) and on_cuda:
-                    yield self._view(self._upload(pixels), chosen)
-                    continue
-                view = self._view(pixels, chosen).to(self.world.device)
-                if isinstance(pixels, DecodedBatch):
-                    pixels.give_back()
-                yield view
-
-    def _read(
-        self, source: PixelCache | OnTheFly, wanted: Iterable[Rows]
-    ) -> Generator[tuple[Pixels, Rows]]:
-        """Give the images of each list of rows, and which of them are meant."""
-        if isinstance(source, PixelCache):
-            for rows in wanted:
-                source.check_size()
-                yield source, rows
-        else:
-            with closing(source.batches(wanted)) as batches:
-                for batch in batches:
-                    yield batch, np.arange(len(batch))
-
-    def _orders(self, epoch: int, numbers: range) -> Generator[_Order]:
-        """Give what is to be made of the images of each batch."""
-        plans: deque[_Plan] = deque()
-
-        def wanted() -> Iterator[Rows]:
-            for number in numbers:
-                rows, labels, mine, total, generator = self._batch(epoch, number)
-                chances = self._augment.chances(total, generator)[mine]
-                colors = self._colors.draw(total, generator)[mine] if self._colors else None
-                plans.append(_Plan(rows, chances, colors, labels))
-                yield rows
-
-        on_cuda = self.world.device.type == "cuda"
-        for pixels, rows in self._read(self._source, wanted()):
-            plan = plans.popleft()
-            if on_cuda and isinstance(pixels, PixelCache) and not pixels.flat.is_cuda:
-                # Crops are made on the GPU whichever cache there is: their bytes are the same.
-                pixels, rows = pixels.gather(rows), np.arange(len(rows))
-            windows = self._augment.windows(pixels, rows, plan.chances)
-            yield _Order(pixels, rows, windows, plan.colors, plan.labels)
+        batches = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
+        with closing(_read(self._eval_source, batches)) as read:
+            for pixels, chosen in read:
+                loaded = on_cuda and not isinstance(pixels, PixelCache)
+                pixels = self._upload(pixels) if loaded else pixels
+                yield self._view(pixels, self._filled(chosen, batch_size)).to(self.world.device)
 
 
-def _in_a_thread(make: Callable[[int], T], numbers: range) -> Generator[T]:
-    """Give what is made of each number, the next one being made in a thread meanwhile."""
-    # One thread is enough for crops; more would take turns with those of the network.
-    with torch_pool(1, 1) as pool:
-        for future in _one_ahead(pool.submit(make, number) for number in numbers):
-            yield future.result()
+def _read(
+    source: PixelCache | ImageLoader, batches: Iterable[Rows]
+) -> Generator[tuple[Pixels, Rows]]:
+    """Yield the images of each batch, and the rows of the batch among them."""
+    if isinstance(source, PixelCache):
+        for rows in batches:
+            source.check_size()
+            yield source, rows
+    else:
+        with closing(source.batches(batches)) as loaded:
+            for pixels in loaded:
+                yield pixels, np.arange(len(pixels))
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Give each item when the next one has been begun."""
-    begun: deque[T] = deque()
+    """Yield each item after the next one has been started."""
+    started: deque[T] = deque()
     for item in items:
-        begun.append(item)
-        if len(begun) == 2:
-            yield begun.popleft()
-    yield from begun
+        started.append(item)
+        if len(started) == 2:
+            yield started.popleft()
+    yield from started
 
 
 def storage_facts(
@@ -403,13 +305,11 @@ def storage_facts(
     sizes: tuple[Size, Size],
     interpolation: Interpolation,
 ) -> StorageFacts:
-    """Find out what the choice of a cache depends on; of each image file at most the header."""
-    encoded = False
+    """Return the facts for the choice of a cache; reads at most the headers of image files."""
     second = second_cache(recipe, rows, len(catalog), sizes)
-    parts = [(catalog, sizes[0]), (catalog.subset(second), sizes[1])]
     caches = [
-        estimate(part, size, recipe.data.cache_dir, interpolation=interpolation, encoded=encoded)
-        for part, size in (parts[:1] if encoded else parts)
+        estimate(part, size, recipe.data.cache_dir, interpolation=interpolation)
+        for part, size in ((catalog, sizes[0]), (catalog.subset(second), sizes[1]))
         if len(part)
     ]
     return StorageFacts(
@@ -421,9 +321,9 @@ def storage_facts(
 
 
 def without(catalog: Catalog, bad: Iterable[tuple[str, str]]) -> Catalog:
-    """Return the images that can be read, given path and reason of those that cannot."""
-    left_out = {path for path, _ in bad}
-    return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in left_out])
+    """Return the catalog without unreadable images, given their path and reason."""
+    paths = {path for path, _ in bad}
+    return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in paths])
 
 
 def free_space(recipe: Recipe) -> int:
@@ -433,20 +333,19 @@ def free_space(recipe: Recipe) -> int:
 
 
 def check_space(recipe: Recipe, size: int) -> None:
-    """Refuse a pixel cache that is larger than what its disk has free."""
+    """Raise a RunError if a pixel cache is larger than the free disk space."""
     home, free = cache_home(recipe.data.cache_dir).absolute(), free_space(recipe)
     if size > free:
         raise RunError(
             f"the pixel cache needs {readable_size(size)} in {home}, where {readable_size(free)} "
-            "are free; use data.cache none, name another folder as data.cache_dir, or take a "
-            "smaller data.short_side"
+            "are free. Use data.cache none, another data.cache_dir, or a smaller data.short_side."
         )
 
 
 def second_cache(
     recipe: Recipe, rows: dict[str, Rows], images: int, sizes: tuple[Size, Size]
 ) -> Rows:
-    """The rows whose pixels evaluation needs at another size than training, if it is another."""
+    """Return the rows that evaluation needs at another size than training."""
     if sizes[0] == sizes[1]:
         return np.arange(0)
     if recipe.model.pca_dim or recipe.model.bits or len(rows["held_out"]):

@@ -299,6 +299,9 @@ class DatasetData(TrainingData):
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
+    def open_cache(self, mode: str) -> None:
+        """Items are read when they are needed, from where the dataset has them."""
+
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels or tensors, and labels, of this process's part of each batch."""
         ordered: deque[Batch] = deque()
@@ -319,7 +322,7 @@ class DatasetData(TrainingData):
         seeds = [derive_seed(seed, epoch, number, place) for place in range(batch.total)[mine]]
         if reader.tensors:
             return _Order(batch.rows, seeds)
-        uniforms = reader.augment.chances(batch.total, batch.generator)[mine]
+        uniforms = reader.augment.draw_uniforms(batch.total, batch.generator)[mine]
         colors = reader.colors.draw(batch.total, batch.generator)[mine] if reader.colors else None
         return _Order(batch.rows, seeds, uniforms, colors)
 

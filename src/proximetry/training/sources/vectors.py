@@ -34,8 +34,13 @@ class VectorData(TrainingData):
         self._vectors = torch.from_numpy(catalog.vectors)
         self.kept = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
 
-    def open_cache(self, place: str) -> None:
-        """Move them to the GPU of the run if they fit."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all vectors."""
+        return self._vectors.nbytes
+
+    def open_cache(self, mode: str) -> None:
+        """Bring them to the GPU of the run if they fit there with room to spare."""
         device = self.world.device
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]

@@ -1,16 +1,28 @@
-"""What the readers of datasets share: how one is declared, and small helpers."""
+"""The registry of datasets, and what their readers share; imports neither NumPy nor pyarrow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from proximetry._util.errors import some
-from proximetry.data.catalog import Catalog
 
-Reader = TypeVar("Reader", bound=Callable[..., Catalog])
+if TYPE_CHECKING:
+    from proximetry.data.catalog import Catalog
+
+Reader = TypeVar("Reader", bound="Callable[..., Catalog]")
+
+# Column of a table → field of Catalog.
+FIELDS = {
+    "path": "paths",
+    "label": "labels",
+    "split": "splits",
+    "query": "queries",
+    "gallery": "galleries",
+    "group": "groups",
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,7 @@ class Size:
 
 
 class Home(NamedTuple):
-    """By which files the folder of a dataset is known, and how it may be called inside another."""
+    """Files that identify the folder of a dataset, and its names inside another folder."""
 
     files: tuple[str, ...]
     names: tuple[str, ...] = ()
@@ -39,11 +51,11 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """All that is known about a dataset.
+    """Metadata of a dataset.
 
     Attributes:
-        name: what `open_dataset` calls it.
-        read: makes the catalogue of a folder.
+        name: for `open_dataset`.
+        read: returns the catalog of a folder.
         title: its full name.
         layout: what its folder holds.
         about: what it shows.
@@ -51,7 +63,7 @@ class DatasetInfo:
         test: the same.
         query: the same.
         gallery: the same.
-        homes: the files by which its folder is known, where there are such.
+        homes: files that identify its folder.
         built_in: whether it needs no folder.
     """
 
@@ -74,14 +86,14 @@ class DatasetInfo:
         return f"{text} ({self.layout})"
 
     def count_notes(self, catalog: Catalog) -> Iterator[str]:
-        """Say for which parts images or classes differ from the published numbers."""
+        """Yield the parts whose numbers of images or classes differ from the published ones."""
         for part in ("train", "test", "query", "gallery"):
             size: Size | None = getattr(self, part)
             if size is None:
                 continue
             role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
-            found = catalog.filter(**role)
-            images, classes = len(found), len(found.class_names)
+            rows = catalog.filter(**role)
+            images, classes = len(rows), len(rows.class_names)
             if Size(images, classes) != size:
                 yield (
                     f"{self.title} {part}: {images} of {size.images} images, "
@@ -103,7 +115,7 @@ def dataset(name: str, **facts: Any) -> Callable[[Reader], Reader]:
 
 
 def drop_missing(title: str, catalog: Catalog) -> Catalog:
-    """Leave out images that are listed but not there, and name them in a note."""
+    """Exclude listed images that do not exist, and name them in a note."""
     missing = catalog.missing_files()
     if not missing:
         return catalog
@@ -112,9 +124,11 @@ def drop_missing(title: str, catalog: Catalog) -> Catalog:
             f"{title}: none of the {len(catalog)} listed images exist below {catalog.root}; "
             f"expected for instance {catalog.file(0)}"
         )
-    kept = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
+    existing = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
     names = some([catalog.paths[i] for i in missing])
-    return replace(kept, notes=(f"{title}: {len(missing)} listed images do not exist: {names}",))
+    return replace(
+        existing, notes=(f"{title}: {len(missing)} listed images do not exist: {names}",)
+    )
 
 
 def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ()) -> Catalog:
@@ -125,12 +139,12 @@ def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ())
 
 def wrong_folder(title: str, root: Path, expected: str) -> ValueError:
     """Return the error for a folder that holds something else."""
-    found = some([p.name for p in sorted(root.iterdir())]) or "nothing"
-    return ValueError(f"{title}: expected {expected} in {root}, found {found}")
+    names = some([p.name for p in sorted(root.iterdir())]) or "nothing"
+    return ValueError(f"{title}: expected {expected} in {root}, found {names}")
 
 
 def fields_of(file: Path, count: int, skip: int = 0) -> Iterator[list[str]]:
-    """Give the fields of every line of a space-separated list, checked."""
+    """Yield the fields of every line of a space-separated list, checked."""
     with file.open(encoding="utf-8", errors="surrogateescape") as stream:
         for number, line in enumerate(stream, start=1):
             if number <= skip or not line.strip():

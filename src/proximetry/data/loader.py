@@ -1,0 +1,263 @@
+"""The image loader of training, evaluation, embedding and indexing.
+
+Worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of their
+use. They are forked: they inherit what is imported and need no `if __name__ == "__main__"` in a
+script. Forking next to CUDA and threads is safe here, because workers run Pillow only. Threads
+decode small sets of images, and all images on systems other than Linux.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+from proximetry._util.machine import cores
+from proximetry.data.catalog import Catalog
+from proximetry.data.images import ImageError, Interpolation, Size, open_image, resize_image
+
+Array: TypeAlias = npt.NDArray[np.uint8]
+Rows: TypeAlias = npt.NDArray[np.int64]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MIN_IMAGES = 64  # fewer are decoded by threads, before processes would have started
+_CHUNK = 8  # images per message to a worker
+_POLL_SECONDS = 0.5
+
+
+def decode(file: str, size: Size, interpolation: Interpolation) -> Array | ImageError:
+    """Return the resized image [height, width, 3], or the reason why it cannot be read."""
+    try:
+        return np.asarray(resize_image(open_image(file, size=size), size, interpolation))
+    except ImageError as error:
+        return error
+
+
+class Pixels:
+    """RGB bytes of images of any size.
+
+    Attributes:
+        flat: the pixels of all images, uint8.
+        index: offset in `flat`, height and width of each image.
+        offsets: the first column of `index`.
+        heights: the second.
+        widths: the third.
+    """
+
+    def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:
+        self.flat, self.index = flat, index
+        self.offsets, self.heights, self.widths = index.T
+
+    @staticmethod
+    def concatenate(images: Sequence[Array]) -> Pixels:
+        """Copy H×W×3 uint8 arrays."""
+        sizes = np.array([image.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
+        lengths = 3 * sizes.prod(1)
+        flat = np.concatenate([np.empty(0, np.uint8), *(image.ravel() for image in images)])
+        index = np.column_stack([np.cumsum(lengths) - lengths, sizes])
+        return Pixels(torch.from_numpy(flat), index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def tensor(self, i: int) -> torch.Tensor:
+        """Return one image as an H×W×3 view on the device of the pixels; do not write to it."""
+        offset, height, width = self.index[i].tolist()
+        return self.flat[offset : offset + height * width * 3].view(height, width, 3)
+
+    def gather(self, rows: Rows) -> Pixels:
+        """Return a copy of some images."""
+        return Pixels.concatenate([self.tensor(row).numpy() for row in rows.tolist()])
+
+    def send(self, device: torch.device) -> Pixels:
+        """Return the same images with the pixels on a GPU, without waiting for the copy."""
+        flat = self.flat if self.flat.is_pinned() else self.flat.pin_memory()
+        return Pixels(flat.to(device, non_blocking=True), self.index)
+
+
+class ImageLoader:
+    """Images of a catalog as RGB bytes, decoded and resized on the fly.
+
+    Args:
+        catalog: the images.
+        size: short side after resizing, or height and width.
+        interpolation: "bicubic" or "bilinear".
+        batch_size: largest batch; two of them are decoded ahead.
+        processes: processes on this machine that share its cores.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        size: Size,
+        interpolation: Interpolation,
+        *,
+        batch_size: int,
+        processes: int = 1,
+    ) -> None:
+        self._catalog, self._ahead, self._processes = catalog, 2 * batch_size, processes
+        self._decode = partial(decode, size=size, interpolation=interpolation)
+
+    def batches(self, rows: Iterable[Rows]) -> Generator[Pixels]:
+        """Yield the images of each list of rows, in order.
+
+        Raises:
+            ImageError: an image cannot be read.
+        """
+        sizes: deque[int] = deque()
+
+        def files() -> Iterator[str]:
+            for batch in rows:
+                sizes.append(len(batch))
+                yield from map(self._catalog.file, batch.tolist())
+
+        loaded = parallel_map(self._decode, files(), ahead=self._ahead, processes=self._processes)
+        with closing(loaded):
+            images: list[Array] = []
+            for image in loaded:
+                if isinstance(image, ImageError):
+                    raise image
+                images.append(image)
+                if len(images) == sizes[0]:
+                    yield Pixels.concatenate(images)
+                    sizes.popleft()
+                    images = []
+
+
+def parallel_map(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    ahead: int = MIN_IMAGES,
+    processes: int = 1,
+) -> Generator[Result]:
+    """Yield ``function(item)`` for each item, in order, computed ahead by worker processes.
+
+    Args:
+        function: returns arrays or errors, no tensors.
+        items: file names; anything else is left to threads.
+        ahead: number of items that are computed ahead.
+        processes: processes on this machine that share its cores.
+    """
+    items = iter(items)
+    head = list(islice(items, MIN_IMAGES))
+    workers = max(1, cores() // processes)
+    files = all(isinstance(item, str | os.PathLike) for item in head)
+    if len(head) < MIN_IMAGES or not files or sys.platform != "linux":
+        yield from _map_in_threads(function, chain(head, items), workers, ahead)
+        return
+    tasks = _Tasks(function, chain(head, items))
+    try:
+        for results in tasks.loader(workers, ahead):
+            tasks.pending.popleft()
+            yield from results
+        return
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        warnings.warn(
+            f"image decoding continues in threads, which is slower: {error}", stacklevel=2
+        )
+    unfinished = (item for chunk in chain(tasks.pending, tasks) for item in chunk)
+    yield from _map_in_threads(function, unfinished, workers, ahead)
+
+
+def _map_in_threads(
+    function: Callable[[Item], Result], items: Iterator[Item], workers: int, ahead: int
+) -> Generator[Result]:
+    pool = ThreadPoolExecutor(min(8, workers))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Tasks(Generic[Item, Result]):
+    """Chunks of items: dataset and sampler of a `DataLoader`.
+
+    Attributes:
+        pending: chunks that were sent to workers, without those whose results have arrived.
+    """
+
+    def __init__(self, function: Callable[[Item], Result], items: Iterator[Item]) -> None:
+        self._function, self._items = function, items
+        self.pending: deque[list[Item]] = deque()
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        while chunk := list(islice(self._items, _CHUNK)):
+            self.pending.append(chunk)
+            yield chunk
+
+    def __getitem__(self, chunk: list[Item]) -> list[Result]:
+        return [self._function(item) for item in chunk]
+
+    def loader(self, workers: int, ahead: int) -> Iterator[list[Result]]:
+        """Start workers that stop when the iterator is deleted."""
+        loader: Any = DataLoader(
+            self,  # type: ignore[arg-type]
+            sampler=self,
+            batch_size=None,
+            collate_fn=_identity,
+            generator=torch.Generator(),  # the default one would change the run
+            num_workers=workers,
+            prefetch_factor=max(2, -(-ahead // (_CHUNK * workers))),
+            multiprocessing_context=multiprocessing.get_context("fork"),
+            worker_init_fn=partial(_start_worker, os.getpid()),
+        )
+        # Outside the main thread a DataLoader installs no signal handler, which would raise errors
+        # about killed workers anywhere in the program.
+        started: Future[Iterator[list[Result]]] = Future()
+
+        def start() -> None:
+            try:
+                with warnings.catch_warnings():
+                    # Python 3.12 warns of threads, torch of more workers than cores.
+                    warnings.simplefilter("ignore")
+                    started.set_result(iter(loader))
+            except BaseException as error:
+                started.set_exception(error)
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        return started.result()
+
+
+def _identity(results: Any) -> Any:
+    return results
+
+
+def _start_worker(parent: int, number: int) -> None:
+    """Leave signals to the parent process and exit with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
