@@ -217,7 +217,7 @@ def test_evaluate_says_what_cannot_be_measured_before_it_reads_an_image(call, em
     err = told(*(f"{row},true,false" for row in pairs))
     assert "none of the 4 images" in err
     assert "gallery" in err
-    assert "clustering takes one set" in told(
+    assert "clustering needs one set" in told(
         pairs[0] + ",true,false", *(f"{row},true,true" for row in pairs[1:]), words=["--clustering"]
     )
     make_images(tmp_path / "images", classes=2, each=2)
@@ -277,7 +277,7 @@ def test_evaluate_tells_of_known_classes_and_copies(call, embedder, images, tmp_
     lines = [f"images/{path},{path.partition('/')[0]}" for path in rows]
     table.write_text("\n".join(["path,label", *lines]))
     known, copies, mistaken = data(call, "evaluate", trained, table)["notes"]
-    assert known.startswith(f"the embedder was trained on 2 of {len(classes)} classes, going by")
+    assert known.startswith(f"the embedder was trained on 2 of {len(classes)} classes")
     assert copies == (f"1 image is a copy, byte for byte: images/{rows[-1]} (of images/{rows[4]})")
     assert mistaken == (
         "1 image is a copy of one in another class, byte for byte, so one of the two labels is "
