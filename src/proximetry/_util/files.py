@@ -31,6 +31,10 @@ SEAL = f"sha256:{64 * '0'}"
 _SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
+MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
+"""Limits of all pixel caches together: bytes, and their share of the disk space they could use."""
+
+
 def cache_folder() -> Path:
     """Return $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache."""
     if os.environ.get("PROXIMETRY_CACHE"):

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from proximetry._util.errors import UsageError, readable_size, some, spaced
 from proximetry._util.files import cache_folder
-from proximetry.cli.output import AsJson, tell
+from proximetry.cli.output import AsJson, print_result
 
 if TYPE_CHECKING:
     from proximetry.data.cache import CacheEntry
@@ -45,7 +45,7 @@ def list_(*, as_json: AsJson = False) -> None:
         size = readable_size(sum(entry.size for entry in leftovers))
         lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
     empty = f"{cache_folder()} is empty"
-    tell(as_json, document, "\n".join(lines) if caches or leftovers else empty)
+    print_result(as_json, document, "\n".join(lines) if caches or leftovers else empty)
 
 
 def clean(
@@ -99,7 +99,7 @@ def clean(
     lines = [f"{verb} {_line(entry)}" for entry in removed]
     lines += [f"{_short(entry)} is in use and stays" for entry in busy]
     lines.append(f"{would} {readable_size(freed)}" if removed else "nothing to remove")
-    tell(as_json, document, "\n".join(lines))
+    print_result(as_json, document, "\n".join(lines))
 
 
 def verify(*names: str, as_json: AsJson = False) -> None:
@@ -120,7 +120,9 @@ def verify(*names: str, as_json: AsJson = False) -> None:
         "damaged": [_plain(entry) for entry in damaged],
     }
     lines = [f"removed damaged {_line(entry)}" for entry in damaged]
-    tell(as_json, document, "\n".join([*lines, f"{len(entries)} caches, {len(damaged)} damaged"]))
+    print_result(
+        as_json, document, "\n".join([*lines, f"{len(entries)} caches, {len(damaged)} damaged"])
+    )
 
 
 def _parse(text: str, units: dict[str, int], option: str, example: str) -> float:

@@ -15,9 +15,9 @@ from proximetry.cli.output import (
     BatchSize,
     check_document,
     check_out,
+    echo,
+    print_result,
     progress_bar,
-    say,
-    tell,
 )
 from proximetry.faces import BadImages, Keep, Size
 
@@ -60,10 +60,10 @@ def align(
             keep=keep,
             detector=detector,
             progress=report,
-            log=partial(say, to_stderr=as_json),
+            log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    tell(as_json, document, _summary(result, size, keep))
+    print_result(as_json, document, _summary(result, size, keep))
 
 
 def verify(
@@ -211,7 +211,7 @@ def _run(
 
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
-    """Refuse files that cannot be written, before the work."""
+    """Check the output files before the work."""
     if figure is not None and figure.suffix.lower() != ".svg":
         raise UsageError(f"{option} {figure} must end in .svg")
     check_document(out, sources)
@@ -222,4 +222,4 @@ def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources:
 def _report(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
-    tell(as_json, document, text)
+    print_result(as_json, document, text)

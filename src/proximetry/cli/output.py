@@ -148,6 +148,3 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
         wrapped = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
         lines.append((name.ljust(left) + "\n".join(wrapped)[left:]).rstrip())
     return "\n".join(lines)
-
-
-say, tell, advice_to_skip = echo, print_result, skip_hint  # for modules not renamed yet

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import check_writable
-from proximetry.cli.output import TableColumns, progress_steps, say
+from proximetry.cli.output import TableColumns, echo, progress_steps
 
 
 def report(
@@ -39,5 +39,5 @@ def report(
     with progress_steps() as steps:
         missing = write_report(runs, place, source=data, root=root, columns=columns, steps=steps)
     for reason in missing:
-        say(f"missing: {reason}")
-    say(f"report: {place}")
+        echo(f"missing: {reason}")
+    echo(f"report: {place}")

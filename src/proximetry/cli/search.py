@@ -17,9 +17,9 @@ from proximetry.cli.output import (
     BadImages,
     BatchSize,
     TableColumns,
-    advice_to_skip,
+    print_result,
     progress_bar,
-    tell,
+    skip_hint,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def index(
                 from proximetry.search import milvus
 
                 exists = milvus.exists(gallery)
-            with progress_bar("indexing") as progress, advice_to_skip():
+            with progress_bar("indexing") as progress, skip_hint():
                 options: dict[str, Any] = {
                     "batch_size": batch_size,
                     "bad_images": bad_images,
@@ -111,7 +111,7 @@ def index(
     hint += f" --model {shlex.quote(str(model or 'RUN'))}" if is_milvus(gallery) else ""
     lines.append(f"{gallery}: {spaced(len(opened))} images, {spaced(added)} new")
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
-    tell(as_json, document, "\n".join([*notes, *lines]))
+    print_result(as_json, document, "\n".join([*notes, *lines]))
 
 
 def _build(
@@ -295,7 +295,7 @@ def search(
             for row, name in enumerate(names)
         ],
     }
-    tell(as_json, document, text)
+    print_result(as_json, document, text)
 
 
 def _check_sheet(sheet: Path | None, suffixes: Sequence[str]) -> None:
@@ -393,4 +393,4 @@ def duplicates(
         shown = group_sheet(sheet, groups)
         part = "" if shown == count else f" of the first {spaced(shown)} groups"
         lines.append(f"contact sheet{part}: {sheet}")
-    tell(as_json, document, "\n".join(lines))
+    print_result(as_json, document, "\n".join(lines))

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry.cli.output import say
+from proximetry.cli.output import echo
 from proximetry.cli.search import GALLERY
 
 
@@ -27,4 +27,4 @@ def serve(
     """
     from proximetry.web import serve as run
 
-    run(gallery, host, port, token, report=say)
+    run(gallery, host, port, token, report=echo)

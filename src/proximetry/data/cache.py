@@ -35,7 +35,15 @@ import numpy.typing as npt
 import torch
 
 from proximetry._util.errors import Progress, some
-from proximetry._util.files import PART_SUFFIX, atomic_write, cache_folder, take_lock, writing
+from proximetry._util.files import (
+    DISK_SHARE,
+    MAX_CACHE_BYTES,
+    PART_SUFFIX,
+    atomic_write,
+    cache_folder,
+    take_lock,
+    writing,
+)
 from proximetry.data.catalog import Catalog
 from proximetry.data.images import (
     ImageError,
@@ -48,9 +56,6 @@ from proximetry.data.images import (
 )
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
 from proximetry.data.shards import shard_members, split_shard_path
-
-MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
-"""Limits of all pixel caches together: bytes, and their share of the disk space they could use."""
 
 _FORMAT = "proximetry pixels 5"
 _HOUR = 3600.0

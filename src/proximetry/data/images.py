@@ -82,7 +82,7 @@ def open_image(
     Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
     (H×W or H×W×C, uint8, uint16 or bool). Transparency is laid on white, EXIF orientation is
     applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
-    Colour profiles are not applied.
+    Color profiles are not applied.
 
     With a ``size``, a large JPEG file is decoded at a half, a quarter or an eighth of its size, as
     long as that is at least twice the ``size``. All parts of the package pass the size to which

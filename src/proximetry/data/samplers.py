@@ -1,6 +1,6 @@
 """Which images make up which batch: a function of the seed, the epoch and the batch's number.
 
-Samplers keep no state of their own, so any batch can be had at any time: processes take their
+Samplers are stateless, so any batch can be had at any time: processes take their
 slices of the same global batch, and a run continues where it stopped.
 """
 
@@ -76,10 +76,10 @@ class Shuffled(_BatchSampler):
 
 
 class Streamed(Shuffled):
-    """Every image once per epoch, neighbours in their files at about the same time.
+    """Every image once per epoch, neighbors in their files at about the same time.
 
     Runs of consecutive images come in an order drawn from (seed, epoch); what they give one after
-    the other is shuffled within a buffer of so many images, then within the next. So at any time
+    the other is shuffled within a buffer of that many images, then within the next. So at any time
     images of a few runs alone are read, which a disk reads ahead and the memory of the system
     holds, and no batch takes more than the memory of a buffer to be found.
 
@@ -240,7 +240,7 @@ class _Deck:
     def _order(self, shuffle: int) -> Indices:
         """Return the items as one shuffle has them."""
         first = shuffle
-        while first not in self._orders and self._begun(first):
+        while first not in self._orders and self._started(first):
             first -= 1
         for number in range(first, shuffle + 1):
             if number not in self._orders:
@@ -251,17 +251,17 @@ class _Deck:
                     self._orders[number - 1] = before
         return self._orders[shuffle]
 
-    def _begun(self, shuffle: int) -> int:
+    def _started(self, shuffle: int) -> int:
         """How many items of the turn that a shuffle begins in are of the one before."""
         size = len(self._items)
         return shuffle * size % self._count if self._count <= size else 0
 
     def _shuffled(self, shuffle: int) -> Indices:
         order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
-        begun = self._begun(shuffle)
-        if begun:
-            # As many others as the begun turn needs come first; the rest stays as shuffled.
-            seen = np.isin(order, self._orders[shuffle - 1][-begun:])
-            others = np.flatnonzero(~seen)[: self._count - begun]
+        started = self._started(shuffle)
+        if started:
+            # As many others as the started turn needs come first; the rest stays as shuffled.
+            seen = np.isin(order, self._orders[shuffle - 1][-started:])
+            others = np.flatnonzero(~seen)[: self._count - started]
             order = np.concatenate([order[others], np.delete(order, others)])
         return order

@@ -33,7 +33,7 @@ Average = Literal["arithmetic", "geometric"]
 # Entries of one tile of products: large enough to keep the device busy, small enough to be
 # negligible beside the embeddings.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
-# Most terms of the expected mutual information held at once.
+# Most terms of the expected mutual information in memory.
 _TERMS = 2**21
 
 

@@ -22,7 +22,7 @@ ONE_SET = (*CLUSTERING, "verification")
 """Metrics of a whole set, not of single queries."""
 SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
 """Metrics of proxies: `proximetry.metrics.Separability.scores`."""
-_LARGEST_CUTOFF = 1_000_000  # the ideal list is held in memory
+_LARGEST_CUTOFF = 1_000_000  # the ideal list is in memory
 COUNTS = ("queries", "queries_without_positive")
 """Numbers of queries used and skipped."""
 

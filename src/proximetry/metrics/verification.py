@@ -152,7 +152,7 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
     if truth.shape != values.shape:
         raise ValueError(f"same has shape {truth.shape} for {len(values)} similarities")
     if truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all():
-        raise ValueError("same must say True or False (1 or 0) for every pair")
+        raise ValueError("same must be True or False (1 or 0) for every pair")
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
         rows = some(map(str, wrong))

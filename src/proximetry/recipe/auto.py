@@ -4,16 +4,13 @@
 """
 
 import math
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from proximetry._util.errors import readable_size, spaced
+from proximetry._util.files import DISK_SHARE, MAX_CACHE_BYTES
 from proximetry.recipe.loading import flatten
 from proximetry.recipe.schema import AUTO, Recipe
-
-if TYPE_CHECKING:
-    from proximetry.training.distributed import World
 
 # `training.epochs: auto`, from benchmarks/default-recipe-search: more epochs for tiny sets, to
 # get enough steps; fewer for large ones.
@@ -24,11 +21,8 @@ MOST_IMAGES = 10_000_000
 PIXELS_SHARE = 1 / 3
 """Share of a GPU's free memory for pixels; the rest is for activations and the CUDA graph."""
 
-MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
-"""Limits of what `auto` writes to disk: bytes of new caches, and their share of the free disk."""
-
 MEMORY_SHARE = 2 / 3
-"""Share of the free memory for pixels: a larger cache is read from disk again and again."""
+"""Share of the free memory for pixels; larger caches are read from disk again and again."""
 
 # A resumed run keeps these choices. The cache may differ: it does not change results.
 _RESUMED = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")
@@ -60,36 +54,6 @@ class StorageFacts:
     missing: int
     disk: int
     memory: int
-
-
-def device_facts(world: "World") -> DeviceFacts:
-    """Describe the device of a run; of several processes, the weakest device."""
-    import torch
-    import torch.distributed as dist
-
-    if world.device.type == "cuda":
-        facts = DeviceFacts(
-            torch.cuda.get_device_name(world.device),
-            cuda=True,
-            capability=torch.cuda.get_device_capability(world.device),
-            free=torch.cuda.mem_get_info(world.device)[0],
-            triton=find_spec("triton") is not None,
-            processes=world.size,
-        )
-    else:
-        threads = torch.get_num_threads()
-        name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
-        facts = DeviceFacts(name, processes=world.size)
-    if world.size == 1:
-        return facts
-    ranks: list[Any] = [facts] * world.size
-    dist.all_gather_object(ranks, facts)
-    return replace(
-        facts,
-        capability=min(rank.capability for rank in ranks),
-        free=min(rank.free for rank in ranks),
-        triton=all(rank.triton for rank in ranks),
-    )
 
 
 def choose(
@@ -159,9 +123,9 @@ def choose_epochs(images: int, batch_size: int, cuda: bool) -> int:
     return min(enough, max(FEWEST_EPOCHS, MOST_IMAGES // images))
 
 
-def keep_choices(recipe: Recipe, begun: Recipe) -> Recipe:
-    """Replace ``auto`` by the values that a run was begun with."""
-    now, before = flatten(recipe.to_dict()), flatten(begun.to_dict())
+def keep_choices(recipe: Recipe, saved: Recipe) -> Recipe:
+    """Replace ``auto`` by the values of a saved run."""
+    now, before = flatten(recipe.to_dict()), flatten(saved.to_dict())
     return recipe.override({key: before[key] for key in _RESUMED if now[key] == AUTO})
 
 

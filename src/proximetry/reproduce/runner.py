@@ -399,10 +399,10 @@ def _check_begun(job: Job) -> None:
     try:
         parse_json(folder.environment.read_text(encoding="utf-8"))
         recipe = read_yaml(folder.recipe, "recipe")
-        begun = folder.inspect() is not None
+        exists = folder.inspect() is not None
     except (OSError, ValueError):
-        begun = False
-    if begun:
+        exists = False
+    if exists:
         check_same(folder.path, recipe, job.run)
     elif folder.path.exists():
         # It was killed while its folder was created or removed. Its process may still run.

@@ -24,12 +24,12 @@ from proximetry.models.backbones import (
 )
 from proximetry.models.lora import add_lora
 from proximetry.models.names import VECTOR_BACKBONES, Similarity
-from proximetry.recipe.auto import choose, device_facts
+from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.checkpoint import RunError, TrainState
 from proximetry.training.custom import Components, check_input_kind
-from proximetry.training.distributed import World
+from proximetry.training.distributed import World, device_facts
 from proximetry.training.evaluator import Evaluator, check_input
 from proximetry.training.loop import Run, Stopwatch
 from proximetry.training.objective import Objective

@@ -191,7 +191,7 @@ def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
         )
     known = _comparable(plain["images"]["contents"], now["contents"])
     sizes = plain["images"].get("sizes"), now.get("sizes")
-    note = "some image files have another size than when the run was begun"
+    note = "some image files have another size than when the run started"
     # No error: an unreadable image may have been replaced.
     if not known and None not in sizes and sizes[0] != sizes[1] and note not in run.data.notes:
         run.report(note)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from proximetry._util.errors import UsageError, shown
 from proximetry._util.machine import resolve_device
 from proximetry.losses.distributed import gather_with_gradient
+from proximetry.recipe.auto import DeviceFacts
 
 T = TypeVar("T")
 
@@ -180,3 +182,30 @@ def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
         if world.size > 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= world.size
+
+
+def device_facts(world: World) -> DeviceFacts:
+    """Describe the device of a run; of several processes, the weakest device."""
+    if world.device.type == "cuda":
+        facts = DeviceFacts(
+            torch.cuda.get_device_name(world.device),
+            cuda=True,
+            capability=torch.cuda.get_device_capability(world.device),
+            free=torch.cuda.mem_get_info(world.device)[0],
+            triton=find_spec("triton") is not None,
+            processes=world.size,
+        )
+    else:
+        threads = torch.get_num_threads()
+        name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
+        facts = DeviceFacts(name, processes=world.size)
+    if world.size == 1:
+        return facts
+    ranks: list[Any] = [facts] * world.size
+    dist.all_gather_object(ranks, facts)
+    return replace(
+        facts,
+        capability=min(rank.capability for rank in ranks),
+        free=min(rank.free for rank in ranks),
+        triton=all(rank.triton for rank in ranks),
+    )

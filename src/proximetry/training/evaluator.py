@@ -19,7 +19,7 @@ from proximetry._util.errors import Progress, UsageError, some
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
-from proximetry.metrics import Evaluation, Metrics, evaluate, evaluate_codes, evaluate_queries
+from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
@@ -63,13 +63,13 @@ def score_queries(
     """
     options: Any = {"metrics": metrics, "group": group, "progress": progress}
     scored: Scored = {
-        dim: evaluate_queries(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
+        dim: evaluate(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
         options["metrics"] = metrics.of_lists()
         arguments = compared(vectors, catalog, similarity, rows)
-        scored[CODES] = evaluate_codes(**arguments, **options)
+        scored[CODES] = evaluate(**arguments, binary=True, **options)
     return scored
 
 

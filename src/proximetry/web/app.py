@@ -240,7 +240,7 @@ class Service:
         gallery = about.gallery
         current = self.maps.get(gallery, about.version)
         if current is None:
-            seconds = round(time.monotonic() - self.maps.begun, 1)
+            seconds = round(time.monotonic() - self.maps.started, 1)
             state = Map(state="computing", seconds=seconds, images=len(gallery))
             return 202, state.model_dump_json().encode()
         key = current.version, about.version

@@ -57,7 +57,7 @@ class MapMaker:
         self._gallery: Gallery | None = None
         self._map: GalleryMap | None = None
         self._version = ""
-        self.begun = 0.0
+        self.started = 0.0
 
     def get(self, gallery: "Gallery", version: str) -> GalleryMap | None:
         """Return the map of a version; until it is ready that of an earlier one, or None.
@@ -97,7 +97,7 @@ class MapMaker:
         except UsageError:  # some were removed a moment ago
             return
         if gallery.version == version:
-            self._version, self.begun = version, time.monotonic()
+            self._version, self.started = version, time.monotonic()
             context = multiprocessing.get_context("spawn")
             self._errors, sender = context.Pipe(duplex=False)
             job = (sender, version, ids, vectors, gallery.similarity)

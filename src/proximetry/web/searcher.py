@@ -137,7 +137,7 @@ class Searcher:
             loop.call_soon_threadsafe(_deliver, jobs, answers)
 
     def _answer(self, jobs: list[_Job]) -> list[Answer | Exception]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         gallery = self._view.current()
         answers: list[Answer | Exception | None] = [None] * len(jobs)
         vectors: dict[int, Tensor] = {}
@@ -181,8 +181,8 @@ class Searcher:
                     known.get(number),
                     gallery.similarity,
                     len(gallery),
-                    begun - jobs[number].since,
-                    searching - begun,
+                    started - jobs[number].since,
+                    searching - started,
                     done - searching,
                 )
         return [answer or RuntimeError("no answer") for answer in answers]

@@ -69,7 +69,7 @@ class ColorJitter:
         return max(self.jitter, self.hue, self.grayscale) > 0
 
     def draw(self, count: int, generator: torch.Generator) -> ColorChanges:
-        """Draw for so many images; all take as many random values, so a batch can be sliced."""
+        """Draw for n images; all take as many random values, so a batch can be sliced."""
         u = torch.rand(count, 5, generator=generator, dtype=torch.float64)
         around = (2 * u - 1).unbind(1)
         saturation = 1 + self.jitter * around[1]
@@ -82,7 +82,7 @@ class ColorJitter:
 
 
 def recolor(pixels: Tensor, changes: ColorChanges) -> Tensor:
-    """Return a uint8 batch [images, 3, height, width] with its colours changed, channels-last."""
+    """Return a uint8 batch [images, 3, height, width] with its colors changed, channels-last."""
     matrix, share = _matrices(changes)
     numbers = torch.cat([matrix.flatten(1), share[:, None]], dim=1).float()
     if pixels.is_cuda:

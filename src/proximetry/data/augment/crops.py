@@ -16,7 +16,7 @@ from proximetry.data.augment.resample import Rows, Windows, image_sizes, resampl
 from proximetry.data.images import Interpolation, check_interpolation, crop_size
 from proximetry.data.loader import Pixels
 
-# As in the literature: so many tries for a window that fits, then the largest central one.
+# As in the literature: ten tries for a window that fits, then the largest central one.
 _TRIES = 10
 
 

@@ -125,7 +125,7 @@ def _key(side: int, seed: int) -> str:
 
 
 def _complete(shard: Path) -> bool:
-    """Tell whether a cached set can be used; one that was damaged since is drawn again."""
+    """Return whether a cached set is complete; a damaged one is rendered anew."""
     try:
         return len(shard_members(shard)) > 0
     except (OSError, ValueError):
@@ -145,7 +145,7 @@ def _draw_all(file: Path, side: int, seed: int) -> None:
 
 
 def _draw(character: str, face: str, side: int, random: np.random.Generator) -> Image.Image:
-    """Draw black on white: ink centred, then turned, scaled and moved a little."""
+    """Draw black on white: ink centered, then turned, scaled and moved a little."""
     size, angle, right, down = random.uniform(
         (0.5 * side, -15, -0.1 * side, -0.1 * side), (0.85 * side, 15, 0.1 * side, 0.1 * side)
     )

@@ -55,7 +55,7 @@ def applies(task: Task, depth: int) -> bool:
 
 @dataclass
 class _State:
-    """What is known so far of the item at each position."""
+    """Partial results of the item at each position."""
 
     items: Tensor  # which item it is
     keys: Tensor  # the best keys so far, unordered

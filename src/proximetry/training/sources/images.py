@@ -239,7 +239,7 @@ class ImageData(TrainingData):
         return pixels, crops.labels
 
     def _apply_on_gpu(self, crops: _Crops) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start to crop a batch on a stream of its own; return a function that waits for it.
+        """Start to crop a batch on a separate stream; return a function that waits for it.
 
         The stream waits for the work that is queued now, so memory that became free is not
         overwritten before its last reader is done; it does not wait for the coming step.

@@ -183,10 +183,10 @@ async function search(fields) {
   for (const [name, value] of Object.entries(fields)) form.set(name, value);
   showProblem("");
   showWaiting();
-  const begun = performance.now();
+  const started = performance.now();
   try {
     const content = await request("search", { method: "POST", body: form, signal });
-    shown = { ...content, milliseconds: performance.now() - begun };
+    shown = { ...content, milliseconds: performance.now() - started };
     if (content.query) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
       showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);

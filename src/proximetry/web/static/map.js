@@ -62,11 +62,11 @@ export class MapView {
     if (!ids.length) this.wait("No images yet.", false);
     this.colors = labels.map((_, number) => this.color(number));
     this.showLegend();
-    this.tell();
+    this.announce();
     this.redraw();
   }
 
-  tell() {
+  announce() {
     $("map-about").textContent = (this.sample ?? "") + (this.marked.size ? " \u00b7 circled: latest results" : "");
   }
 
@@ -102,7 +102,7 @@ export class MapView {
   /** Circle the latest results. */
   mark(ids) {
     this.marked = new Set(ids);
-    this.tell();
+    this.announce();
     this.redraw();
   }
 
