@@ -125,7 +125,6 @@ WITHOUT = [
     (EXTRAS, "from proximetry.cli import main; assert main(['--version']) == 0", ""),
     (EXTRAS, "from proximetry.data import PixelCache", "images"),
     (EXTRAS, "from proximetry.data import open_image", "images"),
-    (["filelock"], "from proximetry.data import RandomResizedCrop", "images"),
     (EXTRAS, "from proximetry.models import Embedder", "images"),
     (EXTRAS, "import proximetry.training", "train"),
     (["PIL"], "from proximetry.training import train", "train"),
@@ -196,7 +195,7 @@ def test_third_party_imports_are_declared():
     declared = {re.split(r"[\[<>=]", line)[0] for line in listed} - {"proximetry"}
     indirect = {name for name in declared if name.endswith("-pytorch-model")}  # read as files
     indirect |= {"onnx", "onnxruntime", "onnxscript"}  # imported by name in models/onnx.py
-    indirect |= {"httptools", "uvloop"}  # used by uvicorn
+    indirect |= {"httptools", "python-multipart", "uvloop"}  # used by uvicorn and FastAPI
     modules = {
         name.split(".")[0] for path in SOURCE.rglob("*.py") for name in imported_modules(path)
     }
