@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.errors import Steps, UsageError, some, spaced
+from proximetry._util.errors import UsageError, some, spaced
 from proximetry._util.machine import resolve_device
+from proximetry._util.types import Steps
 from proximetry.data import Catalog, open_dataset, resolve_source
 from proximetry.data.datasets import TABLES
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embeddings, retrieve
