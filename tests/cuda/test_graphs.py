@@ -138,10 +138,8 @@ def test_failed_recording_is_reported_or_raised(record_with, reported):
 
     record_with(record)
     lines, network, batch = [], make_network("cpu"), make_batch(device="cpu")
-    plain, graphed = (
-        copy.deepcopy(network),
-        GraphedNetwork(network, lines.append if reported else None),
-    )
+    plain = copy.deepcopy(network)
+    graphed = GraphedNetwork(network, lines.append if reported else None)
     if not reported:
         with pytest.raises(RuntimeError, match="not permitted"):
             graphed(batch)
@@ -151,8 +149,8 @@ def test_failed_recording_is_reported_or_raised(record_with, reported):
         one(batch), one(batch)
     for actual, value in zip(network.buffers(), plain.buffers(), strict=True):
         assert torch.equal(actual, value)
-    reason = "operation not permitted when stream is capturing"
-    assert lines == [f"no CUDA graph: recording it failed ({reason})"]
+    assert len(lines) == 1
+    assert lines[0].endswith("(operation not permitted when stream is capturing)")
 
 
 @on_gpu

@@ -7,7 +7,6 @@ from proximetry.losses.dense import Problem
 
 NAMES = list(losses.LOSSES)
 MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]
-SOFT = [name for name in NAMES if losses.LOSSES[name].form.similarity == "soft"]
 SUBCENTERS = [name for name in NAMES if losses.LOSSES[name].form.similarity == "max"]
 
 

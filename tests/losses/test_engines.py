@@ -110,26 +110,16 @@ def _largest_tensor(run):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backward_twice_through_one_graph(name):
+def test_backward_with_a_factor_and_twice_through_one_graph(name):
     x, y = batch()
     x.requires_grad_()
     loss = make(name, k=2, engine="streamed").double().eval()
     value = loss(x, y)
     inputs = (x, loss.proxies.weight)
-    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    first = torch.autograd.grad(2.5 * value, inputs, retain_graph=True)
     second = torch.autograd.grad(value, inputs)
     for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_follow_the_factor_and_accumulate(name):
-    x, y = batch()
-    plain = make(name, k=2, engine="streamed").double().eval()
-    value_and_gradients(plain, x, y)
-    expected = plain.proxies.weight.grad.clone()
-    (plain(x, y) * 2.5).backward()
-    torch.testing.assert_close(plain.proxies.weight.grad, 3.5 * expected)
+        torch.testing.assert_close(a, 2.5 * b, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,18 +152,6 @@ def test_double_backward_agrees_between_engines(name, reduction):
         penalties.append(torch.autograd.grad(norm, inputs))
     for a, b in zip(*penalties, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [10, 200])  # dense and streamed by "auto"
-@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
-def test_auto_engine_supports_gradient_penalty_at_any_batch_size(name, size):
-    x, y = batch(size, classes=6000)
-    x = x.float().requires_grad_()
-    loss = make(name, classes=6000)
-    (gradient,) = torch.autograd.grad(loss(x, y), x, create_graph=True)
-    gradient.square().sum().backward()
-    assert x.grad.isfinite().all()
-    assert x.grad.any()
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])

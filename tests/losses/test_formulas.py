@@ -13,7 +13,7 @@ from proximetry import losses
 from proximetry.losses.dense import dense, join_by_sample, pull_by_class
 from proximetry.losses.streamed import streamed
 from tests.losses import reference
-from tests.losses.cases import NAMES, SOFT, SUBCENTERS, batch, make, problem
+from tests.losses.cases import NAMES, SUBCENTERS, batch, make, problem
 
 ENGINES = {"dense": dense, "streamed": streamed}
 
@@ -201,25 +201,13 @@ def test_proxy_nca_plus_plus_is_cross_entropy_on_18_cosines():
     assert loss(x, y).item() == pytest.approx(F.cross_entropy(18 * cosine, y).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", SOFT)
-def test_identical_proxies_make_gamma_irrelevant(name):
-    x, y = batch()
-    loss = make(name, k=3, tau=0.0).double()
-    with torch.no_grad():
-        loss.proxies.weight[:] = loss.proxies.weight[:, :1]
-    first = loss(x, y).item()
-    loss.gamma = 3.0
-    assert loss(x, y).item() == pytest.approx(first, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["mpa"])
-def test_classes_absent_from_the_batch_can_carry_the_negative_term(name):
+def test_classes_absent_from_the_batch_can_carry_the_negative_term():
     x, y = batch(size=4)
-    loss = make(name, k=3, tau=0.0, negative_classes="absent").double()
+    loss = make("mpa", k=3, tau=0.0, negative_classes="absent").double()
     S = reference.soft_similarity(x.numpy(), loss.proxies.weight.detach().numpy(), 0.1)
     absent = [c for c in range(7) if c not in y.tolist()]
     push = np.mean([np.log(1 + np.exp(32 * (S[:, c] + 0.1)).sum()) for c in absent])
-    whole = make(name, k=3, tau=0.0).double()
+    whole = make("mpa", k=3, tau=0.0).double()
     everything = np.mean(
         [np.log(1 + np.exp(32 * (S[y.numpy() != c, c] + 0.1)).sum()) for c in range(7)]
     )
@@ -237,14 +225,6 @@ def test_arcface_falls_without_a_jump_over_the_whole_circle():
     torch.testing.assert_close(logit[before][1:], torch.cos(theta + 0.5)[before][1:])
 
 
-def test_arcface_gradient_goes_through_the_angle():
-    loss = losses.ArcFace(3, 3)
-    theta = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
-    s = theta.cos().requires_grad_()
-    loss.positive_logit(s, torch.ones(3)).sum().backward()
-    torch.testing.assert_close(s.grad, 64.0 * torch.sin(theta + 0.5) / torch.sin(theta))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_arcface_is_right_to_float32s_last_digits_beside_its_proxy(engine):
     """For cosines of 1 and the next ones below; a rival half a radian away keeps it a contest."""
@@ -260,9 +240,10 @@ def test_arcface_is_right_to_float32s_last_digits_beside_its_proxy(engine):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
-def test_arcface_gradient_is_right_beside_its_proxy():
+def test_arcface_gradient_goes_through_the_angle():
     loss = losses.ArcFace(3, 3)
-    s = (1.0 - torch.arange(1, 200) * 2.0**-24).requires_grad_()
+    near = 1.0 - torch.arange(1, 200) * 2.0**-24
+    s = torch.cat([near, torch.tensor([0.3, 1.0, 2.0]).cos()]).requires_grad_()
     loss.positive_logit(s, torch.ones_like(s)).sum().backward()
     theta = np.arccos(s.detach().double().numpy())
     np.testing.assert_allclose(s.grad, 64.0 * np.sin(theta + 0.5) / np.sin(theta), rtol=1e-6)
@@ -287,12 +268,6 @@ def test_sphereface_psi_is_monotone_and_lambda_is_annealed():
     assert loss.annealed_lambda().item() == 5.0
     assert float(loss.ramp()) == 1.0
     assert losses.SphereFace(3, 3, lambda_min=0.0).ramp() == losses.CosFace(3, 3).ramp() == 1.0
-
-
-def test_sphereface_keeps_the_length_of_the_embedding():
-    x, y = batch()
-    loss = make("sphereface").double().eval()
-    assert loss(2 * x, y).item() != pytest.approx(loss(x, y).item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"sphereface"}))

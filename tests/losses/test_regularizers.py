@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proximetry import losses
 from proximetry._util.tensors import nearest_other_class
 from proximetry.losses import regularizers
 from proximetry.losses.regularizers import (
@@ -116,22 +115,6 @@ def test_proxies_of_any_length_and_none_that_are_not_finite(term):
             broken = w.clone()
             broken[row, 1, 2] = bad
             assert term(broken).isnan()
-
-
-def test_exclusive_regularization_separates():
-    """Projected gradient descent on the term alone spreads proxies over the sphere."""
-    torch.manual_seed(0)
-    proxies = losses.Proxies(4, 3, init="sphere")
-    term = ExclusiveRegularizer()
-    optimizer = torch.optim.SGD(proxies.parameters(), lr=0.2)
-    for _ in range(400):
-        optimizer.zero_grad()
-        value = term(proxies)
-        value.backward()
-        optimizer.step()
-        proxies.project_()
-    # four points on a sphere are farthest apart as a tetrahedron: cosine −1/3
-    assert value.item() == pytest.approx(-1 / 3, abs=0.05)
 
 
 def test_center_loss_by_hand():

@@ -120,15 +120,11 @@ def test_one_class_has_no_interval_by_class():
     assert one.bootstrap(by="query").keys() == {"0"}
 
 
-def test_paired_comparison_rejects_other_queries():
+def test_intervals_reject_other_queries_and_unknown_units():
     scores = np.ones((4, 1))
     one = evaluation_of(scores, np.array([0, 0, 1, 1]))
     with pytest.raises(ValueError, match="different queries"):
         one.compare(evaluation_of(scores, np.array([0, 1, 0, 1])))
-
-
-def test_bootstrap_rejects_unknown_unit():
-    one = evaluation_of(np.ones((4, 1)), np.array([0, 0, 1, 1]))
     with pytest.raises(ValueError, match="'image'"):
         one.bootstrap(by="image")
 

@@ -150,19 +150,13 @@ def test_evaluate_in_threads_restores_torch_settings():
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_inference_mode_of_the_caller_does_not_matter():
-    vectors = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
-    expected = evaluate(vectors, torch.arange(200) % 40)
-    with torch.inference_mode():
-        assert evaluate(vectors * 1, torch.arange(200) % 40) == expected
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_default_dtype_and_device_of_the_caller_do_not_matter():
+def test_inference_mode_default_dtype_and_device_of_the_caller_do_not_matter():
     vectors = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
     labels = np.arange(200) % 40
     options: Any = [{"metrics": Metrics(clustering=True)}, {"rerank": True}, {"expand": 2}]
     expected = [evaluate(vectors, labels, **one) for one in options]
+    with torch.inference_mode():
+        assert [evaluate(vectors * 1, labels, **one) for one in options] == expected
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -238,16 +239,14 @@ def test_repr_and_str_of_a_result(result):
 
 
 def test_result_rejects_inconsistent_arrays(result):
-    from dataclasses import replace
-
-    with pytest.raises(ValueError, match="matrices of one shape"):
-        replace(result, ids=result.ids[:, :2])
-    with pytest.raises(ValueError, match="query_codes has 3 entries, expected 12"):
-        replace(result, query_codes=result.query_codes[:3])
-    with pytest.raises(ValueError, match="between −1 and 11"):
-        replace(result, ids=result.ids + 11)
-    with pytest.raises(ValueError, match="give all of query_codes, gallery_codes, classes"):
-        replace(result, positives=None)
+    for change, message in (
+        ({"ids": result.ids[:, :2]}, "shape"),
+        ({"query_codes": result.query_codes[:3]}, "query_codes has 3 entries"),
+        ({"ids": result.ids + 11}, "−1 and 11"),
+        ({"positives": None}, "give all of query_codes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(result, **change)
 
 
 def test_searching_needs_no_labels(tmp_path):

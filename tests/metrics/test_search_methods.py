@@ -171,23 +171,13 @@ def test_items_behind_the_candidates_keep_their_rank():
         ({"expand": 2, "similarity": "euclidean"}, "expand .* euclidean"),
         ({"rerank": True, "similarity": "dot"}, "rerank .* dot"),
         ({"rerank": True, "metrics": Metrics(clustering=True)}, "clustering"),
+        ({"binary": True, "candidates": -1}, "candidates .* -1"),
+        ({"binary": True, "candidates": 2.0}, "candidates .* 2.0"),
+        ({"binary": True, "rerank": True}, "rerank"),
+        ({"binary": True, "similarity": "hamming"}, "hamming"),
+        ({"binary": True, "metrics": Metrics(clustering=True)}, "clustering"),
     ],
 )
 def test_second_stage_rejects_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         evaluate(np.eye(4), [0, 0, 1, 1], **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"candidates": -1}, "candidates .* -1"),
-        ({"candidates": 2.0}, "candidates .* 2.0"),
-        ({"rerank": True}, "rerank"),
-        ({"similarity": "hamming"}, "hamming"),
-        ({"metrics": Metrics(clustering=True)}, "clustering"),
-    ],
-)
-def test_binary_evaluation_rejects_invalid_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate(np.eye(4), [0, 0, 1, 1], binary=True, **options)

@@ -128,6 +128,9 @@ def test_rates_that_cannot_be_measured_are_flagged():
     assert result.unmeasurable_far == (0.01,)
     assert "0.01 not measurable with 25 different pairs" in str(result)
     assert result.tar_at_far[0.2] == tar_at_far(values, same, 0.2)
+    for far in (0, -0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="far"):
+            tar_at_far(values, same, far)
 
 
 def test_perfect_and_reversed():
@@ -331,12 +334,6 @@ def test_verification_rejects_invalid_pairs(function, values, same, message):
 def test_verify_rejects_invalid_folds(same, folds, message):
     with pytest.raises(ValueError, match=message):
         verify(VALUES, same, folds=folds)
-
-
-@pytest.mark.parametrize("far", [0, -0.1, 1.5, math.nan])
-def test_tar_at_far_rejects_invalid_rates(far):
-    with pytest.raises(ValueError, match="far"):
-        tar_at_far(VALUES, SAME, far)
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def line_chart(
         for name, points in lines.items()
     )
     return _render(
-        title,
-        about,
-        x_label,
-        file,
+        title=title,
+        about=about,
+        x_label=x_label,
+        file=file,
         y_ticks=[(y(value), shown(value)) for value in y_axis],
         x_ticks=[(x(across(v)), plain(v)) for v in (x_ticks or powers) if low <= v <= high],
         marked=None if marked is None or not low <= marked <= high else x(marked),
@@ -114,9 +114,9 @@ def bar_chart(title: str, bars: Mapping[str, float], *, x_label: str, y_label: s
     every = math.ceil(len(bars) * max(map(len, bars)) / 44)
     values = "; ".join(f"{name}: {plain(value)}" for name, value in bars.items())
     return _render(
-        title,
-        f"{y_label} by {x_label}: {values}",
-        x_label,
+        title=title,
+        about=f"{y_label} by {x_label}: {values}",
+        x_label=x_label,
         y_ticks=[(y(value), plain(value)) for value in y_axis],
         bars=[
             {
@@ -143,21 +143,11 @@ def _template() -> Template:
     return environment.from_string(source)
 
 
-def _render(title: str, about: str, x_label: str, file: bool = False, **values: Any) -> Markup:
+def _render(**values: Any) -> Markup:
     geometry = {"left": _LEFT, "right": _RIGHT, "top": _TOP, "bottom": _BOTTOM}
-    values = {"x_ticks": [], "marked": None, "lines": [], "bars": [], "styles": _DASHES, **values}
-    return Markup(
-        _template().render(
-            title=title,
-            about=about,
-            x_label=x_label,
-            file=file,
-            width=_WIDTH,
-            height=_HEIGHT,
-            **geometry,
-            **values,
-        )
-    )
+    geometry |= {"width": _WIDTH, "height": _HEIGHT}
+    empty = {"file": False, "x_ticks": [], "marked": None, "lines": [], "bars": []}
+    return Markup(_template().render(**geometry, styles=_DASHES, **(empty | values)))
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

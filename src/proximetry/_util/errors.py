@@ -9,9 +9,6 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any
 
-from proximetry._util.types import Progress as Progress
-from proximetry._util.types import Steps as Steps
-
 
 class UsageError(ValueError):
     """Invalid input from the user, found before anything was written."""

@@ -29,8 +29,6 @@ CHECKSUM = "checksum"
 SEAL = f"sha256:{64 * '0'}"
 """Placeholder of the checksum of a file within the file itself."""
 _SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
-
-
 MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
 """Limits of all pixel caches together: bytes, and their share of the disk space they could use."""
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from proximetry._util.errors import Progress, UsageError, first_few, need
+from proximetry._util.errors import UsageError, first_few, need
 from proximetry._util.files import atomic_write
+from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
 from proximetry.cli.output import (
     AsJson,

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from proximetry._util.errors import Progress, UsageError, printable
+from proximetry._util.errors import UsageError, printable
 from proximetry._util.files import check_writable
+from proximetry._util.types import Progress
 from proximetry.models.names import LARGEST_BATCH
 
 AsJson = Annotated[

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import Progress, UsageError, spaced
+from proximetry._util.errors import UsageError, spaced
+from proximetry._util.types import Progress
 from proximetry.cli.output import wrap
 from proximetry.metrics import (
     Evaluation,
@@ -20,8 +21,7 @@ from proximetry.metrics import (
     binary_codes,
     evaluate,
 )
-from proximetry.metrics.codes import FEWEST, candidates
-from proximetry.metrics.reranking import ALPHA, K1, K2, RERANKED, WEIGHT
+from proximetry.metrics.reranking import ALPHA, FEWEST, K1, K2, RERANKED, WEIGHT, candidates
 from proximetry.metrics.scores import COUNTS
 from proximetry.models.names import Similarity
 from proximetry.training.reporting import metrics_table

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.errors import Progress, some
+from proximetry._util.errors import some
 from proximetry._util.files import (
     DISK_SHARE,
     MAX_CACHE_BYTES,
@@ -44,6 +44,7 @@ from proximetry._util.files import (
     take_lock,
     writing,
 )
+from proximetry._util.types import Progress
 from proximetry.data.catalog import Catalog
 from proximetry.data.images import (
     ImageError,

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from proximetry._util.errors import Progress, closest, some
+from proximetry._util.errors import closest, some
+from proximetry._util.types import Progress
 from proximetry.data.columns import TEXT, Column, pack, repeated_rows, take
 from proximetry.data.folders import layout, scan_folder
 from proximetry.data.registry import FIELDS

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from proximetry._util.errors import Progress, UsageError, some
+from proximetry._util.errors import UsageError, some
 from proximetry._util.files import atomic_path, atomic_write, written_for
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
+from proximetry._util.types import Progress
 from proximetry.data.folders import files_below, is_image
 from proximetry.data.images import ImageError, image_size, open_image
 from proximetry.faces import Keep, Size

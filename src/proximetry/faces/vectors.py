@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.errors import Progress
 from proximetry._util.tensors import chunks
+from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.metrics._search.inputs import normalize

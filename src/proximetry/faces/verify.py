@@ -9,8 +9,8 @@ import numpy as np
 import torch.distributed as dist
 
 from proximetry._util.charts import line_chart, step_points
-from proximetry._util.errors import Progress
 from proximetry._util.files import atomic_write
+from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.pairs import PairProtocol

@@ -11,7 +11,6 @@ from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:
     from proximetry.metrics.clustering import *
-    from proximetry.metrics.codes import *
     from proximetry.metrics.evaluation import *
     from proximetry.metrics.identification import *
     from proximetry.metrics.intervals import *
@@ -24,14 +23,13 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "clustering": "KMeans PairwiseF1 ami cluster kmeans nmi pairwise_f1",
-    "codes": "binary_codes",
     "evaluation": "Evaluation evaluate score_result",
     "identification": "Identification identify",
     "intervals": "Interval",
     "pair_lists": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs templates "
     "verify_classes",
     "projection": "map_embeddings",
-    "reranking": "expand_queries k_reciprocal_distances",
+    "reranking": "binary_codes expand_queries k_reciprocal_distances",
     "retrieval": "RetrievalResult retrieve",
     "proxy_separability": "Separability distinct_proxies separability",
     "verification": "Roc Verification auc eer roc tar_at_far verify",

@@ -321,29 +321,23 @@ def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
         raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
         raise ValueError("the search was made without labels. Pass labels to retrieve().")
-    _check_depth(result, result.positives, metrics)
-    hits = torch.from_numpy(result.hits)
-    values = score_lists(hits, torch.from_numpy(result.positives), _first_hits(hits), metrics)
-    scores = {name: value.numpy() for name, value in values.items()}
-    return Evaluation(scores, result.query_codes, result.classes, result.positives)
-
-
-def _check_depth(result: RetrievalResult, positives: IntArray, metrics: Metrics) -> None:
     # A list that ends with an empty entry is complete.
-    cut = (result.ids[:, -1] >= 0) & (positives > 0) & (not result.complete)
-    if not cut.any():
-        return
-    for score in metrics.scores():
+    cut = (result.ids[:, -1] >= 0) & (result.positives > 0) & (not result.complete)
+    for score in metrics.scores() if cut.any() else ():
         if score.reads == "first" and not score.k and not result.hits[cut].any(1).all():
             raise ValueError(
                 f"{score.name} needs lists that reach the first positive, some lists of {result.k} "
                 "have none. Retrieve with a larger k, or call evaluate()."
             )
-        needed = int(positives[cut].max()) if score.reads == "R" else score.k
+        needed = int(result.positives[cut].max()) if score.reads == "R" else score.k
         if needed > result.k:
             raise ValueError(
                 f"{score.name} needs lists of {needed}, got {result.k}. Retrieve with k={needed}."
             )
+    hits = torch.from_numpy(result.hits)
+    values = score_lists(hits, torch.from_numpy(result.positives), _first_hits(hits), metrics)
+    scores = {name: value.numpy() for name, value in values.items()}
+    return Evaluation(scores, result.query_codes, result.classes, result.positives)
 
 
 def _score_task(

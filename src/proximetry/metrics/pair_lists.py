@@ -64,7 +64,13 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty; expected LFW's pairs format")
-    folds, each = _header(path, lines[0][1])
+    header = lines[0][1].split()
+    if len(header) not in (1, 2) or not all(n.isdecimal() and int(n) > 0 for n in header):
+        raise ValueError(
+            f"{path}, line 1: expected the number of folds and of pairs per fold, such as "
+            f"'10  300', got {lines[0][1]!r}"
+        )
+    folds, each = int(header[0]) if len(header) == 2 else 1, int(header[-1])
     if len(lines) - 1 != 2 * folds * each:
         raise ValueError(
             f"{path}: the first line announces {folds} × 2 × {each} = {2 * folds * each} pairs, "
@@ -83,16 +89,6 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
         index // (2 * each),
         np.array([number for number, _ in lines[1:]], np.int64),
     )
-
-
-def _header(path: str | os.PathLike[str], line: str) -> tuple[int, int]:
-    fields = line.split()
-    if len(fields) not in (1, 2) or not all(f.isdecimal() and int(f) > 0 for f in fields):
-        raise ValueError(
-            f"{path}, line 1: expected the number of folds and of pairs per fold, such as "
-            f"'10  300', got {line!r}"
-        )
-    return (int(fields[0]), int(fields[1])) if len(fields) == 2 else (1, int(fields[0]))
 
 
 def _pair(place: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:

@@ -1,14 +1,17 @@
-"""Query expansion and k-reciprocal re-ranking."""
+"""Query expansion, k-reciprocal re-ranking, and binary codes whose candidates are re-scored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from proximetry._util.machine import by_device
+from proximetry._util.tensors import binary_codes as pack_signs
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, Progress
 from proximetry.metrics._search.inputs import (
@@ -27,6 +30,10 @@ K1, K2, WEIGHT = 20, 6, 0.3
 """Parameters of k-reciprocal re-ranking."""
 RERANKED = 100
 """Number of nearest items that `evaluate(rerank=True)` re-ranks."""
+OVERSAMPLING = 20
+"""Candidates by code per requested neighbor, re-scored with full vectors."""
+FEWEST = 10
+"""Smallest k used for the number of candidates."""
 # Values of vectors gathered together: 32 MB of float64.
 _GATHERED = 1 << 22
 # Distances of candidates among each other that are re-ranked together.
@@ -36,6 +43,26 @@ _BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 Reorder = Callable[[Tensor, Tensor], Tensor]
 """Reorder the candidates [rows, n] of queries, given by row; −1 marks missing candidates."""
+
+
+def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
+    """Return the packed binary codes of embeddings: the signs of their dimensions.
+
+    A bit is 1 where the entry is positive and 0 where it is negative or zero. There is no other
+    threshold and nothing is fitted: the code of a vector depends on that vector alone.
+
+    Args:
+        embeddings: [items, dimensions].
+
+    Returns:
+        uint8 [items, ⌈dimensions / 8⌉] as `numpy.packbits` packs them, for `similarity="hamming"`.
+    """
+    return pack_signs(as_embeddings(embeddings)).cpu().numpy()
+
+
+def candidates(k: int) -> int:
+    """Return the number of candidates by code for k neighbors."""
+    return max(k, FEWEST) * OVERSAMPLING
 
 
 def expand_queries(

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.errors import Steps, UsageError, some, spaced
+from proximetry._util.errors import UsageError, some, spaced
 from proximetry._util.machine import resolve_device
+from proximetry._util.types import Steps
 from proximetry.data import Catalog, open_dataset, resolve_source
 from proximetry.data.datasets import TABLES
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embeddings, retrieve
@@ -55,7 +56,8 @@ class RunEvaluation:
         evaluation: every score of every query.
         scores: their means.
         neighbors: the nearest images of each query.
-        queries, gallery: rows of the catalog.
+        queries: rows of the catalog.
+        gallery: rows of the catalog.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
         unreadable: image files for which a page has no thumbnail.

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from proximetry import __version__
-from proximetry._util.errors import Steps, UsageError
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
+from proximetry._util.types import Steps
 from proximetry.reports.comparison import comparison_sections
 from proximetry.reports.evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.page import Section, page

@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from proximetry._util.errors import Progress, UsageError, spaced
+from proximetry._util.errors import UsageError, spaced
 from proximetry._util.tensors import chunks
+from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError, open_image
-from proximetry.metrics._search.copies import connected_components
-from proximetry.metrics._search.inputs import IntArray, full_precision
+from proximetry.metrics._search.inputs import full_precision
+from proximetry.metrics._search.task import connected_components
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store
 from proximetry.search.snapshot import prepare_vectors

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from proximetry._util.tensors import chunks
-from proximetry.metrics._search.inputs import IntArray, full_precision
+from proximetry._util.types import IntArray
+from proximetry.metrics._search.inputs import full_precision
 from proximetry.metrics._search.neighbors import largest, nearest
 from proximetry.models.names import Similarity
 

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.errors import Progress, UsageError, is_whole, some, spaced
+from proximetry._util.errors import UsageError, is_whole, some, spaced
 from proximetry._util.files import writing
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
+from proximetry._util.types import IntArray, Progress
 from proximetry.data import Catalog
-from proximetry.metrics._search.inputs import IntArray, as_embeddings
+from proximetry.metrics._search.inputs import as_embeddings
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.names import Similarity

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import Progress, UsageError, need, shown
+from proximetry._util.errors import UsageError, need, shown
 from proximetry._util.tensors import chunks
-from proximetry.metrics._search.inputs import IntArray
-from proximetry.metrics.codes import binary_codes, candidates
+from proximetry._util.types import IntArray, Progress
+from proximetry.metrics.reranking import binary_codes, candidates
 from proximetry.models.names import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"

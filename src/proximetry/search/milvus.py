@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from proximetry._util.errors import Progress, UsageError, need, shown, some, spaced
+from proximetry._util.errors import UsageError, need, shown, some, spaced
 from proximetry._util.files import cache_folder, writing
 from proximetry._util.tensors import chunks
-from proximetry.metrics._search.inputs import IntArray
+from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry.metrics._search.inputs import IntArray
+from proximetry._util.types import IntArray
 from proximetry.models.names import Similarity
 
 REMOVED = "(removed meanwhile)"

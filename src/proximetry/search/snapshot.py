@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.errors import Progress
 from proximetry._util.files import sync_folder, writing
 from proximetry._util.tensors import chunks
-from proximetry.metrics._search.inputs import IntArray, normalize
+from proximetry._util.types import IntArray, Progress
+from proximetry.metrics._search.inputs import normalize
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits
 from proximetry.search.manifest import (

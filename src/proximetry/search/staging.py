@@ -19,12 +19,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from proximetry._util.errors import Progress
 from proximetry._util.files import atomic_write
 from proximetry._util.tensors import chunks
+from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError
 from proximetry.data.shards import split_shard_path
-from proximetry.metrics._search.inputs import IntArray
 from proximetry.models import Embedder
 from proximetry.search import rows
 from proximetry.search.exact import FloatArray

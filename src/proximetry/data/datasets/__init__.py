@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry import data
-from proximetry._util.errors import Progress, UsageError, closest, shown, spaced
+from proximetry._util.errors import UsageError, closest, shown, spaced
+from proximetry._util.types import Progress
 from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.folders import class_folders
 from proximetry.data.registry import DATASETS, DatasetInfo, Size, dataset

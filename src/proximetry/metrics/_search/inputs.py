@@ -15,8 +15,7 @@ from torch import Tensor
 from proximetry._util.errors import is_whole, some
 from proximetry._util.machine import by_device, override
 from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray as IntArray
-from proximetry._util.types import Similarity
+from proximetry._util.types import IntArray, Similarity
 
 Embeddings = Tensor | npt.NDArray[Any]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import Progress
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
+from proximetry._util.types import Progress
 from proximetry.metrics._search.symmetric import applies, search_symmetric
 from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
 

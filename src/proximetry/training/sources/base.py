@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import Progress
+from proximetry._util.types import Progress
 from proximetry.data import (
     Catalog,
     CenterCrop,
