@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
@@ -20,9 +20,6 @@ from proximetry.cli.output import (
     progress_bar,
 )
 from proximetry.faces import BadImages, Keep, Size
-
-if TYPE_CHECKING:
-    from proximetry.faces import Alignment
 
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
@@ -63,7 +60,21 @@ def align(
             log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    print_result(as_json, document, _summary(result, size, keep))
+    chosen = {
+        "all": "all were",
+        "largest": "the largest was",
+        "center": "the one nearest to the center was",
+    }[keep]
+    done = "copied" if result.copied else "aligned"
+    lines = [f"{done} {result.faces} faces of {result.images} images to {out} ({size})"]
+    if result.several:
+        lines.append(f"{result.several} images show several faces, of which {chosen} kept")
+    if result.no_face:
+        lines.append(f"{result.no_face} images show no face")
+    if result.unreadable:
+        lines.append(f"{result.unreadable} images cannot be read")
+    lines.append(f"every image and face is listed in {result.report}")
+    print_result(as_json, document, "\n".join(lines))
 
 
 def verify(
@@ -103,10 +114,10 @@ def verify(
 
     _check_outputs(out, "--roc", roc, pairs, embedder)
     protocol = read_protocol(pairs, images, bad_images)
-    result, leads = _run(
+    result = _run(
         "verifying", verify_pairs, embedder, input_, protocol, device, batch_size, bad_images
     )
-    if not leads:
+    if result is None:
         return
     document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
     if roc is not None:
@@ -152,10 +163,10 @@ def identify(
 
     _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
     people = read_people(probes, distractors)
-    result, leads = _run(
+    result = _run(
         "identifying", identify_people, embedder, input_, people, device, batch_size, bad_images
     )
-    if not leads:
+    if result is None:
         return
     if cmc is not None:
         draw_cmc(result.result, embedder.name, DEPTH, cmc)
@@ -167,22 +178,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _summary(result: "Alignment", size: str, keep: str) -> str:
-    done = "copied" if result.copied else "aligned"
-    kept = {"all": "all were", "largest": "the largest was"}
-    chosen = kept.get(keep, "the one nearest to the center was")
-    lines = [
-        f"{done} {result.faces} faces of {result.images} images to {result.out} ({size})",
-        f"{result.several} images show several faces, of which {chosen} kept"
-        if result.several
-        else "",
-        f"{result.no_face} images show no face" if result.no_face else "",
-        f"{result.unreadable} images cannot be read" if result.unreadable else "",
-        f"every image and face is listed in {result.report}",
-    ]
-    return "\n".join(filter(None, lines))
-
-
 def _run(
     title: str,
     work: Callable[..., Any],
@@ -192,8 +187,8 @@ def _run(
     device: str | None,
     batch_size: int,
     bad_images: BadImages,
-) -> tuple[Any, bool]:
-    """Run a protocol in the processes of torchrun; return the result, and whether to print it."""
+) -> Any:
+    """Run a protocol in the processes of torchrun; return the result, in the first process only."""
     import torch.distributed as dist
 
     from proximetry.faces import open_embedder
@@ -207,7 +202,7 @@ def _run(
             progress=report,
             group=dist.group.WORLD if world.size > 1 else None,
         )
-    return result, world.leads
+    return result if world.leads else None
 
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:

@@ -189,8 +189,16 @@ def identify_people(
     With a ``group`` the processes share images and distractors, and return the same result.
     """
     distractors = people.distractors
-    stored = isinstance(distractors, np.ndarray)
-    flip = not stored or _is_mirrored(embedder, distractors, people.source)  # type: ignore[arg-type]
+    flip = True
+    if isinstance(distractors, np.ndarray):
+        width, both = int(distractors.shape[1]), FaceVectors(embedder).width
+        if width not in (both, embedder.dim):
+            raise UsageError(
+                f"--distractors {people.source} has vectors of {width} dimensions, and "
+                f"{embedder.source} returns {embedder.dim}, or {both} with the mirror image. Embed "
+                "the distractors with the same embedder."
+            )
+        flip = width == both
     faces = FaceVectors(embedder, batch_size, flip, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -230,18 +238,6 @@ def identify_people(
         tuple(f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())),
         tuple(notes),
     )
-
-
-def _is_mirrored(embedder: FaceEmbedder, vectors: Vectors, source: str) -> bool:
-    """Return whether vectors include mirror images, by their dimension."""
-    width, both = int(vectors.shape[1]), FaceVectors(embedder).width
-    if width not in (both, embedder.dim):
-        raise UsageError(
-            f"--distractors {source} has vectors of {width} dimensions, and {embedder.source} "
-            f"returns {embedder.dim}, or {both} with the mirror image. Embed the distractors with "
-            "the same embedder."
-        )
-    return width == both
 
 
 def _embed_blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
