@@ -60,11 +60,8 @@ def align(
             log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    chosen = {
-        "all": "all were",
-        "largest": "the largest was",
-        "center": "the one nearest to the center was",
-    }[keep]
+    kept = {"all": "all were", "largest": "the largest was"}
+    chosen = kept.get(keep, "the one nearest to the center was")
     done = "copied" if result.copied else "aligned"
     lines = [f"{done} {result.faces} faces of {result.images} images to {out} ({size})"]
     if result.several:
@@ -119,10 +116,9 @@ def verify(
     )
     if result is None:
         return
-    document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
     if roc is not None:
         draw_roc(result.result, f"{embedder.name}, {protocol.format}", roc)
-    _report(document, str(result), out, as_json)
+    _report({"images_from": str(images), "pairs_from": str(pairs)}, result, out, as_json)
 
 
 def identify(
@@ -159,7 +155,7 @@ def identify(
         cmc: draw the cumulative match curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.identify import DEPTH, draw_cmc, identify_people, read_people
+    from proximetry.faces.identify import draw_cmc, identify_people, read_people
 
     _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
     people = read_people(probes, distractors)
@@ -169,8 +165,8 @@ def identify(
     if result is None:
         return
     if cmc is not None:
-        draw_cmc(result.result, embedder.name, DEPTH, cmc)
-    _report({"probes_from": str(probes), **result.document()}, str(result), out, as_json)
+        draw_cmc(result.result, embedder.name, cmc)
+    _report({"probes_from": str(probes)}, result, out, as_json)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -214,7 +210,8 @@ def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources:
         check_out(figure, sources)
 
 
-def _report(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+def _report(sources: dict[str, str], result: Any, out: Path | None, as_json: bool) -> None:
+    document = sources | result.document()
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
-    print_result(as_json, document, text)
+    print_result(as_json, document, str(result))

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -242,19 +243,14 @@ def identify_people(
 
 def _embed_blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
     """Embed distractors and yield them in large blocks."""
-    block: list[Tensor] = []
-    for _, vectors in faces.batches(files):
-        block.append(vectors)
-        if sum(map(len, block)) >= _BLOCK:
-            yield torch.cat(block)
-            block = []
-    if block:
+    batches = (vectors for _, vectors in faces.batches(files))
+    while block := list(islice(batches, -(-_BLOCK // faces.batch_size))):
         yield torch.cat(block)
 
 
-def draw_cmc(result: Identification, label: str, depth: int, out: Path) -> None:
+def draw_cmc(result: Identification, label: str, out: Path) -> None:
     """Draw the cumulative match curve as SVG."""
-    points = step_points([*range(1, depth + 1), depth], result.cmc(depth).tolist())
+    points = step_points([*range(1, DEPTH + 1), DEPTH], result.cmc(DEPTH).tolist())
     title = "trials with this rank or a better one (%)"
     x_label = f"rank among {result.distractors} distractors"
     chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)
