@@ -182,6 +182,11 @@ def other_model(path, inputs, output):
     return save(path, helper.make_graph([node], "other", values, [result]))
 
 
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
+
+
 IMAGE = ("data", TensorProto.FLOAT, ["N", 3, 64, 64])
 
 
@@ -190,7 +195,7 @@ IMAGE = ("data", TensorProto.FLOAT, ["N", 3, 64, 64])
     [
         (lambda path: path, "no file"),
         (lambda path: path.write_text("hello") and path, "not an ONNX file"),
-        (lambda path: path.touch() or path, "not an ONNX file"),
+        (lambda path: make_detector(path) and halve(path), "not an ONNX file"),
         (lambda path: make_detector(path, rows=(1, 4)), "no points"),
         (lambda path: make_detector(path, rows=(1, 10)), "out1_8"),
         (lambda path: make_detector(path, size=(50, 70)), "takes image"),
@@ -210,14 +215,6 @@ def test_other_models_raise(tmp_path, make, reason):
         Detector(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_truncated_models_raise(tmp_path):
-    whole = make_detector(tmp_path / "whole.onnx").read_bytes()
-    for length in (len(whole) // 3, len(whole) - 1):
-        (tmp_path / "half.onnx").write_bytes(whole[:length])
-        with pytest.raises(UsageError, match=r"half\.onnx"):
-            Detector(tmp_path / "half.onnx")
 
 
 def test_missing_onnxruntime_reports_the_extra(tmp_path, monkeypatch):

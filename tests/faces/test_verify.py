@@ -148,7 +148,7 @@ def test_verify_command(call, tmp_path):
         save(path, rng.integers(0, 256, 3))
     model = mean_color(tmp_path / "m.onnx")
     words = ["faces", "verify", model, tmp_path / "faces", tmp_path / "pairs.txt"]
-    text = call(*words, "--roc", tmp_path / "roc.png")
+    text = call(*words)
     assert "LFW: 20 pairs in 10 folds; cosine of image and mirror image, concatenated" in text
     words += ["--json", "--out", tmp_path / "x.json", "--roc", tmp_path / "roc.svg"]
     document = json.loads(call(*words))
@@ -158,7 +158,6 @@ def test_verify_command(call, tmp_path):
         open_embedder(model), read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
     )
     assert document["accuracy"] == expected.result.accuracy
-    call(*words, "--roc", tmp_path / "roc.svg")
     assert b"<polyline" in (tmp_path / "roc.svg").read_bytes()
 
 
@@ -175,13 +174,10 @@ def test_verify_saved_embedder(call, tmp_path, flip_tta):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "FACES", "PAIRS"], "nowhere"),
         (["nothing.onnx", "FACES", "PAIRS"], "nothing.onnx"),
-        (["PAIRS", "FACES", "PAIRS"], "not an ONNX file"),
         (["MODEL", "FACES", "FACES"], "no list of pairs"),
         (["MODEL", "FACES", "PAIRS", "--roc", "x.pdf"], "--roc x.pdf"),
         (["MODEL", "FACES", "PAIRS", "--out", "x.csv"], "--out x.csv"),
-        (["MODEL", "FACES", "PAIRS", "--batch-size", "0"], "Must be >= 1"),
         (["MODEL", "FACES", "PAIRS", "--input", '{"sise": 8}'], "did you mean 'size'"),
         (["MODEL", "FACES", "PAIRS", "--device", "gpu"], "'gpu'"),
     ],

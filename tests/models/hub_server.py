@@ -62,8 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _refuse(self, status, code, sentence):
-        self._answer(status, {"error": sentence}, X_Error_Code=code, X_Error_Message=sentence)
+    def _reject(self, status, code, message):
+        self._answer(status, {"error": message}, X_Error_Code=code, X_Error_Message=message)
 
     def _act(self):
         hub = self.server.hub
@@ -76,14 +76,14 @@ class _Handler(BaseHTTPRequestHandler):
         # Large files go to addresses that the hub has signed.
         writes = self.command == "POST" and "validate" not in path
         if writes and token != WRITER:
-            return self._refuse(403, "", "you need write access")
+            return self._reject(403, "", "you need write access")
         for pattern, act in ROUTES:
             found = re.fullmatch(pattern, f"{self.command} {path}")
             if found is None:
                 continue
             repo = found.groupdict().get("repo")
             if repo and (repo not in hub.commits or (repo in hub.private and not token)):
-                return self._refuse(401, "RepoNotFound", "Repository not found")
+                return self._reject(401, "RepoNotFound", "Repository not found")
             return act(self, hub, body, **found.groupdict())
         return self._answer(404, {"error": f"{self.command} {path}"})
 
@@ -154,10 +154,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _resolve(self, hub, body, repo, revision, file):
         found = hub.at(repo, revision)
         if found is None:
-            return self._refuse(404, "RevisionNotFound", "Invalid rev id")
+            return self._reject(404, "RevisionNotFound", "Invalid rev id")
         sha, files = found
         if file not in files:
-            return self._refuse(404, "EntryNotFound", "Entry not found")
+            return self._reject(404, "EntryNotFound", "Entry not found")
         etag = f'"{hashlib.sha256(files[file]).hexdigest()}"'
         return self._answer(200, files[file], X_Repo_Commit=sha, ETag=etag)
 

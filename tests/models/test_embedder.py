@@ -86,20 +86,16 @@ def test_normalization_of_huge_and_tiny_vectors(power):
         assert torch.equal(exported(pixels), vectors)
 
 
-def test_gem_gradient_and_half_precision():
+def test_half_precision_and_gradient_of_gem():
+    with torch.autocast("cpu", torch.bfloat16):
+        vectors = small()(torch.randn(2, 3, 64, 64))
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
     pool = GeM(learned=True).double()
     features = (torch.rand(2, 3, 4, 4, dtype=torch.float64) + 0.1).requires_grad_()
     assert torch.autograd.gradcheck(pool, (features,))
     large = torch.full((1, 1, 2, 2), 100.0, dtype=torch.float16)
     assert float(GeM()(large)) == pytest.approx(100.0, rel=1e-5)
-
-
-def test_embeddings_are_float32_under_autocast():
-    embedder = small()
-    with torch.autocast("cpu", torch.bfloat16):
-        vectors = embedder(torch.randn(2, 3, 64, 64))
-    assert vectors.dtype == torch.float32
-    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_vit", "bn_inception"])
@@ -222,12 +218,6 @@ def test_binary_codes_of_embedder_with_bits(tmp_path):
     assert plain.bits is None
     assert with_pca(embedder, torch.eye(24)[:8]).bits is None
     assert plain.fingerprint() != embedder.fingerprint()
-
-
-@pytest.mark.parametrize("key", [{"flip_tta": True}, {"tta_crops": [0.5]}], ids=str)
-def test_tta_requires_images(key):
-    with pytest.raises(ValueError, match="is for images"):
-        Embedder.create("vectors", 4, input_dim=7, **key)
 
 
 def test_fingerprint_and_saved_architecture_are_stable(tmp_path):

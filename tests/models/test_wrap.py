@@ -120,6 +120,9 @@ def test_vector_embedders(backbone, tmp_path):
 def test_input_dim_is_for_vectors_only():
     with pytest.raises(ValueError, match=r"shape .* 5"):
         Tensors(5)
+    for tta in ({"flip_tta": True}, {"tta_crops": [0.5]}):
+        with pytest.raises(ValueError, match="is for images"):
+            Embedder.create("vectors", 4, input_dim=7, **tta)
     with pytest.raises(ValueError, match="needs input_dim"):
         Embedder.create("vectors", 4)
     with pytest.raises(ValueError, match="takes images"):

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
@@ -20,9 +20,6 @@ from proximetry.cli.output import (
     progress_bar,
 )
 from proximetry.faces import BadImages, Keep, Size
-
-if TYPE_CHECKING:
-    from proximetry.faces import Alignment
 
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
@@ -63,7 +60,18 @@ def align(
             log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    print_result(as_json, document, _summary(result, size, keep))
+    kept = {"all": "all were", "largest": "the largest was"}
+    chosen = kept.get(keep, "the one nearest to the center was")
+    done = "copied" if result.copied else "aligned"
+    lines = [f"{done} {result.faces} faces of {result.images} images to {out} ({size})"]
+    if result.several:
+        lines.append(f"{result.several} images show several faces, of which {chosen} kept")
+    if result.no_face:
+        lines.append(f"{result.no_face} images show no face")
+    if result.unreadable:
+        lines.append(f"{result.unreadable} images cannot be read")
+    lines.append(f"every image and face is listed in {result.report}")
+    print_result(as_json, document, "\n".join(lines))
 
 
 def verify(
@@ -103,15 +111,14 @@ def verify(
 
     _check_outputs(out, "--roc", roc, pairs, embedder)
     protocol = read_protocol(pairs, images, bad_images)
-    result, leads = _run(
+    result = _run(
         "verifying", verify_pairs, embedder, input_, protocol, device, batch_size, bad_images
     )
-    if not leads:
+    if result is None:
         return
-    document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
     if roc is not None:
         draw_roc(result.result, f"{embedder.name}, {protocol.format}", roc)
-    _report(document, str(result), out, as_json)
+    _report({"images_from": str(images), "pairs_from": str(pairs)}, result, out, as_json)
 
 
 def identify(
@@ -148,39 +155,23 @@ def identify(
         cmc: draw the cumulative match curve to this file, .svg.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.faces.identify import DEPTH, draw_cmc, identify_people, read_people
+    from proximetry.faces.identify import draw_cmc, identify_people, read_people
 
     _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
     people = read_people(probes, distractors)
-    result, leads = _run(
+    result = _run(
         "identifying", identify_people, embedder, input_, people, device, batch_size, bad_images
     )
-    if not leads:
+    if result is None:
         return
     if cmc is not None:
-        draw_cmc(result.result, embedder.name, DEPTH, cmc)
-    _report({"probes_from": str(probes), **result.document()}, str(result), out, as_json)
+        draw_cmc(result.result, embedder.name, cmc)
+    _report({"probes_from": str(probes)}, result, out, as_json)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command for command in (align, verify, identify)
 }
-
-
-def _summary(result: "Alignment", size: str, keep: str) -> str:
-    done = "copied" if result.copied else "aligned"
-    kept = {"all": "all were", "largest": "the largest was"}
-    chosen = kept.get(keep, "the one nearest to the center was")
-    lines = [
-        f"{done} {result.faces} faces of {result.images} images to {result.out} ({size})",
-        f"{result.several} images show several faces, of which {chosen} kept"
-        if result.several
-        else "",
-        f"{result.no_face} images show no face" if result.no_face else "",
-        f"{result.unreadable} images cannot be read" if result.unreadable else "",
-        f"every image and face is listed in {result.report}",
-    ]
-    return "\n".join(filter(None, lines))
 
 
 def _run(
@@ -192,8 +183,8 @@ def _run(
     device: str | None,
     batch_size: int,
     bad_images: BadImages,
-) -> tuple[Any, bool]:
-    """Run a protocol in the processes of torchrun; return the result, and whether to print it."""
+) -> Any:
+    """Run a protocol in the processes of torchrun; return the result, in the first process only."""
     import torch.distributed as dist
 
     from proximetry.faces import open_embedder
@@ -207,7 +198,7 @@ def _run(
             progress=report,
             group=dist.group.WORLD if world.size > 1 else None,
         )
-    return result, world.leads
+    return result if world.leads else None
 
 
 def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
@@ -219,7 +210,8 @@ def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources:
         check_out(figure, sources)
 
 
-def _report(document: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+def _report(sources: dict[str, str], result: Any, out: Path | None, as_json: bool) -> None:
+    document = sources | result.document()
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
-    print_result(as_json, document, text)
+    print_result(as_json, document, str(result))

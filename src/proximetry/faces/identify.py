@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -190,8 +191,16 @@ def identify_people(
     With a ``group`` the processes share images and distractors, and return the same result.
     """
     distractors = people.distractors
-    stored = isinstance(distractors, np.ndarray)
-    flip = not stored or _is_mirrored(embedder, distractors, people.source)  # type: ignore[arg-type]
+    flip = True
+    if isinstance(distractors, np.ndarray):
+        width, both = int(distractors.shape[1]), FaceVectors(embedder).width
+        if width not in (both, embedder.dim):
+            raise UsageError(
+                f"--distractors {people.source} has vectors of {width} dimensions, and "
+                f"{embedder.source} returns {embedder.dim}, or {both} with the mirror image. Embed "
+                "the distractors with the same embedder."
+            )
+        flip = width == both
     faces = FaceVectors(embedder, batch_size, flip, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -233,33 +242,16 @@ def identify_people(
     )
 
 
-def _is_mirrored(embedder: FaceEmbedder, vectors: Vectors, source: str) -> bool:
-    """Return whether vectors include mirror images, by their dimension."""
-    width, both = int(vectors.shape[1]), FaceVectors(embedder).width
-    if width not in (both, embedder.dim):
-        raise UsageError(
-            f"--distractors {source} has vectors of {width} dimensions, and {embedder.source} "
-            f"returns {embedder.dim}, or {both} with the mirror image. Embed the distractors with "
-            "the same embedder."
-        )
-    return width == both
-
-
 def _embed_blocks(faces: FaceVectors, files: Sequence[str]) -> Iterator[Tensor]:
     """Embed distractors and yield them in large blocks."""
-    block: list[Tensor] = []
-    for _, vectors in faces.batches(files):
-        block.append(vectors)
-        if sum(map(len, block)) >= _BLOCK:
-            yield torch.cat(block)
-            block = []
-    if block:
+    batches = (vectors for _, vectors in faces.batches(files))
+    while block := list(islice(batches, -(-_BLOCK // faces.batch_size))):
         yield torch.cat(block)
 
 
-def draw_cmc(result: Identification, label: str, depth: int, out: Path) -> None:
+def draw_cmc(result: Identification, label: str, out: Path) -> None:
     """Draw the cumulative match curve as SVG."""
-    points = step_points([*range(1, depth + 1), depth], result.cmc(depth).tolist())
+    points = step_points([*range(1, DEPTH + 1), DEPTH], result.cmc(DEPTH).tolist())
     title = "trials with this rank or a better one (%)"
     x_label = f"rank among {result.distractors} distractors"
     chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)

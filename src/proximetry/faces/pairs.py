@@ -8,7 +8,7 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -132,7 +132,16 @@ def read_protocol(
         raise UsageError(f"there is no list of pairs {source}")
     text = read_text(source, limit=2**30).removeprefix("\ufeff")
     kind = _recognize(source, text)
-    pairs = tuple(_lfw(source) if kind == "LFW" else _rows(source, text, kind))
+    if kind == "LFW":
+        table = read_pairs(source)
+        named = [f"{name}/{name}_{number:04d}" for name, number in table.images]
+        columns = table.lines.tolist(), table.pairs.tolist(), table.same.tolist(), table.folds
+        pairs = tuple(
+            Pair(line, named[a], named[b], same, str(1 + fold))
+            for line, (a, b), same, fold in zip(*columns, strict=True)
+        )
+    else:
+        pairs = tuple(_rows(source, text, kind))
     names = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
     templates, missing = _find_images(root, names)
     if not templates and around != root:
@@ -170,15 +179,6 @@ def _recognize(source: Path, text: str) -> Format:
         "('10  300' first), YTF's splits.txt ('split number, pair number, first name, …'), or CSV "
         "with image,image,same or image,image,same,fold."
     )
-
-
-def _lfw(source: Path) -> Iterator[Pair]:
-    table = read_pairs(source)
-    names = [f"{name}/{name}_{number:04d}" for name, number in table.images]
-    for line, (a, b), same, fold in zip(
-        table.lines.tolist(), table.pairs.tolist(), table.same.tolist(), table.folds, strict=True
-    ):
-        yield Pair(line, names[a], names[b], same, str(1 + fold))
 
 
 def _rows(source: Path, text: str, kind: Format) -> list[Pair]:

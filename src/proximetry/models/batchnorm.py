@@ -14,11 +14,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
-    return override(module.modules(), False, attrgetter("training"), _set_training)
-
-
-def _set_training(layer: nn.Module, mode: bool) -> None:
-    layer.training = mode
+    return override(
+        module.modules(),
+        False,
+        attrgetter("training"),
+        lambda layer, mode: setattr(layer, "training", mode),
+    )
 
 
 def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:

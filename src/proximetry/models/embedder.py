@@ -83,7 +83,7 @@ class Embedder(nn.Module):
         if tta and not isinstance(preprocessing, Preprocessing):
             raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
         if architecture.backbone.startswith(OWN):
-            features = _probe_custom(model, preprocessing)
+            features = Features(_probe_custom(model, preprocessing), "token")
         elif isinstance(preprocessing, Tensors):
             features = Features(preprocessing.shape[0], "token")
         else:
@@ -348,7 +348,12 @@ class Embedder(nn.Module):
                 infinite values.
         """
         if self.takes_images:
-            _check_not_one_image(images)
+            one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+            if isinstance(images, np.ndarray | Tensor):
+                one = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
+            if one:
+                kind = type(images).__name__
+                raise ValueError(f"images must be a list of images, got one {kind}: write [image]")
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if concat_flip and self.architecture.flip_tta:
@@ -480,7 +485,19 @@ class Embedder(nn.Module):
         """
         home = find_embedder(Path(folder))
         description, tensors = read_embedder(home)
-        _check_module(home, description["architecture"].get("backbone"), module)
+        backbone = description["architecture"].get("backbone")
+        custom = isinstance(backbone, str) and backbone.startswith(OWN)
+        if not isinstance(module, nn.Module | None) or (module is not None and not custom):
+            raise ValueError(
+                f"module must be a torch.nn.Module for a custom network, got {shown(module)} for "
+                f"{shown(backbone)}"
+            )
+        if custom and module is None:
+            kind = backbone.removeprefix(OWN)
+            raise UsageError(
+                f"{home} contains a custom network, {shown(kind)}, whose code is not saved. Load "
+                f"it in Python: Embedder.load({str(home)!r}, module={kind}(…))"
+            )
         try:
             architecture = Architecture(**description["architecture"])
             preprocessing = input_from_json(description["preprocessing"])
@@ -568,14 +585,6 @@ def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
 
 
-def _probe_custom(model: nn.Module, preprocessing: Input) -> Features:
-    """Return the output of a custom network for two random inputs."""
-    sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
-    device = next((value.device for value in model.parameters()), torch.device("cpu"))
-    batch = preprocessing.normalize(sample).to(device)
-    return Features(check_vectors(type(model).__name__, model, batch), "token")
-
-
 def _build(name: str, preprocessing: Input) -> nn.Module:
     if isinstance(preprocessing, Preprocessing):
         return build(name, preprocessing.crop)
@@ -595,9 +604,12 @@ def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
-    """Return the dimension of a module's output; raise unless it is finite vectors [B, dim]."""
-    call = f"{name}, given {list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
+    """Return the dimension of a custom network; raise unless it returns finite vectors."""
+    sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
+    device = next((value.device for value in module.parameters()), torch.device("cpu"))
+    batch = preprocessing.normalize(sample).to(device)
+    call = f"{type(module).__name__}, given {list(batch.shape)} float32"
     try:
         with evaluating(module), preserve_rng_state():
             output = module(batch)
@@ -615,22 +627,6 @@ def check_vectors(name: str, module: nn.Module, batch: Tensor) -> int:
     return output.shape[1]
 
 
-def _check_module(folder: Path, backbone: object, module: nn.Module | None) -> None:
-    """Raise if a custom network lacks its module, or another network has one."""
-    custom = isinstance(backbone, str) and backbone.startswith(OWN)
-    if not isinstance(module, nn.Module | None) or (module is not None and not custom):
-        raise ValueError(
-            f"module must be a torch.nn.Module for a custom network, got {shown(module)} for "
-            f"{shown(backbone)}"
-        )
-    if custom and module is None:
-        kind = str(backbone).removeprefix(OWN)
-        raise UsageError(
-            f"{folder} contains a custom network, {shown(kind)}, whose code is not saved. Load it "
-            f"in Python: Embedder.load({str(folder)!r}, module={kind}(…))"
-        )
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the packages that define a network."""
     return {"proximetry": __version__, "torch": torch.__version__, "timm": load_timm().__version__}
@@ -646,13 +642,3 @@ def why_not_finite(embedder: Embedder) -> str:
     if bad:
         return f"so have its weights {some(bad)}. Train again with a smaller learning rate."
     return "its weights are finite, so an activation overflows or the input is not finite."
-
-
-def _check_not_one_image(images: object) -> None:
-    one = isinstance(images, str | bytes | os.PathLike | Image.Image)
-    if isinstance(images, np.ndarray | Tensor):
-        one = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
-    if one:
-        raise ValueError(
-            f"images must be a list of images, got one {type(images).__name__}: write [image]"
-        )

@@ -45,7 +45,6 @@ def load_embedder(place: Path, device: str | torch.device) -> Embedder:
 
 def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -> str:
     """Upload an embedder and its card in one commit; return the address of the repository."""
-    _check_name(repo_id)
     if get_token() is None:
         raise UsageError(f"no token of the hub for a push to {repo_id}. {_LOGIN}")
     api = HfApi(library_name="proximetry", library_version=__version__)
@@ -71,7 +70,6 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
 
 def download(repo_id: str, revision: str | None) -> Path:
     """Return a folder with the embedder of a repository; uses the cache if the hub is offline."""
-    _check_name(repo_id)
     with _explained(repo_id):
         description = weights.download(repo_id, DESCRIPTION, revision, LARGEST_DESCRIPTION)
         folder = description.parent  # snapshots/<commit>
@@ -80,14 +78,11 @@ def download(repo_id: str, revision: str | None) -> Path:
     return folder
 
 
-def _check_name(repo_id: str) -> None:
-    if not isinstance(repo_id, str) or not _NAME.fullmatch(repo_id):
-        raise UsageError(f"repo_id must be owner/name, got {shown(repo_id)}")
-
-
 @contextmanager
 def _explained(repo_id: str) -> Iterator[None]:
-    """Turn errors of the hub's client into short messages."""
+    """Check the name of a repository; turn errors of the hub's client into short messages."""
+    if not isinstance(repo_id, str) or not _NAME.fullmatch(repo_id):
+        raise UsageError(f"repo_id must be owner/name, got {shown(repo_id)}")
     try:
         yield
     except HfHubHTTPError as error:

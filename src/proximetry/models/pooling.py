@@ -7,28 +7,19 @@ import torch
 from torch import Tensor, nn
 
 
-class Average(nn.Module):
-    """Mean over all positions."""
+class AverageMaximum(nn.Module):
+    """Mean, maximum (ProxyNCA++), or their sum (Proxy-Anchor) over all positions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
-        return features.mean((2, 3))
-
-
-class Maximum(nn.Module):
-    """Maximum over all positions (ProxyNCA++)."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Pool [B, C, H, W] to [B, C]."""
-        return features.amax((2, 3))
-
-
-class AveragePlusMaximum(nn.Module):
-    """Sum of mean and maximum (Proxy-Anchor)."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Pool [B, C, H, W] to [B, C]."""
-        return features.mean((2, 3)) + features.amax((2, 3))
+        if self.kind == "max":
+            return features.amax((2, 3))
+        mean = features.mean((2, 3))
+        return mean if self.kind == "avg" else mean + features.amax((2, 3))
 
 
 class GeM(nn.Module):
@@ -51,9 +42,7 @@ class GeM(nn.Module):
 
 
 POOLING_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "avg": Average,
-    "max": Maximum,
-    "avg+max": AveragePlusMaximum,
+    **{kind: partial(AverageMaximum, kind) for kind in ("avg", "max", "avg+max")},
     "gem": GeM,
     "gem-learned": partial(GeM, learned=True),
     "flatten": nn.Flatten,

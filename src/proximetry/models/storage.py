@@ -48,7 +48,17 @@ def write_embedder(
     folder: Path, description: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> None:
     """Write a description and its weights, replacing an embedder in the folder."""
-    _reject_foreign(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, and an embedder is a folder")
+    foreign = [path.name for path in folder.glob("*") if not is_ours(path)]
+    try:
+        if foreign:
+            read_description(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} contains other files ({some(sorted(foreign), 3)}) and no embedder. Use a "
+            "new or empty folder."
+        ) from error
     # safetensors rejects tensors that share memory or are channels-last.
     dense = torch.contiguous_format
     weights = save_tensors(
@@ -121,20 +131,6 @@ def _plain(value: object) -> Any:
     if hasattr(value, "tolist"):  # NumPy and torch numbers and arrays
         return value.tolist()
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as JSON")
-
-
-def _reject_foreign(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, and an embedder is a folder")
-    foreign = [path.name for path in folder.glob("*") if not is_ours(path)]
-    try:
-        if foreign:
-            read_description(folder)
-    except ValueError as error:
-        raise ValueError(
-            f"{folder} contains other files ({some(sorted(foreign), 3)}) and no embedder. Use a "
-            "new or empty folder."
-        ) from error
 
 
 def read_description(folder: Path) -> dict[str, Any]:

@@ -278,32 +278,28 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
     """Return the output of a backbone and the names of unused parameters."""
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     pixels = torch.zeros(1, 3, *crop, device=next(model.parameters()).device)
-    channels_last = False
+    width, channels_last = 0, False
     with evaluating(model), torch.enable_grad():
         if pooling == "cls-avg":
             output = class_and_patches(model, pixels)
-            width = output.shape[1]
         elif getattr(output := model.forward_features(pixels), "ndim", 0) != 4:
             pooling, output = "token", model(pixels)
             if output.ndim != 2:
                 raise ValueError(f"its pooled output has shape {list(output.shape)}")
-            width = output.shape[1]
         else:
             if pooling in ("auto", "token"):
                 pooling = str(getattr(model, "default_pooling", "pre-logits"))
             if pooling == "pre-logits":
                 output = model.forward_head(output, pre_logits=True)
-                width = output.shape[1]
             else:
                 _, first, *_, last = output.shape
                 named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
                 channels_last = last == model.num_features and (named_last or first != last)
                 width = last if channels_last else first
-                if pooling == "flatten":
-                    width = prod(output.shape[1:])
+                width = prod(output.shape[1:]) if pooling == "flatten" else width
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
     unused = [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
-    return Features(width, pooling, channels_last, tuple(unused))
+    return Features(width or output.shape[1], pooling, channels_last, tuple(unused))
 
 
 def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
