@@ -14,12 +14,7 @@ import numpy.typing as npt
 
 from proximetry._util.errors import Progress, UsageError, spaced
 from proximetry.cli.output import wrap
-from proximetry.metrics import (
-    Evaluation,
-    Metrics,
-    binary_codes,
-    evaluate,
-)
+from proximetry.metrics import Evaluation, Metrics, binary_codes, evaluate
 from proximetry.metrics.codes import FEWEST, candidates
 from proximetry.metrics.reranking import ALPHA, K1, K2, RERANKED, WEIGHT
 from proximetry.metrics.scores import COUNTS
@@ -77,8 +72,10 @@ def make_rows(
             "vectors, all others behind them",
             evaluate(**options, binary=True, candidates=count),
         )
-        costs = _bytes_per_image(compared), _milliseconds_per_query(compared, count)
-        for row, size, taken in zip(rows, *costs, strict=True):
+        dim = compared["embeddings"].shape[1]
+        vector, code = 4 * dim, -(-dim // 8)
+        times = _milliseconds_per_query(compared, count)
+        for row, size, taken in zip(rows, (vector, code, vector + code), times, strict=True):
             row |= {"bytes_per_image": size, "milliseconds_per_query": taken}
     expansion = (
         f"query expansion with {methods.expand} neighbors (α = {ALPHA:g}), without the query, then "
@@ -129,12 +126,6 @@ def as_text(rows: Sequence[Row]) -> list[str]:
         )
         parts += ["\n".join(lines), wrap(about)]
     return parts
-
-
-def _bytes_per_image(compared: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the bytes of a vector, of its code, and of both."""
-    vector, code = 4 * compared["embeddings"].shape[1], -(-compared["embeddings"].shape[1] // 8)
-    return vector, code, vector + code
 
 
 def _milliseconds_per_query(
