@@ -54,8 +54,8 @@ def state(folder):
     found.verify()
     ids = found.ids()
     vectors = found.vectors(ids)
-    wanted = retrieve(vectors, queries=AFTER[:3], k=5)
-    assert np.array_equal(found.search(AFTER[:3], 5).ids, ids[wanted.ids])
+    expected = retrieve(vectors, queries=AFTER[:3], k=5)
+    assert np.array_equal(found.search(AFTER[:3], 5).ids, ids[expected.ids])
     known = found.rows(ids)
     return ids.tolist(), known["path"], vectors.tobytes()
 
@@ -72,9 +72,9 @@ def interrupt(change, before, home):
     if before:
         shutil.copytree(start, after)
     change(after)
-    wanted = {"after": state(after)}
+    expected = {"after": state(after)}
     if before:
-        wanted["before"] = state(start)
+        expected["before"] = state(start)
     moments = 0
     while True:
         moments += 1
@@ -85,11 +85,11 @@ def interrupt(change, before, home):
         there = (folder / "gallery.json").exists()
         assert there or not before
         found = state(folder) if there else None
-        names = [name for name, value in wanted.items() if value == found]
+        names = [name for name, value in expected.items() if value == found]
         assert names or not there, f"neither before nor after: {moments}"
         if "after" not in names:
             change(folder)
-            assert state(folder) == wanted["after"]
+            assert state(folder) == expected["after"]
         # The next change removes the files of the killed process.
         Gallery.open(folder).remove([])
         named = {info.name for info in Gallery.open(folder)._now.manifest.segments}
@@ -132,7 +132,7 @@ def update_images(home):
         change = lambda: Gallery.open(folder).update(files, batch_size=2)  # noqa: B023, E731
         ended = completes(lambda: (kill_at(moments, folder), change()))  # noqa: B023
         found = vectors(folder)
-        assert any(np.allclose(found, wanted, atol=1e-6) for wanted in (old, new)), moments
+        assert any(np.allclose(found, expected, atol=1e-6) for expected in (old, new)), moments
         files[1].touch()
         change()
         np.testing.assert_allclose(vectors(folder), new, atol=1e-6)
@@ -199,9 +199,9 @@ def together(home, writers, times):
     found = Gallery.open(folder)
     found.verify()
     firsts = [1000 * (w + 1) + 10 * turn for w in range(writers) for turn in range(times)]
-    wanted = [first + i for first in firsts for i in range(5)]
+    expected = [first + i for first in firsts for i in range(5)]
     paths = {os.path.basename(path) for path in found.rows(found.ids())["path"]}
-    assert paths == {f"{number:05d}.png" for number in (*range(60), *wanted)}
+    assert paths == {f"{number:05d}.png" for number in (*range(60), *expected)}
     return len(found)
 
 

@@ -24,9 +24,8 @@ def make_store(vectors, similarity, edges=()):
     squares = [(s.astype(np.float64) ** 2).sum(1).astype(np.float32) for s in segments]
     longest = float(np.sqrt((vectors.astype(np.float64) ** 2).sum(1).max(initial=0)))
     store = Store(segments, starts, similarity, longest)
-    wanted = similarity == "euclidean"
     parts = [
-        Part(vectors, square if wanted else None, int(start))
+        Part(vectors, square if similarity == "euclidean" else None, int(start))
         for vectors, square, start in zip(segments, squares, starts, strict=False)
     ]
     return store, parts
@@ -45,22 +44,22 @@ def exact_vectors(draw, count, similarity):
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 80),
-    queries=st.integers(1, 6),
+    n=st.integers(1, 6),
     k=st.integers(1, 90),
     similarity=st.sampled_from(["cosine", "euclidean"]),
     edges=st.sets(st.integers(1, 79), max_size=3),
 )
-def test_exact_search_equals_retrieve_including_ties(seed, count, queries, k, similarity, edges):
+def test_exact_search_equals_retrieve_including_ties(seed, count, n, k, similarity, edges):
     draw = np.random.default_rng(seed)
     vectors = exact_vectors(draw, count, similarity)
-    asked = exact_vectors(draw, queries, similarity)
+    queries = exact_vectors(draw, n, similarity)
     store, parts = make_store(vectors, similarity, {edge for edge in edges if edge < count})
     k = min(k, count)
-    found = store.search(parts, asked, k)
-    wanted = retrieve(vectors, queries=asked, k=k, similarity=similarity)
-    assert np.array_equal(found.positions, wanted.ids)
+    found = store.search(parts, queries, k)
+    expected = retrieve(vectors, queries=queries, k=k, similarity=similarity)
+    assert np.array_equal(found.positions, expected.ids)
     scores = found.scores if similarity == "cosine" else -np.sqrt(-found.scores)
-    np.testing.assert_allclose(scores, wanted.similarities, rtol=2e-7)
+    np.testing.assert_allclose(scores, expected.similarities, rtol=2e-7)
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
@@ -72,20 +71,20 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     vectors[4000:4100] = vectors[7]  # more copies than any list holds
     if similarity == "cosine":
         vectors = normalize(torch.from_numpy(vectors)).numpy()
-    asked = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
+    queries = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
     store, parts = make_store(vectors, similarity, {1000, 5990})
-    found = store.search(parts, asked, 10)
+    found = store.search(parts, queries, 10)
     # In float64, as in float32 neighbors of almost the same distance may change places.
-    wanted = retrieve(
+    expected = retrieve(
         vectors.astype(np.float64),
-        queries=asked.astype(np.float64),
+        queries=queries.astype(np.float64),
         k=10,
         similarity=similarity,
     )
     if similarity == "cosine":
-        asked = normalize(torch.from_numpy(asked)).numpy()
-        found = store.search(parts, asked, 10)
-    assert np.array_equal(found.positions, wanted.ids)
+        queries = normalize(torch.from_numpy(queries)).numpy()
+        found = store.search(parts, queries, 10)
+    assert np.array_equal(found.positions, expected.ids)
     assert found.positions[7].tolist() == [7, 3007, *range(4000, 4008)]
     assert len(set(found.scores[7].tolist())) == 1
 
@@ -95,10 +94,10 @@ def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
     draw = np.random.default_rng(seed)
     center = draw.standard_normal(16) * 30  # far from the origin, and close together
     vectors = ((center + draw.standard_normal((200, 16)) * 1e-3) * scale).astype(np.float32)
-    asked = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
+    queries = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
     store, parts = make_store(vectors, "euclidean", {77})
-    found = store.search(parts, asked, 5)
-    for query, places in zip(asked.astype(np.longdouble), found.positions, strict=True):
+    found = store.search(parts, queries, 5)
+    for query, places in zip(queries.astype(np.longdouble), found.positions, strict=True):
         distances = ((vectors.astype(np.longdouble) - query) ** 2).sum(1).astype(np.float64)
         assert places.tolist() == np.lexsort((np.arange(200), distances))[:5].tolist()
 
@@ -106,11 +105,11 @@ def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
 def test_scores_do_not_depend_on_the_batch():
     draw = np.random.default_rng(1)
     vectors = normalize(torch.from_numpy(draw.standard_normal((5000, 33)))).float().numpy()
-    asked = normalize(torch.from_numpy(draw.standard_normal((1100, 33)))).float().numpy()
+    queries = normalize(torch.from_numpy(draw.standard_normal((1100, 33)))).float().numpy()
     store, parts = make_store(vectors, "cosine", {17, 4000})
-    together = store.search(parts, asked, 7)
+    together = store.search(parts, queries, 7)
     for row in (0, 1, 500, 1099):
-        alone = store.search(parts, asked[row : row + 1], 7)
+        alone = store.search(parts, queries[row : row + 1], 7)
         assert np.array_equal(alone.positions[0], together.positions[row])
         assert np.array_equal(alone.scores[0], together.scores[row])
 
@@ -129,9 +128,9 @@ def test_masked_and_gathered_rows_equal_retrieve(seed, share, k):
         assert (found.positions == -1).all()
         assert (found.scores == -np.inf).all()
         return
-    wanted = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
-    assert np.array_equal(found.positions[:, : wanted.k], rows[wanted.ids])
-    assert (found.positions[:, wanted.k :] == -1).all()
+    expected = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
+    assert np.array_equal(found.positions[:, : expected.k], rows[expected.ids])
+    assert (found.positions[:, expected.k :] == -1).all()
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
@@ -139,8 +138,8 @@ def test_largest_equals_topk(seed, width, count):
     draw = np.random.default_rng(seed)
     values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
     found, columns = largest(values, count)
-    wanted = values.topk(min(count, width), 1).values
-    assert torch.equal(found.sort(1, descending=True).values, wanted)
+    expected = values.topk(min(count, width), 1).values
+    assert torch.equal(found.sort(1, descending=True).values, expected)
     assert torch.equal(values.gather(1, columns), found)
     assert all(len(set(row)) == len(row) for row in columns.tolist())
 
@@ -156,15 +155,15 @@ def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
     least = 0.5 if similarity == "cosine" else -8.0
     pairs, scores = compare_all(store, parts, least, no_progress)
     gone = set((20 + np.flatnonzero(~allowed)).tolist())
-    wanted = {}
+    expected = {}
     for i in range(70):
         for j in range(i + 1, 70):
             difference = vectors[i] - vectors[j]
             near = vectors[i] @ vectors[j] if similarity == "cosine" else -difference @ difference
             if near >= least and not {i, j} & gone:
-                wanted[i, j] = float(near)
-    assert len(wanted) > 20
-    assert dict(zip(map(tuple, pairs.tolist()), scores.tolist(), strict=True)) == wanted
+                expected[i, j] = float(near)
+    assert len(expected) > 20
+    assert dict(zip(map(tuple, pairs.tolist()), scores.tolist(), strict=True)) == expected
 
 
 def test_group_pairs_returns_connected_components():

@@ -32,29 +32,18 @@ def test_search_equals_retrieve(embedder, images, tmp_path):
     assert lines == ["index: auto → Flat for 48 images: every search is exact"]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     for found in (built, Gallery.open(tmp_path / "gallery")):
-        result = found.search([catalog.file(3), Image.open(catalog.file(40))], 5)
-        wanted = retrieve(vectors, queries=vectors[[3, 40]], k=5)
-        assert np.array_equal(result.ids, wanted.ids)
-        np.testing.assert_allclose(result.similarities, wanted.similarities, atol=3e-7)
+        queries, steps = [catalog.file(3), Image.open(catalog.file(40))], []
+        result = found.search(queries, 5, progress=lambda *step: steps.append(step))  # noqa: B023
+        assert steps[-1] == (2, 2)
+        expected = retrieve(vectors, queries=vectors[[3, 40]], k=5)
+        assert np.array_equal(result.ids, expected.ids)
+        np.testing.assert_allclose(result.similarities, expected.similarities, atol=3e-7)
         assert result.paths[0].tolist() == [catalog.file(i) for i in result.ids[0]]
         assert result.labels[1].tolist() == [catalog.labels[i] for i in result.ids[1]]
         assert result.column("split")[0, 0] == "all"
         assert np.array_equal(found.search(vectors[[3, 40]], 5).ids, result.ids)
     assert len(built) == len(catalog)
     assert "48 images, 8 dimensions, cosine, index Flat" in repr(built)
-
-
-def test_euclidean_search_equals_retrieve(tmp_path):
-    embedder = make_embedder(normalize=False)
-    vectors = make_vectors(50) * 3 + 5
-    found = Gallery.build(embedder, make_table(0, 50), tmp_path / "g", vectors=vectors)
-    queries = make_vectors(4, seed=1) + 5
-    wanted = retrieve(vectors, queries=queries, k=7, similarity="euclidean")
-    result = found.search(queries, 7)
-    assert result.similarity == "euclidean"
-    assert np.array_equal(result.ids, wanted.ids)
-    np.testing.assert_allclose(result.similarities, wanted.similarities, rtol=1e-5)
-    assert np.array_equal(found.vectors([3, 0]), vectors[[3, 0]])
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -109,11 +98,11 @@ def test_galleries_without_file_sizes_open(gallery, monkeypatch, images):
 
 
 def test_shard_members_reject_path_traversal(images, tmp_path):
-    picture = next(images.rglob("*.png"))
+    image = next(images.rglob("*.png"))
     members = ["ant/../../private/photo.png", "ant//0.png", "ant/./1.png"]
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for member in members:
-            tar.add(picture, member)
+            tar.add(image, member)
     found = rows.make_rows([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
     paths = rows.values(found["path"])
     assert paths == [f"{tmp_path}/shard.tar::{member}" for member in members]
@@ -136,10 +125,10 @@ def test_where_filters_exactly(gallery):
         ({"label": "class0", "path": names(0, 20)}, range(0, 20, 5)),
         ({"path": names(7, 1)}, [7]),
     ):
-        wanted = retrieve(vectors[list(chosen)], queries=queries, k=4)
+        expected = retrieve(vectors[list(chosen)], queries=queries, k=4)
         found = gallery.search(queries, 4, where=where)
-        assert np.array_equal(found.ids[:, : wanted.k], np.array(chosen)[wanted.ids])
-        assert (found.ids[:, wanted.k :] == -1).all()
+        assert np.array_equal(found.ids[:, : expected.k], np.array(chosen)[expected.ids])
+        assert (found.ids[:, expected.k :] == -1).all()
         assert gallery.ids(where).tolist() == list(chosen)
 
 
@@ -211,11 +200,11 @@ def test_changes_keep_ids_and_search_equals_retrieve(gallery):
     assert gallery.add(make_table(80, 10), vectors=everything[80:]).tolist() == [*range(80, 90)]
     gallery.remove(gallery.ids({"path": names(88, 1)}))
     left = [i for i in range(90) if i not in (5, 61, 0, 88)]
-    wanted = retrieve(everything[left], queries=everything[:9], k=6)
+    expected = retrieve(everything[left], queries=everything[:9], k=6)
     for _ in range(2):
         assert len(gallery) == 86
         found = gallery.search(everything[:9], 6)
-        assert np.array_equal(found.ids, np.array(left)[wanted.ids])
+        assert np.array_equal(found.ids, np.array(left)[expected.ids])
         assert gallery.rows([61 + 1])["path"] == names(62, 1)
         gallery.verify()
         gallery.compact()
@@ -337,16 +326,14 @@ def test_tampered_manifest_is_rejected(gallery):
     assert len(Gallery.open(gallery.path)) == 60
 
 
-def test_manifest_rejects_path_traversal(gallery):
-    def write(name):
-        found = gallery._now.manifest
-        info = found.segments[0]
-        bad = [type(info)(**{**vars(info), "name": name})]
-        manifest.write_manifest(gallery.path, type(found)(**{**vars(found), "segments": bad}))
-
-    for name in ("../../etc", "", "A" * 32):
-        write(name)
-        with pytest.raises(ValueError, match="invalid segment"):
+def test_manifest_rejects_path_traversal_and_repeated_segments(gallery):
+    current = gallery._now.manifest
+    (info,) = current.segments
+    renamed = [dataclasses.replace(info, name=name) for name in ("../../etc", "", "A" * 32)]
+    for segments in (*((one,) for one in renamed), (info, info)):
+        changed = dataclasses.replace(current, segments=segments, next_id=120)
+        manifest.write_manifest(gallery.path, changed)
+        with pytest.raises(DamagedGalleryError, match=r"(invalid|duplicate) segment"):
             Gallery.open(gallery.path)
 
 
@@ -363,19 +350,11 @@ def test_manifest_of_an_earlier_version_opens(gallery):
     assert len(Gallery.open(gallery.path)) == 59
 
 
-def test_every_damaged_file_is_detected(gallery):
+def test_truncated_and_missing_files_are_detected(gallery):
     gallery.remove([3])
     home = gallery.path / "segments" / gallery._now.manifest.segments[0].name
     for file in (*home.iterdir(), *gallery.path.glob("deleted-*.npy")):
         content = file.read_bytes()
-        flipped = bytearray(content)
-        flipped[len(flipped) // 2] ^= 1
-        file.write_bytes(flipped)
-        with pytest.raises(ValueError, match=rf"{file.name} is damaged"):
-            gallery.verify()
-        if file.parent == home:  # damage does not get a new checksum
-            with pytest.raises(ValueError, match="damaged"):
-                gallery.compact()
         for broken in (content[:-1], content + b"\0", b""):
             file.write_bytes(broken)
             with pytest.raises(ValueError, match=rf"{file.name} is damaged: it has"):
@@ -394,7 +373,7 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
     built = Gallery.build(embedder, make_table(0, 60), tmp_path / "g", vectors=make_vectors(60))
     built.remove([3, 7])
     queries = make_vectors(2, seed=1)
-    wanted = built.search(queries, 60).ids
+    expected = built.search(queries, 60).ids
     home = built.path / "segments" / built._now.manifest.segments[0].name
     sealed = (built.path / "gallery.json").read_bytes()
     draw = np.random.default_rng(0)
@@ -422,7 +401,7 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
             else:
                 assert file.name in ("vectors.npy", "squares.npy", "rows.arrow")
                 if file.name == "rows.arrow":
-                    assert np.array_equal(ids, wanted)
+                    assert np.array_equal(ids, expected)
             for change in (
                 built.verify,
                 built.compact,
@@ -435,15 +414,7 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
                     built.remove([5])
             assert (built.path / "gallery.json").read_bytes() == sealed
         file.write_bytes(content)
-    assert np.array_equal(read()[0], wanted)
-
-
-def test_manifest_rejects_repeated_segments(gallery):
-    found = manifest.read_manifest(gallery.path)
-    twice = dataclasses.replace(found, segments=found.segments * 2, next_id=120)
-    manifest.write_manifest(gallery.path, twice)
-    with pytest.raises(DamagedGalleryError, match="duplicate segment"):
-        Gallery.open(gallery.path)
+    assert np.array_equal(read()[0], expected)
 
 
 def test_replaced_segments_stay_for_a_grace_period(gallery, monkeypatch):
@@ -511,7 +482,7 @@ def test_search_in_threads_during_changes(gallery):
     queries, problems = make_vectors(3, seed=4), []
     done = threading.Event()
 
-    kept = gallery.vectors([3, 59])
+    before = gallery.vectors([3, 59])
 
     def read():
         while not done.is_set():
@@ -521,7 +492,7 @@ def test_search_in_threads_during_changes(gallery):
             first = {f"/images/{number:05d}.png" for number in found.ids.ravel() if number < 60}
             if not first <= set(found.paths.ravel()):
                 problems.append(found)
-            if not np.array_equal(gallery.vectors([3, 59]), kept):
+            if not np.array_equal(gallery.vectors([3, 59]), before):
                 problems.append("vectors of another version")
             if gallery.rows([7, 42], ["path"])["path"] != [*names(7, 1), *names(42, 1)]:
                 problems.append("rows of another version")
@@ -578,11 +549,11 @@ def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
     assert sizes[0] == 60
     assert sum(sizes) == 120
     assert len(sizes) <= 5
-    wanted = retrieve(
+    expected = retrieve(
         np.concatenate([make_vectors(60), *(make_vectors(5, seed=t) for t in range(12))]),
         queries=make_vectors(3, seed=50),
     )
-    assert np.array_equal(gallery.search(make_vectors(3, seed=50)).ids, wanted.ids)
+    assert np.array_equal(gallery.search(make_vectors(3, seed=50)).ids, expected.ids)
 
 
 @pytest.fixture
@@ -600,15 +571,15 @@ def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind
     found = Gallery.build(embedder, make_table(0, 800), tmp_path / "g", kind, vectors=vectors)
     assert f"index {kind})" in repr(found)
     queries = vectors[:60] + make_vectors(60, seed=3) * 0.1
-    wanted = retrieve(vectors, queries=queries, k=10)
+    expected = retrieve(vectors, queries=queries, k=10)
     result = Gallery.open(tmp_path / "g").search(queries, 10)
-    hits = np.mean([np.isin(a, b).mean() for a, b in zip(result.ids, wanted.ids, strict=True)])
+    hits = np.mean([np.isin(a, b).mean() for a, b in zip(result.ids, expected.ids, strict=True)])
     assert hits > (0.9 if kind in ("HNSW16", "IVF8,Flat") else 0.6)
     whole = retrieve(vectors, queries=queries, k=800)
     by_id = np.take_along_axis(whole.similarities, np.argsort(whole.ids, 1), 1)
-    wanted_scores = np.take_along_axis(by_id, result.ids, 1).ravel()
-    np.testing.assert_allclose(result.similarities.ravel(), wanted_scores, atol=1e-6)
-    gone = np.unique(wanted.ids[:10, 0])
+    expected_scores = np.take_along_axis(by_id, result.ids, 1).ravel()
+    np.testing.assert_allclose(result.similarities.ravel(), expected_scores, atol=1e-6)
+    gone = np.unique(expected.ids[:10, 0])
     found.remove(gone)
     ids = found.add(make_table(800, 60), vectors=queries)
     again = found.search(queries, 10)
@@ -674,14 +645,6 @@ def test_compact_reports_the_index(gallery, monkeypatch):
     ]
 
 
-def test_search_reports_progress(embedder, images, tmp_path):
-    files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
-    found = Gallery.build(embedder, files, tmp_path / "g")
-    steps = []
-    found.search(files, 1, batch_size=2, progress=lambda *step: steps.append(step))
-    assert steps[-1] == (6, 6)
-
-
 def test_duplicates_are_exact(gallery):
     copies = gallery.vectors([3, 3, 8])
     gallery.add(make_table(60, 3), vectors=copies)
@@ -741,9 +704,9 @@ def test_expansion_and_reranking_keep_plain_similarities(gallery):
 
     moved = expand_queries(unit, vectors[plain.ids[:, :3]]).astype(np.float32)
     expanded = gallery.search(queries, 5, expand=3)
-    wanted = retrieve(vectors, queries=moved, k=5)
-    assert np.array_equal(expanded.ids, wanted.ids)
-    np.testing.assert_allclose(expanded.scores, wanted.similarities, atol=1e-6)
+    expected = retrieve(vectors, queries=moved, k=5)
+    assert np.array_equal(expanded.ids, expected.ids)
+    np.testing.assert_allclose(expanded.scores, expected.similarities, atol=1e-6)
 
     reranked = gallery.search(queries, 5, rerank=True)
     distances = np.concatenate([k_reciprocal_distances(q[None], vectors) for q in unit])

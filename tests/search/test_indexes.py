@@ -46,11 +46,15 @@ def recall(result, queries, allowed, k=10):
     return np.mean([np.isin(a, b).mean() for a, b in zip(nearest, result.ids, strict=True)])
 
 
-@pytest.mark.parametrize("budget", [0, snapshot.SCANNED])
+@pytest.fixture(params=[0, snapshot.SCANNED])
+def budget(request, monkeypatch):
+    """Never scan where an index can answer, or the default."""
+    monkeypatch.setattr(snapshot, "SCANNED", request.param)
+    monkeypatch.setattr(snapshot, "SHORTEST", 64 if request.param else 1)
+
+
 @pytest.mark.parametrize("share", [0.05, 0.11, 0.2, 0.3, 0.5, 0.8])
-def test_filter_by_cluster_keeps_recall(gallery, share, budget, monkeypatch):
-    monkeypatch.setattr(snapshot, "SCANNED", budget)
-    monkeypatch.setattr(snapshot, "SHORTEST", 64 if budget else 1)
+def test_filter_by_cluster_keeps_recall(gallery, share, budget):
     inside = np.arange(CLASSES) < round(share * CLASSES)
     where = {"label": list(map(str, np.flatnonzero(inside)))}
     for classes in (np.flatnonzero(inside), np.flatnonzero(~inside)):  # near and far queries
@@ -59,18 +63,13 @@ def test_filter_by_cluster_keeps_recall(gallery, share, budget, monkeypatch):
         assert recall(result, queries, inside[LABELS]) >= 0.98
 
 
-@pytest.mark.parametrize("budget", [0, snapshot.SCANNED])
-@pytest.mark.parametrize("kept", [11, 90])
-def test_removal_of_the_clusters_of_the_queries_keeps_recall(
-    gallery, kept, budget, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(snapshot, "SCANNED", budget)
-    monkeypatch.setattr(snapshot, "SHORTEST", 64 if budget else 1)
+@pytest.mark.parametrize("remaining", [11, 90])
+def test_removal_of_the_clusters_of_the_queries_keeps_recall(gallery, remaining, budget, tmp_path):
     shutil.copytree(gallery.path, tmp_path / "g")
     changed = Gallery.open(tmp_path / "g")
-    allowed = np.isin(LABELS, np.arange(kept))
+    allowed = np.isin(LABELS, np.arange(remaining))
     changed.remove(np.flatnonzero(~allowed))
-    queries = draw_clusters(np.resize(np.arange(kept, CLASSES), 50), seed=2)
+    queries = draw_clusters(np.resize(np.arange(remaining, CLASSES), 50), seed=2)
     result = changed.search(queries, 10)
     assert recall(result, queries, allowed) >= 0.98
 

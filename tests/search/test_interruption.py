@@ -49,33 +49,33 @@ def interrupted(images, tmp_path, monkeypatch):
     return tmp_path / "g", files, left
 
 
-def flip(file, dim):
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def put_nan(file, dim):
-    stamps, vectors = staging._load(file, dim)
+def rewrite(file, change):
+    stamps, vectors = staging._load(file, DIM)
     file.unlink()
-    staging._write(file.parent, vectors * np.nan, stamps)
-
-
-def drop_dimensions(file, dim):
-    stamps, vectors = staging._load(file, dim)
-    file.unlink()
-    staging._write(file.parent, vectors[:, :4], stamps)
+    staging._write(file.parent, change(vectors), stamps)
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, put_nan, drop_dimensions, lambda f, dim: f.write_bytes(b"")]
+    "damage",
+    [
+        flip,
+        lambda file: rewrite(file, lambda vectors: vectors * np.nan),
+        lambda file: rewrite(file, lambda vectors: vectors[:, :4]),
+        lambda file: file.write_bytes(b""),
+    ],
 )
 def test_damaged_staged_vectors_are_embedded_again(interrupted, damage):
     folder, files, left = interrupted
-    damage(left[0], DIM)
+    damage(left[0])
     found = Gallery.build(make_embedder(), files, folder)
-    wanted = make_embedder().encode(files).numpy()
-    np.testing.assert_allclose(found.vectors(found.ids()), wanted, atol=1e-6)
+    expected = make_embedder().encode(files).numpy()
+    np.testing.assert_allclose(found.vectors(found.ids()), expected, atol=1e-6)
     assert not (folder / "staging").exists()
 
 
@@ -96,8 +96,8 @@ def test_image_replaced_with_equal_size_and_mtime_is_embedded_again(tmp_path, mo
     os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert files[0].stat().st_size == before.st_size
     found = Gallery.build(make_embedder(), files, tmp_path / "g")
-    wanted = make_embedder().encode(files).numpy()
-    np.testing.assert_allclose(found.vectors(found.ids()), wanted, atol=1e-6)
+    expected = make_embedder().encode(files).numpy()
+    np.testing.assert_allclose(found.vectors(found.ids()), expected, atol=1e-6)
 
 
 def test_staged_vectors_are_swept_after_the_grace_period(gallery, images, monkeypatch):

@@ -20,7 +20,7 @@ pytest.importorskip("milvus_lite")
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Embedded images that are not on Milvus yet are kept in a folder of the tests."""
+    """Embedded images that are not on Milvus yet are in a folder of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXIMETRY_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -45,20 +45,20 @@ def both(embedder, table, vectors, address, folder, **options):
     return remote, local, remote.ids()
 
 
-def assert_same(found, wanted, ids):
+def assert_same(found, expected, ids):
     """The ranking is the same up to ties."""
-    values, expected = (
-        one.similarities if one.scores is None else one.scores for one in (found, wanted)
+    values, scores = (
+        one.similarities if one.scores is None else one.scores for one in (found, expected)
     )
-    np.testing.assert_allclose(values, expected[:, : found.k], atol=1e-6)
-    named = np.where(wanted.ids >= 0, ids[wanted.ids], -1)[:, : found.k]
-    assert (wanted.ids[:, found.k :] == -1).all()
+    np.testing.assert_allclose(values, scores[:, : found.k], atol=1e-6)
+    named = np.where(expected.ids >= 0, ids[expected.ids], -1)[:, : found.k]
+    assert (expected.ids[:, found.k :] == -1).all()
     differ = found.ids != named
-    gaps = np.abs(np.diff(expected, axis=1, prepend=np.inf, append=-np.inf))
+    gaps = np.abs(np.diff(scores, axis=1, prepend=np.inf, append=-np.inf))
     tied = np.minimum(gaps[:, :-1], gaps[:, 1:])[:, : found.k] < 1e-6
     tied[:, -1] = True  # the list may end within a tie
     assert not (differ & ~tied).any()
-    assert set(found.columns) == set(wanted.columns)
+    assert set(found.columns) == set(expected.columns)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -76,14 +76,14 @@ def test_search_equals_a_folder_up_to_ties(normalize, address, tmp_path):
     )
     assert np.array_equal(remote.ids(where), ids[local.ids(where)])
     for options in ({"rerank": True}, {"expand": 3 * normalize}):
-        found, wanted = (one.search(queries[-5:], 5, **options) for one in (remote, local))
-        assert_same(found, wanted, ids)
+        found, expected = (one.search(queries[-5:], 5, **options) for one in (remote, local))
+        assert_same(found, expected, ids)
     threshold = 0.9 if normalize else 1.0
-    alike, wanted = remote.duplicates(threshold), local.duplicates(threshold)
-    assert np.array_equal(alike.pairs, ids[wanted.pairs])
-    assert len(wanted.pairs) > 1000
-    assert alike.similarities.tobytes() == wanted.similarities.tobytes()
-    assert [group.tolist() for group in alike.groups] == [ids[g].tolist() for g in wanted.groups]
+    alike, expected = remote.duplicates(threshold), local.duplicates(threshold)
+    assert np.array_equal(alike.pairs, ids[expected.pairs])
+    assert len(expected.pairs) > 1000
+    assert alike.similarities.tobytes() == expected.similarities.tobytes()
+    assert [group.tolist() for group in alike.groups] == [ids[g].tolist() for g in expected.groups]
     assert remote.vectors(ids).tobytes() == local.vectors(local.ids()).tobytes()
     assert remote.rows(ids) == local.rows(local.ids())
     remote.verify()
@@ -99,9 +99,9 @@ def test_build_and_search_images(embedder, images, address):
     assert lines == ["index: Milvus Flat for 48 images: every search is exact"]
     found = Gallery.open(address, embedder)
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
-    wanted = retrieve(vectors, queries=vectors[:3], k=4)
+    expected = retrieve(vectors, queries=vectors[:3], k=4)
     result = found.search([catalog.file(row) for row in range(3)], 4)
-    assert np.array_equal(result.ids, found.ids()[wanted.ids])
+    assert np.array_equal(result.ids, found.ids()[expected.ids])
     assert result.column("split")[0, 0] == "all"
     other = Gallery.open(address)
     assert np.array_equal(other.search(vectors[:3], 4).ids, result.ids)
@@ -185,7 +185,7 @@ def test_numeric_columns_and_missing_values(embedder, address):
     found.add(more, vectors=make_vectors(2, seed=1))
     other.refresh()
     ids = found.ids()
-    for where, wanted in (
+    for where, expected in (
         ({"year": 2001}, [1, 2]),
         ({"year": "1990"}, [0]),
         ({"year": [1990, "2001"]}, [0, 1, 2]),
@@ -198,7 +198,7 @@ def test_numeric_columns_and_missing_values(embedder, address):
         ({"label": None}, [0, 1, 2]),
         ({"label": [None, "a"], "color": [None, "red"]}, [0, 1, 2, 3]),
     ):
-        assert other.ids(where).tolist() == ids[wanted].tolist(), where
+        assert other.ids(where).tolist() == ids[expected].tolist(), where
     assert other.rows(ids[[4, 1]])["year"] == [None, 2001]
     assert other.rows(ids[[0, 2]])["ok"] == [True, None]
     for where, token in (
@@ -213,9 +213,9 @@ def test_numeric_columns_and_missing_values(embedder, address):
 def test_approximate_index(embedder, address):
     vectors = make_vectors(400)
     found = Gallery.build(embedder, make_table(0, 400), address, "HNSW16", vectors=vectors)
-    result, wanted = found.search(vectors[:20], 3), retrieve(vectors, queries=vectors[:20], k=3)
+    result, expected = found.search(vectors[:20], 3), retrieve(vectors, queries=vectors[:20], k=3)
     ids = found.ids()
-    assert np.isin(result.ids, ids[wanted.ids]).mean() > 0.9
+    assert np.isin(result.ids, ids[expected.ids]).mean() > 0.9
     assert result.similarities[:, 0].min() > 1 - 1e-6
     assert found.duplicates(0.9).pairs.shape[1] == 2
     assert "index HNSW" in repr(Gallery.open(address))
@@ -316,23 +316,23 @@ def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch)
     with pytest.raises(ValueError, match=r"milvus://127.0.0.1:1/c: no answer") as error:
         Gallery.build(embedder, make_table(0, 1), "milvus://127.0.0.1:1/c")
     assert "secret" not in str(error.value)
-    made = Gallery.build(embedder, make_table(0, 3), address, vectors=make_vectors(3))
+    built = Gallery.build(embedder, make_table(0, 3), address, vectors=make_vectors(3))
     with pytest.raises(UsageError, match="already exists"):
         Gallery.build(embedder, make_table(0, 3), address, vectors=make_vectors(3))
     with pytest.raises(UsageError, match="unknown index"):
         Gallery.build(embedder, make_table(0, 3), f"{address}2", "BFlat")
     with pytest.raises(UsageError, match="no gallery"):
         Gallery.open(f"{address}2")
-    client, name = made._now.client, f"{made._now.name}_theirs"
+    client, name = built._now.client, f"{built._now.name}_theirs"
     client.create_collection(name, dimension=4)
     with pytest.raises(UsageError, match="not a gallery"):
         Gallery.open(f"milvus:{file}/{name}")
-    client.alter_collection_properties(made._now.name, {"proximetry.version": "7"})
+    client.alter_collection_properties(built._now.name, {"proximetry.version": "7"})
     with pytest.raises(ValueError, match="format version '7'"):
-        made.refresh()
-    client.drop_collection(made._now.name)
+        built.refresh()
+    client.drop_collection(built._now.name)
     with pytest.raises(ValueError, match="does not exist"):
-        made.search(make_vectors(1))
+        built.search(make_vectors(1))
 
 
 def test_largest_k(embedder, address, monkeypatch):
@@ -348,7 +348,7 @@ def test_largest_k(embedder, address, monkeypatch):
 def test_commands(images, address, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     make_embedder().save(tmp_path / "model")
-    shutil.copytree(images, tmp_path / "pictures")
+    shutil.copytree(images, tmp_path / "images")
 
     def call(*words, code=0):
         got = cli.main([str(word) for word in words])
@@ -357,15 +357,15 @@ def test_commands(images, address, tmp_path, monkeypatch, capfd):
         return printed.err if code else printed.out
 
     where = ("--gallery", address)
-    assert "--model RUN" in call("index", "pictures", *where, code=2)
-    text = call("index", "pictures", "--model", "model", *where)
+    assert "--model RUN" in call("index", "images", *where, code=2)
+    text = call("index", "images", "--model", "model", *where)
     assert f"{address}: 48 images, 48 new" in text
     assert f"proximetry search QUERY.jpg --gallery {address} --model model" in text
-    shutil.copy("pictures/class00/0.png", "pictures/class00/copy.png")
-    assert "stores no embedder" in call("index", "pictures", *where, code=2)
-    text = call("index", "pictures", "--model", "model", "--device", "cpu", *where)
+    shutil.copy("images/class00/0.png", "images/class00/copy.png")
+    assert "stores no embedder" in call("index", "images", *where, code=2)
+    text = call("index", "images", "--model", "model", "--device", "cpu", *where)
     assert "49 images, 1 new" in text
-    query = "pictures/class00/0.png"
+    query = "images/class00/0.png"
     assert "--model RUN" in call("search", query, *where, code=2)
     found = call("search", query, *where, "--model", "model", "-k", 2, "--json")
     (one,) = json.loads(found)["queries"]

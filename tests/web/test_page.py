@@ -35,7 +35,7 @@ def live(server, shared, tmp_path_factory):
     process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
     yield url.replace("=TOKEN", f"={TOKEN}")
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
+    assert process.ended() == 0, process.output()
 
 
 class Visit:
@@ -180,7 +180,7 @@ def test_errors_of_the_server_are_shown(browser, live):
     visit.end()
 
 
-def test_threshold_slider(visit, shared):
+def test_threshold_class_filter_and_number_of_results(visit, shared):
     page = visit()
     page.evaluate("location.hash = 'item/0'")
     assert page.locator("#threshold-value").inner_text() == "all"
@@ -196,12 +196,6 @@ def test_threshold_slider(visit, shared):
     assert "No results above" in page.locator("#grid").inner_text()
     page.locator("#threshold").fill("0")
     assert page.locator("#grid li:not([hidden])").count() == TOTAL - 1
-
-
-def test_class_filter_and_number_of_results(visit):
-    page = visit()
-    page.evaluate("location.hash = 'item/0'")
-    ranks(page)
     page.locator("#class").fill("class03")
     page.locator("#class").press("Enter")
     until(page, f"document.querySelectorAll('#grid .rank').length === {EACH}")
@@ -312,13 +306,8 @@ def test_keyboard(visit):
         if focused[0] == "card":
             break
     assert seen[0] == "skip"
-    assert [one for one in seen if one in ("file", "threshold", "class", "count", "card")] == [
-        "file",
-        "threshold",
-        "class",
-        "count",
-        "card",
-    ]
+    controls = ["file", "threshold", "class", "count", "card"]
+    assert [one for one in seen if one in controls] == controls
     page.keyboard.press("Enter")
     assert len(ranks(page)) == TOTAL - 1
     page.locator("#grid .card").first.focus()
@@ -449,7 +438,7 @@ def test_missing_files_and_stopped_server(browser, server, own, tmp_path):
     ranks(page)
     page.get_by_text("not readable").first.wait_for()
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
+    assert process.ended() == 0, process.output()
     page.locator("#grid .card").first.click()
     page.wait_for_selector("#problem:not([hidden])")
     assert "The server cannot be reached" in page.locator("#problem").inner_text()

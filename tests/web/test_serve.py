@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import httpx
@@ -38,12 +39,6 @@ def test_invalid_arguments_are_rejected(capsys, shared, words, token):
         values = {"GALLERY": str(shared.path), "PORT": str(taken.getsockname()[1])}
         assert main(["serve", *(values.get(word, word) for word in words)]) == 2
     assert token in capsys.readouterr().err
-
-
-def test_token_of_the_environment(shared, monkeypatch):
-    monkeypatch.setenv("PROXIMETRY_TOKEN", "short")
-    with pytest.raises(ValueError, match="16 to 200"):
-        serving.serve(shared.path)
 
 
 @pytest.mark.slow
@@ -99,9 +94,20 @@ def test_server_from_start_to_ctrl_c(server, shared, tmp_path):
     finally:
         process.send(signal.SIGINT)
         code = process.ended()
-    assert code == 0, process.said()
-    assert process.said().endswith("stopped\n")
-    assert "Traceback" not in process.said()
+    assert code == 0, process.output()
+    assert process.output().endswith("stopped\n")
+    assert "Traceback" not in process.output()
+
+
+@asynccontextmanager
+async def run_server(app):
+    config = uvicorn.Config(app, http=serving.LimitedProtocol, lifespan="off", log_config=None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(config)
+        running = asyncio.create_task(server.serve(sockets=[listening]))
+        yield server, listening.getsockname()
+        server.should_exit = True
+        await running
 
 
 def test_idle_connections_are_closed(monkeypatch):
@@ -113,19 +119,14 @@ def test_idle_connections_are_closed(monkeypatch):
         await send({"type": "http.response.body", "body": b""})
 
     async def talk():
-        config = uvicorn.Config(slow, http=serving.LimitedProtocol, lifespan="off", log_config=None)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            server = uvicorn.Server(config)
-            running = asyncio.create_task(server.serve(sockets=[listening]))
+        async with run_server(slow) as (_, address):
             request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
             for sent in (b"", request[:9], request, request + request + b"G"):
-                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                reader, writer = await asyncio.open_connection(*address)
                 writer.write(sent)
                 answer = await asyncio.wait_for(reader.read(), 3)  # keep-alive alone lasts 5 s
                 assert answer.count(b"204 No Content") == sent.count(b"Host")
                 writer.close()
-            server.should_exit = True
-            await running
 
     asyncio.run(talk())
 
@@ -138,26 +139,19 @@ def test_slow_readers_are_disconnected(monkeypatch):
         await send({"type": "http.response.body", "body": bytes(20_000_000)})
 
     async def talk():
-        config = uvicorn.Config(
-            large, http=serving.LimitedProtocol, lifespan="off", log_config=None
-        )
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            server = uvicorn.Server(config)
-            running = asyncio.create_task(server.serve(sockets=[listening]))
+        async with run_server(large) as (server, address):
             loop = asyncio.get_running_loop()
             request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
             for requests in (1, 2):  # the answer to a second one waits for the first
                 with socket.socket() as client:
                     client.setblocking(False)
-                    await loop.sock_connect(client, listening.getsockname())
+                    await loop.sock_connect(client, address)
                     await loop.sock_sendall(client, request * requests)
                     async with asyncio.timeout(10):
                         while not server.server_state.connections:
                             await asyncio.sleep(0.01)
                         while server.server_state.connections:
                             await asyncio.sleep(0.01)
-            server.should_exit = True
-            await running
 
     asyncio.run(talk())
 
@@ -167,11 +161,21 @@ def guarded(server, shared, tmp_path_factory):
     """A server with a token: its process and address."""
     folder = tmp_path_factory.mktemp("guarded")
     around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(cache_map(shared, folder))}
-    process, url = start(server, folder / "log", shared.path, **around)
-    yield process, urlsplit(url)
+    process, url = start(server, folder / "log", shared.path, "--host", "0.0.0.0", **around)
+    assert url.endswith("/?token=TOKEN")
+    yield process, urlsplit(f"http://127.0.0.1:{urlsplit(url).port}")
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
-    assert "Traceback" not in process.said()
+    assert process.ended() == 0, process.output()
+    assert "Traceback" not in process.output()
+    assert TOKEN not in process.output()
+
+
+def test_server_signs_in_by_url(guarded, shared):
+    with httpx.Client(base_url=guarded[1].geturl()) as browser:
+        assert browser.get("/gallery").status_code == 401
+        assert browser.get(f"/?token={TOKEN}").status_code == 303
+        assert browser.get("/").status_code == 200
+        assert browser.get("/gallery").json()["images"] == len(shared)
 
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -211,7 +215,7 @@ def test_floods_are_disconnected(guarded, name):
 
 def test_log_stays_empty_after_disconnects_and_bombs(guarded):
     process, address = guarded
-    place, before = (address.hostname, address.port), process.said()
+    place, before = (address.hostname, address.port), process.output()
     bearer = {"authorization": f"Bearer {TOKEN}"}
     base = "http://{}:{}".format(*place)
     head = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
@@ -230,26 +234,7 @@ def test_log_stays_empty_after_disconnects_and_bombs(guarded):
         answer = httpx.post(f"{base}/search", files=files, headers=bearer)
         assert answer.status_code == 415
         assert "too large" in answer.json()["detail"]
-    assert process.said() == before
-
-
-def test_server_with_a_token(server, shared, tmp_path):
-    around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(cache_map(shared, tmp_path))}
-    process, url = start(server, tmp_path / "log", shared.path, "--host", "0.0.0.0", **around)
-    try:
-        assert url.endswith("/?token=TOKEN")
-        base = f"http://127.0.0.1:{urlsplit(url).port}"
-        assert httpx.get(f"{base}/gallery").status_code == 401
-        bearer = {"authorization": f"Bearer {TOKEN}"}
-        assert httpx.get(f"{base}/gallery", headers=bearer).status_code == 200
-        with httpx.Client(base_url=base) as browser:
-            assert browser.get(f"/?token={TOKEN}").status_code == 303
-            assert browser.get("/").status_code == 200
-            assert browser.get("/gallery").json()["images"] == len(shared)
-    finally:
-        process.send(signal.SIGINT)
-        assert process.ended() == 0
-    assert TOKEN not in process.said()
+    assert process.output() == before
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -77,16 +77,24 @@ def index(
 
                 exists = milvus.exists(gallery)
             with progress_bar("indexing") as progress, skip_hint():
-                options: dict[str, Any] = {
-                    "batch_size": batch_size,
-                    "bad_images": bad_images,
-                    "progress": progress,
-                    "report": notes.append,
-                }
-                add = _add if exists else _build
-                opened, added = add(gallery, model, index, device, table, options)
-    folders = [os.path.expanduser(word) for word in images]
-    missing, changed = _outdated(opened, filter(os.path.isdir, folders) if exists else ())
+                opened, added = _index(
+                    gallery,
+                    model,
+                    index,
+                    device,
+                    table,
+                    exists,
+                    batch_size=batch_size,
+                    bad_images=bad_images,
+                    progress=progress,
+                    report=notes.append,
+                )
+    missing: dict[str, None] = {}
+    changed: dict[str, None] = {}
+    for folder in map(os.path.expanduser, images):
+        if exists and os.path.isdir(folder) and not is_milvus(gallery):
+            for files, more in zip((missing, changed), opened.outdated(folder), strict=True):
+                files |= dict.fromkeys(more)
     skipped = list(map(str, opened.skipped))
     document = {
         "gallery": gallery,
@@ -114,35 +122,25 @@ def index(
     print_result(as_json, document, "\n".join([*notes, *lines]))
 
 
-def _build(
+def _index(
     gallery: str,
     model: Path | None,
     index: str | None,
     device: str | None,
     table: Any,
-    options: dict[str, Any],
+    exists: bool,
+    **options: Any,
 ) -> tuple["Gallery", int]:
-    from proximetry.search import Gallery
-
-    if model is None:
-        raise UsageError(f"no embedder for the new gallery {gallery}. Pass --model RUN.")
-    opened = Gallery.build(_load(model, device), table, gallery, index or "auto", **options)
-    return opened, len(opened)
-
-
-def _add(
-    gallery: str,
-    model: Path | None,
-    index: str | None,
-    device: str | None,
-    table: Any,
-    options: dict[str, Any],
-) -> tuple["Gallery", int]:
-    """Add the new images to a gallery; return it and their number."""
+    """Build a gallery, or add the new images to it; return it and their number."""
     from proximetry.search import Gallery
     from proximetry.search.manifest import EMBEDDER
     from proximetry.search.rows import arrow, values
 
+    if not exists:
+        if model is None:
+            raise UsageError(f"no embedder for the new gallery {gallery}. Pass --model RUN.")
+        opened = Gallery.build(_load(model, device), table, gallery, index or "auto", **options)
+        return opened, len(opened)
     if model is None and device is not None and (Path(gallery) / EMBEDDER).exists():
         model = Path(gallery) / EMBEDDER
     opened = Gallery.open(gallery, None if model is None else _load(model, device))
@@ -161,19 +159,6 @@ def _add(
     if opened.needs_compaction:
         opened.compact(progress=options["progress"], report=options["report"])
     return opened, added
-
-
-def _outdated(opened: "Gallery", folders: Any) -> tuple[list[str], list[str]]:
-    """Return the missing and the changed files below folders."""
-    from proximetry.search.manifest import is_milvus
-
-    missing: dict[str, None] = {}
-    changed: dict[str, None] = {}
-    for folder in () if is_milvus(opened.name) else folders:
-        gone, new = opened.outdated(folder)
-        missing |= dict.fromkeys(gone)
-        changed |= dict.fromkeys(new)
-    return list(missing), list(changed)
 
 
 def _open(gallery: str, model: Path | None) -> "Gallery":

@@ -77,8 +77,10 @@ def make_rows(
             "vectors, all others behind them",
             evaluate(**options, binary=True, candidates=count),
         )
-        costs = _bytes_per_image(compared), _milliseconds_per_query(compared, count)
-        for row, size, taken in zip(rows, *costs, strict=True):
+        dim = compared["embeddings"].shape[1]
+        vector, code = 4 * dim, -(-dim // 8)
+        times = _milliseconds_per_query(compared, count)
+        for row, size, taken in zip(rows, (vector, code, vector + code), times, strict=True):
             row |= {"bytes_per_image": size, "milliseconds_per_query": taken}
     expansion = (
         f"query expansion with {methods.expand} neighbors (α = {ALPHA:g}), without the query, then "
@@ -129,12 +131,6 @@ def as_text(rows: Sequence[Row]) -> list[str]:
         )
         parts += ["\n".join(lines), wrap(about)]
     return parts
-
-
-def _bytes_per_image(compared: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the bytes of a vector, of its code, and of both."""
-    vector, code = 4 * compared["embeddings"].shape[1], -(-compared["embeddings"].shape[1] // 8)
-    return vector, code, vector + code
 
 
 def _milliseconds_per_query(

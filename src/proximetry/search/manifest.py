@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError, shown, some
@@ -122,11 +121,6 @@ class Manifest:
 def is_milvus(path: str | os.PathLike[str]) -> bool:
     """Return whether this is the address of a gallery on Milvus, not a folder."""
     return os.fspath(path).startswith(("milvus:", "milvuss:"))
-
-
-def new_name() -> str:
-    """Return a unique name."""
-    return uuid4().hex
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -168,11 +168,6 @@ class Index(NamedTuple):
             "IVF1024,PQ64."
         )
 
-    @property
-    def exact(self) -> bool:
-        """Whether search is exact, up to rounding."""
-        return self.kind == "FLAT"
-
     def candidates(self, k: int) -> int:
         """Return the number of candidates for k results: more for coarser codes."""
         return indexes.compressed(k) if self.kind == "IVF_PQ" else k + SPARE
@@ -186,7 +181,7 @@ class Index(NamedTuple):
         return {}
 
     def __str__(self) -> str:
-        return indexes.EXACT if self.exact else self.kind
+        return indexes.EXACT if self.kind == "FLAT" else self.kind
 
 
 # Milvus stores text in UTF-8, which names of files need not be. Other bytes become U+FFFF, which

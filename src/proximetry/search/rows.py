@@ -100,12 +100,6 @@ def with_stamps(table: Any, stamps: Sequence[tuple[int, int] | None]) -> Any:
     return table
 
 
-def below(table: Any, folder: str) -> Mask:
-    """Return a mask of the paths below a folder."""
-    compute = arrow("pyarrow.compute")
-    return np.asarray(compute.starts_with(table["path"], encode(os.path.join(folder, ""))))
-
-
 def encode(text: str) -> bytes:
     """Encode a text as it is stored."""
     return text.encode("utf-8", "surrogateescape")
@@ -119,11 +113,6 @@ def stack(tables: Sequence[Any]) -> Any:
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         reason = str(error).replace("large_binary", "text")
         raise UsageError(f"column types differ: {reason}. Rename the column.") from error
-
-
-def check_fits(tables: Sequence[Any], more: Any) -> None:
-    """Reject columns of another type than in the tables."""
-    stack([rows.slice(0, 0) for rows in (*tables, more)])
 
 
 def write(rows: Any, stream: Any) -> None:

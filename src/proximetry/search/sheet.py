@@ -112,17 +112,13 @@ def _data_uri(path: str) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _lines(cells: Sequence[_Cell]) -> list[list[_Cell | None]]:
-    """Return the query with its results, in several lines if there are many."""
-    query, *results = cells
-    parts = [results[part] for part in chunks(len(results), _COLUMNS)] or [[]]
-    return [[query if i == 0 else None, *part] for i, part in enumerate(parts)]
-
-
 def _draw(results: Sequence[Sequence[_Cell]]) -> Image.Image:
     font = ImageFont.load_default(12)
     side, height = THUMBNAIL + _MARGIN, THUMBNAIL + 3 * _LINE + 2 * _MARGIN
-    rows = [line for cells in results for line in _lines(cells)]
+    rows: list[list[_Cell | None]] = []
+    for query, *found in results:  # in several lines if there are many
+        parts = [found[part] for part in chunks(len(found), _COLUMNS)] or [[]]
+        rows += [[query if i == 0 else None, *part] for i, part in enumerate(parts)]
     columns = max(map(len, rows))
     sheet = Image.new("RGB", (columns * side + 2 * _MARGIN, len(rows) * height + _MARGIN), "white")
     draw = ImageDraw.Draw(sheet)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,6 @@ from proximetry.search.manifest import (
     Manifest,
     SegmentInfo,
     new_file,
-    new_name,
     read_digest,
     read_manifest,
 )
@@ -74,7 +74,7 @@ def write_segment(
     progress: Progress,
 ) -> SegmentInfo:
     """Write rows with their prepared vectors, and an index unless `index` is ""."""
-    name, count = new_name(), len(ids)
+    name, count = uuid4().hex, len(ids)
     home = folder / SEGMENTS / name
     with writing(home):
         home.mkdir(parents=True)
@@ -139,7 +139,7 @@ def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
     """Write the ids that are removed."""
     if not len(ids):
         return None
-    name = f"deleted-{new_name()}.npy"
+    name = f"deleted-{uuid4().hex}.npy"
     with new_file(folder / name) as stream:
         _write_header(stream, np.int64, ids.shape)
         stream.write(ids)
@@ -349,7 +349,8 @@ class Snapshot:
 
     def check_fits(self, table: Any) -> None:
         """Reject rows whose columns have other types than here."""
-        rows.check_fits([segment.rows for segment in self.segments], table)
+        tables = (*(segment.rows for segment in self.segments), table)
+        rows.stack([one.slice(0, 0) for one in tables])
 
     @cached_property
     def columns(self) -> list[str]:
@@ -370,8 +371,9 @@ class Snapshot:
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and time of modification of the images below a folder, as embedded."""
+        compute, prefix = rows.arrow("pyarrow.compute"), rows.encode(os.path.join(folder, ""))
         for segment, mask in zip(self.segments, self.alive, strict=True):
-            met = rows.below(segment.rows, folder)
+            met = np.asarray(compute.starts_with(segment.rows["path"], prefix))
             part = rows.arrow().array(np.flatnonzero(met if mask is None else met & mask))
             unknown = rows.arrow().nulls(len(segment.rows))
             known = segment.rows.column_names

@@ -12,7 +12,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,23 +54,25 @@ class SkippedImage(NamedTuple):
         return f"{self.path}: {self.reason}"
 
 
-class _Chunks:
-    """Embedded chunks, in memory or on disk, and the chunk and row of each image, or −1."""
+class Staged:
+    """Embedded images: chunks in memory or on disk, and the chunk and row of each image, or −1."""
 
     def __init__(self, folder: Path, stamps: Sequence[Stamp | None], dim: int) -> None:
-        self.vectors: list[FloatArray] = []
-        self.files: dict[int, Path] = {}
-        self.sources = np.full((len(stamps), 2), -1, np.int64)
+        self.skipped: list[SkippedImage] = []
+        self._stamps, self._dim = stamps, dim
+        self._vectors: list[FloatArray] = []
+        self._files: dict[int, Path] = {}
+        self._sources = np.full((len(stamps), 2), -1, np.int64)
         staged: dict[Stamp, tuple[int, int]] = {}
         for file in sorted(folder.glob("[!.]*.arrow")):
             with suppress(KeyError, OSError, ValueError):  # its images are embedded again
                 known, vectors = _load(file, dim)
-                staged |= {stamp: (len(self.vectors), row) for row, stamp in enumerate(known)}
-                self.files[len(self.vectors)] = file
-                self.vectors.append(vectors)
+                staged |= {stamp: (len(self._vectors), row) for row, stamp in enumerate(known)}
+                self._files[len(self._vectors)] = file
+                self._vectors.append(vectors)
         for image, stamp in enumerate(stamps):
             if stamp is not None:
-                self.sources[image] = staged.get(stamp, (-1, -1))
+                self._sources[image] = staged.get(stamp, (-1, -1))
 
     @property
     def waiting(self) -> list[IntArray]:
@@ -80,34 +81,46 @@ class _Chunks:
         They are split by their numbers, whatever was embedded before, so that batches, on which
         the last bits depend, are the same after an interruption.
         """
-        images = np.flatnonzero(self.sources[:, 0] < 0)
+        images = np.flatnonzero(self._sources[:, 0] < 0)
         parts = np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
         return parts if len(images) else []
 
+    @property
+    def images(self) -> IntArray:
+        """The indices of the readable images."""
+        return np.flatnonzero(self._sources[:, 0] >= 0)
 
-@dataclass
-class Staged:
-    """Embedded images."""
+    @property
+    def stamps(self) -> list[tuple[int, int] | None]:
+        """Size and time of modification of the readable images."""
+        stamps = (self._stamps[image] for image in self.images)
+        return [stamp and (stamp.size, stamp.modified) for stamp in stamps]
 
-    images: IntArray  # the indices of the readable images
-    skipped: list[SkippedImage]  # the others
-    stamps: list[tuple[int, int] | None]  # size and time of modification of the readable ones
-    _chunks: _Chunks
+    def append(self, images: IntArray, vectors: FloatArray, folder: Path | None) -> None:
+        """Add a chunk, and write it unless there is no folder."""
+        number = len(self._vectors)
+        self._sources[images] = np.stack([np.full(len(images), number), range(len(images))]).T
+        if folder and len(images):
+            file = _write(folder, vectors, [self._stamps[image] for image in images])
+            self._files[number] = file
+            _, vectors = _load(file, self._dim)
+        self._vectors.append(vectors)
 
     def blocks(self) -> Iterator[FloatArray]:
         """Yield the vectors of the readable images."""
-        for part in chunks(len(self.images), BLOCK):
-            source = self._chunks.sources[self.images[part]]
-            block = np.empty((len(source), self._chunks.vectors[0].shape[1]), np.float32)
+        images = self.images
+        for part in chunks(len(images), BLOCK):
+            source = self._sources[images[part]]
+            block = np.empty((len(source), self._dim), np.float32)
             for number in np.unique(source[:, 0]):
                 here = source[:, 0] == number
-                block[here] = self._chunks.vectors[number][source[here, 1]]
+                block[here] = self._vectors[number][source[here, 1]]
             yield block
 
     def discard(self) -> None:
         """Remove the files of these vectors, which are in the gallery now."""
-        used = np.unique(self._chunks.sources[self.images, 0]).tolist()
-        files = [self._chunks.files[number] for number in used if number in self._chunks.files]
+        used = np.unique(self._sources[self.images, 0]).tolist()
+        files = [self._files[number] for number in used if number in self._files]
         for file in files:
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in files}:
@@ -129,14 +142,14 @@ def embed(
     """Embed images for a gallery, and reuse the vectors staged in its folder."""
     folder = gallery / STAGING / fingerprint[:32]
     stamps = [stamp_of(path) for path in paths]
-    staged = _Chunks(folder, stamps, embedder.dim)
+    staged = Staged(folder, stamps, embedder.dim)
     waiting = sum(map(len, staged.waiting))
     if _idle_workers and waiting > CHUNK:
         parts = [[paths[image] for image in part] for part in staged.waiting]
         job = _Job(parts, folder, fingerprint, batch_size)
         _broadcast(job)
         job.run(embedder, progress)
-        staged = _Chunks(folder, stamps, embedder.dim)  # unreadable images still wait
+        staged = Staged(folder, stamps, embedder.dim)  # unreadable images still wait
     skipped: dict[int, SkippedImage] = {}
     done = len(paths) - sum(map(len, staged.waiting))
     for images in staged.waiting:
@@ -157,19 +170,12 @@ def embed(
                 raise
             raise error.__cause__ from None
         read = np.array([image for image in images.tolist() if image not in skipped], np.int64)
-        staged.sources[read] = np.stack(
-            [np.full(len(read), len(staged.vectors)), range(len(read))]
-        ).T
-        if waiting > CHUNK and len(read):  # else there is nothing to resume
-            file = _write(folder, vectors, [stamps[image] for image in read])
-            staged.files[len(staged.vectors)] = file
-            _, vectors = _load(file, embedder.dim)
-        staged.vectors.append(vectors)
+        # Without further chunks there is nothing to resume.
+        staged.append(read, vectors, folder if waiting > CHUNK else None)
         done += len(images)
         progress(done, len(paths))
-    readable = np.flatnonzero(staged.sources[:, 0] >= 0)
-    seen = [stamp and (stamp.size, stamp.modified) for stamp in (stamps[i] for i in readable)]
-    return Staged(readable, [skipped[image] for image in sorted(skipped)], seen, staged)
+    staged.skipped = [skipped[image] for image in sorted(skipped)]
+    return staged
 
 
 class _Job(NamedTuple):

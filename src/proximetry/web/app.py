@@ -207,11 +207,6 @@ class Service:
         """Run a function that reads files in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
-    def item(self, item: int) -> Item:
-        """Return the metadata of an image."""
-        (record,) = self.view.items(self.view.current(), [item])
-        return Item(**record)
-
     def describe(self) -> GalleryInfo:
         """Return the description of the gallery."""
         about = self.view.about()
@@ -422,7 +417,9 @@ def _add_items(app: FastAPI, service: Service) -> None:
     @app.get("/items/{item}", summary="Metadata of an image", responses=_NOT_FOUND)
     async def get_item(item: ItemId) -> Item:
         try:
-            return await service.run(service.item, item)
+            gallery = await service.run(service.view.current)
+            (record,) = await service.run(service.view.items, gallery, [item])
+            return Item(**record)
         except UsageError:
             raise HTTPException(404, f"no image has the id {item}") from None
 
@@ -455,7 +452,8 @@ def _add_items(app: FastAPI, service: Service) -> None:
         headers = {"Cache-Control": "private, no-cache", "ETag": etag}
         if image is None:
             return Response(None, 304, headers)
-        return Response(image.content, 200, headers, image.media_type)
+        content, media_type = image
+        return Response(content, 200, headers, media_type)
 
 
 def _add_gallery(app: FastAPI, service: Service) -> None:

@@ -40,16 +40,6 @@ class ChangedError(RuntimeError):
     """The gallery was rebuilt while a query waited."""
 
 
-class Query(NamedTuple):
-    """The query of one client: pixels for the network, or an image of the gallery."""
-
-    gallery: Gallery | None  # the one whose embedder takes the pixels; None without pixels
-    pixels: Tensor | None  # uint8 [3, H, W]
-    item: int | None  # an id
-    k: int  # number of results
-    where: Conditions  # conditions
-
-
 class Answer(NamedTuple):
     """Results, nearest first, the query if it is in the gallery, and seconds spent."""
 
@@ -63,9 +53,15 @@ class Answer(NamedTuple):
 
 
 class _Job(NamedTuple):
-    query: Query
+    """The query of one client: pixels for the network, or an image of the gallery."""
+
     future: asyncio.Future[Answer]
     since: float
+    gallery: Gallery | None  # the one whose embedder takes the pixels; None without pixels
+    pixels: Tensor | None  # uint8 [3, H, W]
+    item: int | None  # an id
+    k: int  # number of results
+    where: Conditions
 
 
 class Searcher:
@@ -100,21 +96,21 @@ class Searcher:
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
         """Search for the images nearest to an upload; raises ImageError."""
 
-        def decode() -> Query:
+        def decode() -> tuple[Gallery, Tensor]:
             gallery = self._view.current()
             # The limit is checked before anything is decoded.
-            pixels = gallery.embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
-            return Query(gallery, pixels, None, k, where)
+            return gallery, gallery.embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
 
         loop = asyncio.get_running_loop()
-        return await self._ask(await loop.run_in_executor(self._decoders, decode))
+        gallery, pixels = await loop.run_in_executor(self._decoders, decode)
+        return await self._submit(gallery, pixels, None, k, where)
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
         """Search for the images nearest to one of the gallery, which is excluded."""
-        return await self._ask(Query(None, None, item, k, where))
+        return await self._submit(None, None, item, k, where)
 
-    async def _ask(self, query: Query) -> Answer:
-        job = _Job(query, asyncio.get_running_loop().create_future(), time.perf_counter())
+    async def _submit(self, *query: Any) -> Answer:
+        job = _Job(asyncio.get_running_loop().create_future(), time.perf_counter(), *query)
         self._jobs.put(job)
         return await job.future
 
@@ -143,27 +139,27 @@ class Searcher:
         vectors: dict[int, Tensor] = {}
         known: dict[int, dict[str, Any]] = {}
         images = []
-        items = [number for number, job in enumerate(jobs) if job.query.item is not None]
-        for number, entry in self._look_up(gallery, {n: jobs[n].query.item for n in items}).items():
+        items = {number: job.item for number, job in enumerate(jobs) if job.item is not None}
+        for number, entry in self._look_up(gallery, items).items():
             if entry is None:
-                answers[number] = GoneError(jobs[number].query.item)
+                answers[number] = GoneError(items[number])
             else:
                 vectors[number], known[number] = entry
-        for number, (query, _, _) in enumerate(jobs):
-            if query.pixels is not None and query.gallery is not gallery:
+        for number, job in enumerate(jobs):
+            if job.pixels is not None and job.gallery is not gallery:
                 answers[number] = ChangedError()
-            elif query.pixels is not None:
+            elif job.pixels is not None:
                 images.append(number)
         if images:
-            pixels = torch.stack([p for i in images if (p := jobs[i].query.pixels) is not None])
+            pixels = torch.stack([p for i in images if (p := jobs[i].pixels) is not None])
             embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
             vectors |= dict(zip(images, embedded, strict=True))
         searching = time.perf_counter()
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
         for number in vectors:
-            query = jobs[number].query
+            job = jobs[number]
             # One more, as an image of the gallery is its nearest neighbor.
-            groups[query.k + (query.item is not None), query.where].append(number)
+            groups[job.k + (job.item is not None), job.where].append(number)
         for (k, where), members in groups.items():
             try:
                 result = gallery.search(
@@ -173,7 +169,7 @@ class Searcher:
                 for number in members:
                     answers[number] = error
                 continue
-            lists = self._lists(result, [jobs[number].query for number in members])
+            lists = self._lists(result, [jobs[number] for number in members])
             done = time.perf_counter()
             for number, matches in zip(members, lists, strict=True):
                 answers[number] = Answer(
@@ -187,13 +183,13 @@ class Searcher:
                 )
         return [answer or RuntimeError("no answer") for answer in answers]
 
-    def _lists(self, result: SearchResult, queries: list[Query]) -> Iterator[list[dict[str, Any]]]:
+    def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
         """Yield the results of each query, without the query itself."""
         # Lists, as iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
-        rows = zip(queries, result.ids.tolist(), result.similarities.tolist(), strict=True)
-        for row, (query, ids, near) in enumerate(rows):
-            ranks = [n for n, one in enumerate(ids) if one >= 0 and one != query.item][: query.k]
+        rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
+        for row, (job, ids, near) in enumerate(rows):
+            ranks = [n for n, one in enumerate(ids) if one >= 0 and one != job.item][: job.k]
             chosen = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
             matches = self._view.records([ids[n] for n in ranks], chosen)
             for place, (rank, match) in enumerate(zip(ranks, matches, strict=True)):

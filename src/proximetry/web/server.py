@@ -64,8 +64,12 @@ def serve(
     token = token or os.environ.get(TOKEN) or None
     if token is not None:
         check_token(token)
-    family, address = _resolve(host, port)
-    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"unknown host {shown(host)}") from error
+    family, _, _, _, address = addresses[0]
+    ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if not ip.is_loopback and token is None:
         raise UsageError(
             f"{host} is reachable from other machines and needs a token. Pass --token, or set "
@@ -102,15 +106,6 @@ def serve(
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
         report("stopped")
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"unknown host {shown(host)}") from error
-    family, _, _, _, address = addresses[0]
-    return family, address
 
 
 def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.socket:

@@ -34,11 +34,8 @@ _THUMBNAIL, _LOSSLESS = 320, 96
 _CACHED = 2048
 
 
-class EncodedImage(NamedTuple):
-    """An image as it is sent."""
-
-    content: bytes
-    media_type: str
+EncodedImage = tuple[bytes, str]
+"""An image as it is sent, and its media type."""
 
 
 class About(NamedTuple):
@@ -58,16 +55,11 @@ class View:
         self.path = path
         self._lock = Lock()
         self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
-        self._gallery = Gallery.open(path)
+        self.opened = Gallery.open(path)  # as last read
         self._build = _build(path)
         self._checked = time.monotonic()
         self._describing = Lock()
         self._about: About | None = None
-
-    @property
-    def opened(self) -> Gallery:
-        """The gallery as last read, without access to the disk."""
-        return self._gallery
 
     def current(self) -> Gallery:
         """Return the gallery at its current version; another object if it was rebuilt.
@@ -78,7 +70,7 @@ class View:
             if time.monotonic() - self._checked >= _CHECK_EVERY:
                 self._follow()
                 self._checked = time.monotonic()
-            return self._gallery
+            return self.opened
 
     def _follow(self) -> None:
         try:
@@ -87,9 +79,9 @@ class View:
                 return
             build = _build(self.path)
             if build == self._build:
-                self._gallery.refresh()
+                self.opened.refresh()
             else:
-                self._gallery, self._build = Gallery.open(self.path), build
+                self.opened, self._build = Gallery.open(self.path), build
             self._state = state
         except (OSError, ValueError) as error:
             if self._state:  # logged once, until it can be read again
@@ -161,9 +153,9 @@ def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     buffer = io.BytesIO()
     if max(image.size) <= _LOSSLESS:
         image.save(buffer, "PNG")
-        return EncodedImage(buffer.getvalue(), "image/png")
+        return buffer.getvalue(), "image/png"
     image.save(buffer, "JPEG", quality=85)
-    return EncodedImage(buffer.getvalue(), "image/jpeg")
+    return buffer.getvalue(), "image/jpeg"
 
 
 _encode_cached = lru_cache(maxsize=_CACHED)(_encode)
