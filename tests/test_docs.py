@@ -49,7 +49,9 @@ def test_every_citation_is_in_the_bibliography():
 
 def test_reliability_page_names_existing_test_files():
     text = (generate.DOCS / "reliability.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "guarantee |" not in line]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and "guarantee |" not in line
+    ]
     assert len(rows) > 40
     for row in rows:
         files = re.findall(r"`(tests/[\w/]+\.py)`", row)

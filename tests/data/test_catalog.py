@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalanced
-from proximetry.data.columns import Column, pack
+from proximetry.data.tables import Column, pack
 
 TEXT = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12

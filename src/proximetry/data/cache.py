@@ -447,11 +447,9 @@ def describe_copies(catalog: Catalog) -> list[str]:
 
 
 def _file_digest(file: str) -> str:
-    try:
-        with open_bytes(file) as stream:
-            return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
-    except (ImageError, OSError):
-        return ""
+    with suppress(ImageError, OSError), open_bytes(file) as stream:
+        return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    return ""
 
 
 def file_sizes(catalog: Catalog) -> str:

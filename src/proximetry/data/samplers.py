@@ -244,11 +244,8 @@ class _Deck:
             first -= 1
         for number in range(first, shuffle + 1):
             if number not in self._orders:
-                order = self._shuffled(number)
-                before = self._orders.get(number - 1)
-                self._orders = {number: order}
-                if before is not None:
-                    self._orders[number - 1] = before
+                last = {n: order for n, order in self._orders.items() if n == number - 1}
+                self._orders = {**last, number: self._shuffled(number)}
         return self._orders[shuffle]
 
     def _started(self, shuffle: int) -> int:
