@@ -233,15 +233,16 @@ class Catalog:
 
     def describe(self) -> str:
         """Return a few lines: numbers of images and classes by split."""
-        lines = [
-            f"{len(self)} images of {len(self.class_names)} classes in {self.root}",
-            _line("split", "images", "classes", "smallest", "median", "largest"),
-        ]
         parts = self._images_of_splits
         together = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
+        table: list[tuple[object, ...]] = [
+            ("split", "images", "classes", "smallest", "median", "largest")
+        ]
         for name, images in (parts | together).items():
             n = images[images > 0].tolist()
-            lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
+            table.append((name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
+        lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]
+        lines += [f"{row[0]:8}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in table]
         for a, b in combinations(parts, 2):
             if not ((parts[a] > 0) & (parts[b] > 0)).any():
                 lines.append(f"{a} and {b} share no class")
@@ -399,12 +400,10 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         if progress is not None and i % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             progress(i + 1, total)
     if missing and not allow_missing:
-        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing[:5]])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
         hint = "; --data.bad-images skip excludes them" if len(missing) < total else ""
         raise ValueError(
-            f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{more}"
-            f"{hint}"
+            f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"
         )
     # Hard links are copies, which may be intended; paths to one file are not.
     places: dict[str, int] = {}
@@ -516,7 +515,3 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "query": (_is_flag, "is neither true nor false"),
     "gallery": (_is_flag, "is neither true nor false"),
 }
-
-
-def _line(first: str, *others: object) -> str:
-    return f"{first:8}" + "".join(f"{cell:>10}" for cell in others)
