@@ -85,14 +85,9 @@ def test_sixteen_bits_scale_to_eight(form):
     expected = np.round(values / 65535 * 255).astype(np.uint8)
     assert (out == expected[:, :, None]).all()
     assert (np.asarray(open_image(values)) == expected[:, :, None]).all()
-
-
-def test_big_endian_and_wide_integers():
-    values = np.array([[0, 257, 65535]], dtype=np.uint16)
-    big = Image.frombytes("I;16B", (3, 1), values.astype(">u2").tobytes())
-    wide = Image.fromarray(values.astype(np.int32))
-    for image in (big, wide):
-        assert np.asarray(open_image(image))[0, :, 0].tolist() == [0, 1, 255]
+    big = Image.frombytes("I;16B", (7, 1), values.astype(">u2").tobytes())
+    for image in (big, Image.fromarray(values.astype(np.int32))):
+        assert (np.asarray(open_image(image)) == expected[:, :, None]).all()
 
 
 def test_float_images():
@@ -134,11 +129,7 @@ def test_palette_with_transparency():
         out = np.asarray(open_image(encoded(image, form, transparency=0)))
         assert out[0, 0].tolist() == [255, 255, 255]
         assert out[1, 1].tolist() == [200, 100, 50]
-
-
-def test_transparent_colour_of_rgb_png():
-    data = encoded(halves(), "PNG", transparency=RED)
-    out = np.asarray(open_image(data))
+    out = np.asarray(open_image(encoded(halves(), "PNG", transparency=RED)))
     assert out[0, 0].tolist() == [255, 255, 255]
     assert tuple(out[0, -1]) == BLUE
 
@@ -310,26 +301,13 @@ def test_arrays():
     colour = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
     assert (np.asarray(open_image(colour[:, ::-1])) == colour[:, ::-1]).all()
     assert np.asarray(open_image(np.eye(3, dtype=bool)))[0, 0, 0] == 255
-
-
-@pytest.mark.parametrize(
-    ("array", "reason"),
-    [
-        (np.zeros((3, 8, 8), np.uint8), "channels last"),
-        (np.zeros(5, np.uint8), "channels last"),
-        (np.zeros((0, 4, 3), np.uint8), "H×W"),
-        (np.zeros((4, 4, 3), np.float32), "uint8, uint16 or bool"),
-    ],
-)
-def test_bad_arrays(array, reason):
-    with pytest.raises(ImageError, match=reason):
-        open_image(array)
-
-
-def test_result_does_not_share_with_its_source():
+    for shape in ((3, 8, 8), (5,), (0, 4, 3)):
+        with pytest.raises(ImageError, match="channels last"):
+            open_image(np.zeros(shape, np.uint8))
+    with pytest.raises(ImageError, match="uint8, uint16 or bool"):
+        open_image(np.zeros((4, 4, 3), np.float32))
     image = halves()
-    out = open_image(image)
-    out.putpixel((0, 0), (1, 2, 3))
+    open_image(image).putpixel((0, 0), (1, 2, 3))  # a copy
     assert image.getpixel((0, 0)) == RED
 
 
