@@ -39,6 +39,22 @@ def chw(pixels, i):
     return torch.from_numpy(pixels[i].copy()).permute(2, 0, 1)
 
 
+def test_pixels_larger_than_gpu_memory_are_an_error(monkeypatch):
+    # 1 MiB free, and 1 MiB that torch reserves.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
+    with pytest.raises(ValueError, match=r"0\.003 GiB of cuda:0, .* 0\.002 GiB are free"):
+        PixelCache.in_memory([np.zeros((1024, 1024, 3), np.uint8)]).to("cuda:0")
+
+    def run_out(tensor, device):  # while copying
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "to", run_out)
+    with pytest.raises(ValueError, match=r"need 0\.001 GiB of cuda, of which 0\.002 GiB are free"):
+        PixelCache.in_memory([np.zeros((512, 512, 3), np.uint8)]).to("cuda")
+
+
 @pytest.mark.parametrize("interpolation", list(MODES))
 @pytest.mark.parametrize("crop", [9, 32, 60])
 def test_random_crops_equal_torchvision_resized_crop(pixels, interpolation, crop):
@@ -115,13 +131,7 @@ def test_a_crop_that_an_image_cannot_hold_names_the_image():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top", -1),
-        ("left", 50),
-        ("height", 0),
-        ("width", 57),
-    ],
+    ("field", "value"), [("top", -1), ("left", 50), ("height", 0), ("width", 57)]
 )
 def test_windows_must_lie_inside(pixels, field, value):
     windows = CenterCrop(8).windows(pixels, [0])
@@ -130,48 +140,13 @@ def test_windows_must_lie_inside(pixels, field, value):
         resample(pixels, [0], wrong, (8, 8), "bilinear")
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU with 1 MiB free, and 1 MiB that torch holds in reserve."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
-
-
-def test_too_many_pixels_for_a_gpu_is_said_beforehand(gpu):
-    pixels = PixelCache.in_memory([np.zeros((1024, 1024, 3), np.uint8)])
-    message = (
-        "the pixels need 0.003 GiB of cuda:0, of which 0.002 GiB are free; "
-        "use data.cache pixels or none, or a smaller data.short_side"
-    )
-    with pytest.raises(ValueError, match=message):
-        pixels.to("cuda:0")
-
-
-def test_a_gpu_that_runs_out_while_copying_says_the_same(gpu, monkeypatch):
-    def run_out(tensor, device):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.Tensor, "to", run_out)
-    pixels = PixelCache.in_memory([np.zeros((512, 512, 3), np.uint8)])
-    with pytest.raises(ValueError, match=r"need 0\.001 GiB of cuda, of which 0\.002 GiB are free"):
-        pixels.to("cuda")
-
-
-def test_calls_use_the_windows_that_draw_gives(pixels):
-    transform = RandomResizedCrop(16)
-    rows = [3, 0, 3]
-    batch = transform(pixels, rows, seeded(4))
-    again = transform.apply(pixels, rows, transform.draw(pixels, rows, seeded(4)))
-    assert torch.equal(batch, again)
-    assert not torch.equal(batch, transform(pixels, rows, seeded(5)))
-
-
 def test_windows_of_a_global_batch_can_be_sliced(pixels):
     transform = RandomResizedCrop(8)
     rows = np.tile(np.arange(len(pixels)), 4)
     whole = transform.draw(pixels, rows, seeded(7))
     batch = transform.apply(pixels, rows, whole)
+    assert torch.equal(batch, transform(pixels, rows, seeded(7)))
+    assert not torch.equal(batch, transform(pixels, rows, seeded(5)))
     parts = [transform.apply(pixels, rows[p], whole[p]) for p in (slice(0, 10), slice(10, None))]
     assert torch.equal(torch.cat(parts), batch)
     # A shorter batch from the same generator begins with the same windows.
@@ -197,19 +172,14 @@ def test_windows_have_the_distribution_of_torchvision(size):
     reference = v2.RandomResizedCrop(8, transform.scale, transform.ratio)
     image = torch.zeros(3, *size)
     make = getattr(reference, "make_params", None) or reference._get_params
-    theirs = np.array(
-        [[p[k] for k in ("top", "left", "height", "width")] for p in _repeat(make, image, count)]
-    )
+    boxes = (make([image]) for _ in range(count))
+    theirs = np.array([[box[k] for k in ("top", "left", "height", "width")] for box in boxes])
     for column in range(4):
         assert stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3
     area = [(w[:, 2] * w[:, 3]) for w in (ours, theirs)]
     shape = [(w[:, 3] / w[:, 2]) for w in (ours, theirs)]
     assert stats.ks_2samp(*area).pvalue > 1e-3
     assert stats.ks_2samp(*shape).pvalue > 1e-3
-
-
-def _repeat(make, image, count):
-    return [make([image]) for _ in range(count)]
 
 
 @pytest.mark.parametrize("size", [(10, 200), (200, 10)])
@@ -244,12 +214,6 @@ def test_flip_is_a_fair_coin_and_can_be_off(pixels):
     assert torch.equal(on, off)
 
 
-def test_crops_need_not_be_square():
-    pixels = PixelCache.in_memory([np.arange(40 * 30 * 3, dtype=np.uint8).reshape(40, 30, 3)])
-    train = RandomResizedCrop((12, 8))(pixels, [0], seeded())
-    assert train.shape == (1, 3, 12, 8)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -266,6 +230,13 @@ def test_bad_settings(make, message):
         make()
 
 
+def test_shapes_of_crops(pixels):
+    assert RandomResizedCrop((12, 8))(pixels, [0], seeded()).shape == (1, 3, 12, 8)
+    # As a process gets whose share of a small last batch is nothing.
+    assert CenterCrop(3)(pixels, []).shape == (0, 3, 3, 3)
+    assert RandomResizedCrop(4)(pixels, [], seeded()).shape == (0, 3, 4, 4)
+
+
 def test_bad_rows(pixels):
     for crop in (
         lambda rows: CenterCrop(3)(pixels, rows),
@@ -278,9 +249,3 @@ def test_bad_rows(pixels):
     windows = CenterCrop(3).windows(pixels, [0])
     with pytest.raises(ValueError, match="2 images, but 1 windows"):
         resample(pixels, [0, 1], windows, (3, 3), "bilinear")
-
-
-def test_no_images_give_an_empty_batch(pixels):
-    # As a process gets whose share of a small last batch is nothing.
-    assert CenterCrop(3)(pixels, []).shape == (0, 3, 3, 3)
-    assert RandomResizedCrop(4)(pixels, [], seeded()).shape == (0, 3, 4, 4)

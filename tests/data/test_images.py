@@ -61,7 +61,7 @@ def test_formats(tmp_path, form, options, tolerance):
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB"])
-def test_modes_of_pil_images(mode):
+def test_modes(mode):
     image = Image.new("RGB", (6, 4), (255, 255, 255))
     if mode == "LAB":
         from PIL import ImageCms
@@ -73,17 +73,9 @@ def test_modes_of_pil_images(mode):
     out = np.asarray(open_image(image))
     assert out.shape == (4, 6, 3)
     assert out.min() >= 252
-
-
-def test_cmyk_jpeg():
-    out = open_image(encoded(halves("CMYK"), "JPEG", quality=95))
-    assert np.abs(np.asarray(out)[6, 3].astype(int) - RED).max() <= 8
-
-
-def test_one_bit_png():
-    image = Image.fromarray(np.eye(9, dtype=bool))
-    out = np.asarray(open_image(encoded(image, "PNG")))
-    assert (out == np.eye(9, dtype=np.uint8)[:, :, None] * 255).all()
+    if mode == "CMYK":
+        out = open_image(encoded(halves("CMYK"), "JPEG", quality=95))
+        assert np.abs(np.asarray(out)[6, 3].astype(int) - RED).max() <= 8
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
@@ -93,14 +85,9 @@ def test_sixteen_bits_scale_to_eight(form):
     expected = np.round(values / 65535 * 255).astype(np.uint8)
     assert (out == expected[:, :, None]).all()
     assert (np.asarray(open_image(values)) == expected[:, :, None]).all()
-
-
-def test_big_endian_and_wide_integers():
-    values = np.array([[0, 257, 65535]], dtype=np.uint16)
-    big = Image.frombytes("I;16B", (3, 1), values.astype(">u2").tobytes())
-    wide = Image.fromarray(values.astype(np.int32))
-    for image in (big, wide):
-        assert np.asarray(open_image(image))[0, :, 0].tolist() == [0, 1, 255]
+    big = Image.frombytes("I;16B", (7, 1), values.astype(">u2").tobytes())
+    for image in (big, Image.fromarray(values.astype(np.int32))):
+        assert (np.asarray(open_image(image)) == expected[:, :, None]).all()
 
 
 def test_float_images():
@@ -142,11 +129,7 @@ def test_palette_with_transparency():
         out = np.asarray(open_image(encoded(image, form, transparency=0)))
         assert out[0, 0].tolist() == [255, 255, 255]
         assert out[1, 1].tolist() == [200, 100, 50]
-
-
-def test_transparent_colour_of_rgb_png():
-    data = encoded(halves(), "PNG", transparency=RED)
-    out = np.asarray(open_image(data))
+    out = np.asarray(open_image(encoded(halves(), "PNG", transparency=RED)))
     assert out[0, 0].tolist() == [255, 255, 255]
     assert tuple(out[0, -1]) == BLUE
 
@@ -176,12 +159,6 @@ def test_exif_orientation(form, orientation):
     assert np.abs(out.astype(int) - upright.astype(int)).max() <= (12 if form == "JPEG" else 0)
 
 
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_broken_exif_does_not_cost_the_image():
-    data = encoded(halves(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\xff\xff")
-    assert open_image(data).size == (20, 12)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_orientation_counts_even_where_the_rest_of_exif_is_broken():
     # Orientation 6, and a rational without a value, which Pillow reads but cannot write again.
@@ -189,6 +166,8 @@ def test_orientation_counts_even_where_the_rest_of_exif_is_broken():
     entries = b"".join(struct.pack(">HHII", *tag) for tag in tags)
     exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(tags)) + entries + bytes(4)
     assert open_image(encoded(halves(), "JPEG", exif=exif)).size == (12, 20)
+    broken = b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\xff\xff"
+    assert open_image(encoded(halves(), "JPEG", exif=broken)).size == (20, 12)
 
 
 def test_first_frame_of_an_animation():
@@ -219,31 +198,28 @@ def test_not_an_image(tmp_path):
         open_image(b"")
     with pytest.raises(ImageError, match="no such file"):
         open_image(tmp_path / "nowhere.png")
-    with pytest.raises(ImageError, match="cannot be opened"):
-        open_image(tmp_path)
-
-
-def special_files(root):
-    """Files that look like images by their names and would be waited for, or read without end."""
-    os.mkfifo(root / "pipe.png")
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(os.path.relpath(root / "socket.png"))  # whose name may not be long
-    (root / "zero.png").symlink_to("/dev/zero")
-    (root / "folder.png").mkdir()
-    return {
-        "pipe.png": "a named pipe, not a file",
-        "socket.png": "a socket, not a file",
-        "zero.png": "a device, not a file",
-        "folder.png": "a folder, not a file",
-    }
+    data = encoded(halves(), "EPS")
+    assert b"%!PS" in data
+    with pytest.raises(ImageError, match="not an image in a known format"):
+        open_image(data)
+    for kind in (b"P1", b"P2", b"P3"):
+        with pytest.raises(ImageError, match="plain PNM"):
+            open_image(kind + b" 1 1 " + b"255 " * (kind != b"P1") + b"# \n" * 9 + b"1 1 1\n")
+    with pytest.raises(TypeError, match="not int"):
+        open_image(3)
 
 
 def test_special_files_are_never_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, reason in special_files(tmp_path).items():
+    os.mkfifo("pipe.png")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket.png")
+    os.symlink("/dev/zero", "device.png")
+    os.mkdir("folder.png")
+    for kind in ("pipe", "socket", "device", "folder"):
         for read in (open_image, image_size):
-            with pytest.raises(ImageError, match=f"{name}: cannot be opened: {reason}") as caught:
-                read(tmp_path / name)
+            with pytest.raises(ImageError, match=f"cannot be opened: .*{kind}, not a") as caught:
+                read(f"{kind}.png")
             assert caught.value.passing
 
 
@@ -289,19 +265,6 @@ def test_what_the_system_says_is_not_about_the_image(monkeypatch, error, passing
     assert pickle.loads(pickle.dumps(caught.value)).passing == passing
 
 
-@pytest.mark.parametrize("kind", [b"P1", b"P2", b"P3"])
-def test_plain_pnm_is_refused(kind):
-    with pytest.raises(ImageError, match=r"plain PNM, .* save it as binary"):
-        open_image(kind + b" 1 1 " + b"255 " * (kind != b"P1") + b"# \n" * 9 + b"1 1 1\n")
-
-
-def test_postscript_is_refused():
-    data = encoded(halves(), "EPS")
-    assert b"%!PS" in data
-    with pytest.raises(ImageError, match="not an image in a known format"):
-        open_image(data)
-
-
 def png_header(width, height):
     """A PNG that claims a size and holds no pixels to speak of."""
 
@@ -338,37 +301,14 @@ def test_arrays():
     colour = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
     assert (np.asarray(open_image(colour[:, ::-1])) == colour[:, ::-1]).all()
     assert np.asarray(open_image(np.eye(3, dtype=bool)))[0, 0, 0] == 255
-
-
-@pytest.mark.parametrize(
-    ("array", "reason"),
-    [
-        (np.zeros((3, 8, 8), np.uint8), "channels last"),
-        (np.zeros(5, np.uint8), "channels last"),
-        (np.zeros((0, 4, 3), np.uint8), "H×W"),
-        (np.zeros((4, 4, 3), np.float32), "uint8, uint16 or bool"),
-    ],
-)
-def test_bad_arrays(array, reason):
-    with pytest.raises(ImageError, match=reason):
-        open_image(array)
-
-
-def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="not int"):
-        open_image(3)
-
-
-def test_result_does_not_share_with_its_source():
+    for shape in ((3, 8, 8), (5,), (0, 4, 3)):
+        with pytest.raises(ImageError, match="channels last"):
+            open_image(np.zeros(shape, np.uint8))
+    with pytest.raises(ImageError, match="uint8, uint16 or bool"):
+        open_image(np.zeros((4, 4, 3), np.float32))
     image = halves()
-    out = open_image(image)
-    out.putpixel((0, 0), (1, 2, 3))
+    open_image(image).putpixel((0, 0), (1, 2, 3))  # a copy
     assert image.getpixel((0, 0)) == RED
-
-
-def test_error_survives_pickling():
-    error = pickle.loads(pickle.dumps(ImageError("a.jpg", "gone")))
-    assert (error.name, error.reason, str(error)) == ("a.jpg", "gone", "a.jpg: gone")
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 64))
@@ -398,21 +338,13 @@ def test_resize_and_center_crop_equals_torchvision(size, resize, interpolation, 
 
 def test_a_crop_that_does_not_fit_is_refused():
     image = Image.new("RGB", (60, 40))
-    message = (
-        "an image of 40×60 pixels becomes 20×30, too few for a crop of 24×16; use a resize of 24"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"20×30.*resize of 24"):
         resize_and_center_crop(image, 20, (24, 16), "bicubic")
     assert resize_and_center_crop(image, 20, (16, 24), "bicubic").size == (24, 16)
     with pytest.raises(ValueError, match="crop must be positive, got 0"):
         resize_and_center_crop(image, 20, 0, "bicubic")
     with pytest.raises(ValueError, match="'bilinear' or 'bicubic', got 'box'"):
         resize_and_center_crop(image, 20, 16, "box")
-
-
-def test_an_image_too_narrow_to_scale_is_refused():
-    with pytest.raises(ImageError, match="1×5000 pixels is too narrow to scale"):
-        resize_image(Image.new("RGB", (1, 5000)), 256, "bilinear")
 
 
 def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):

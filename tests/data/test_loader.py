@@ -73,12 +73,10 @@ def test_workers_and_threads_decode_the_same_pixels(catalog, in_threads, workers
     assert steps == [(i + 1, len(catalog)) for i in range(len(catalog))]
     assert running[0] == 2
     assert not workers()
-
-
-def test_few_images_start_no_worker(catalog, workers, tmp_path):
-    started = []
-    few = catalog.subset(range(3))
-    PixelCache.build(few, 32, tmp_path, progress=lambda *_: started.extend(workers()))
+    with pytest.raises(ImageError, match=r"3 of 41 .*no such file"):
+        PixelCache.build(catalog, 32, tmp_path / "home")
+    few, started = catalog.subset(range(3)), []
+    PixelCache.build(few, 32, tmp_path / "home", progress=lambda *_: started.extend(workers()))
     assert not started
 
 
@@ -113,11 +111,6 @@ def test_failure_stops_workers_and_leaves_no_files(catalog, workers, tmp_path, c
     assert not workers()
     assert not [path for path in (tmp_path / "home").iterdir() if path.is_dir()]
     del caught  # a notebook keeps the traceback, which must not keep workers alive
-
-
-def test_errors_name_unreadable_images(catalog, workers, tmp_path):
-    with pytest.raises(ImageError, match=r"3 of 41 .*no such file"):
-        PixelCache.build(catalog, 32, tmp_path / "home")
 
 
 def test_errors_of_the_input_are_raised(workers):

@@ -49,17 +49,6 @@ def test_shuffled_takes_every_image_once_per_epoch(n, batch_size, drop_last, see
         assert all(len(b) == batch_size for b in batches[:-1])
 
 
-def test_shuffled_depends_on_seed_and_epoch_alone():
-    def orders(seed):
-        return np.concatenate(several(Shuffled(40, 8, seed=seed), 3)).reshape(3, 40)
-
-    first = orders(1)
-    assert (first == orders(1)).all()
-    assert (first != orders(2)).any(axis=1).all()
-    assert (first[0] != first[1]).any()
-    assert (Shuffled(40, 8, seed=1).batch(2, 3) == first[2, 24:32]).all()
-
-
 @given(
     n=st.integers(1, 90),
     batch_size=st.integers(1, 20),
@@ -153,14 +142,8 @@ def test_batches_of_a_seed_do_not_change():
         [7, 17, 8, 3, 6, 16],
     ]
     assert Shuffled(17, 5, seed=3).batch(4, 2).tolist() == [15, 4, 0, 1, 16]
-
-
-def test_balance_and_order_are_random():
-    sampler = ClassBalanced(np.repeat(np.arange(10), 20), 5, 4, seed=0)
-    counts = Counter(np.concatenate(several(sampler, 20)).tolist())
-    assert set(counts.values()) == {20}
-    pairs = {tuple(sorted(set((b // 20).tolist()))) for b in several(sampler, 20)}
-    assert len(pairs) > 50
+    orders = {tuple(Shuffled(40, 40, seed=s).batch(e, 0).tolist()) for s in (1, 2) for e in (0, 1)}
+    assert len(orders) == 4
 
 
 def test_class_order_is_uniform():

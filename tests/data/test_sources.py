@@ -29,20 +29,15 @@ def fill(root, *names):
         (["Eval/list_eval_partition.txt"], "inshop"),
         (["a.tar", "b.tar"], "shards"),
         (["a.tar", "ant/0.png"], "folder"),
+        ("a.csv", "csv"),
+        ("b.PARQUET", "parquet"),
+        ("c.tar", "shards"),
     ],
 )
-def test_a_folder_is_known_by_what_it_holds(tmp_path, names, expected):
-    fill(tmp_path, *names)
-    assert resolve_source(tmp_path) == (expected, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("a.csv", "csv"), ("b.PARQUET", "parquet"), ("c.tar", "shards")],
-)
-def test_a_file_is_known_by_its_suffix(tmp_path, name, expected):
-    fill(tmp_path, name)
-    assert resolve_source(str(tmp_path / name)) == (expected, tmp_path / name)
+def test_folder_is_known_by_its_files_and_file_by_its_suffix(tmp_path, names, expected):
+    fill(tmp_path, *([names] if isinstance(names, str) else names))
+    place = tmp_path / names if isinstance(names, str) else tmp_path
+    assert resolve_source(place) == (expected, place)
 
 
 def test_a_name_with_its_root(tmp_path, monkeypatch):
@@ -68,17 +63,13 @@ def test_what_is_neither_is_one_sentence(tmp_path):
         resolve_source("cubs")
     with pytest.raises(ValueError, match=r"'nope' and no dataset of that name; images of your own"):
         resolve_source("nope")
-    fill(tmp_path, "notes.txt", "ant/0.png")
+    fill(tmp_path, "notes.txt", "ant/0.png", "images.zip")
+    with pytest.raises(ValueError, match="Unzip"):
+        resolve_source(tmp_path / "images.zip")
     with pytest.raises(ValueError, match=r"notes\.txt is neither a folder nor a \.csv, \.parquet"):
         resolve_source(tmp_path / "notes.txt")
     with pytest.raises(ValueError, match="a root goes with the name of a dataset"):
         resolve_source(tmp_path, "elsewhere")
-
-
-def test_zip_file_must_be_unzipped(tmp_path):
-    fill(tmp_path, "images.zip")
-    with pytest.raises(ValueError, match="Unzip"):
-        resolve_source(tmp_path / "images.zip")
 
 
 def test_table_without_rows_is_rejected(tmp_path):

@@ -21,7 +21,7 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -352,7 +352,7 @@ def _write(
 
 def _remove_least_recently_used(home: Path, keep: Path) -> None:
     """Remove the oldest caches until all of them are within the limits."""
-    caches = [_entry(path, home) for path in home.iterdir() if (path / "header.json").is_file()]
+    caches = [_entry(path) for path in home.iterdir() if (path / "header.json").is_file()]
     size = sum(entry.size for entry in caches)
     limit = min(MAX_CACHE_BYTES, DISK_SHARE * (shutil.disk_usage(home).free + size))
     for entry in sorted(caches, key=lambda entry: entry.used):
@@ -448,11 +448,9 @@ def describe_copies(catalog: Catalog) -> list[str]:
 
 
 def _file_digest(file: str) -> str:
-    try:
-        with open_bytes(file) as stream:
-            return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
-    except (ImageError, OSError):
-        return ""
+    with suppress(ImageError, OSError), open_bytes(file) as stream:
+        return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    return ""
 
 
 def file_sizes(catalog: Catalog) -> str:
@@ -506,10 +504,9 @@ class CacheEntry:
 def list_caches() -> list[CacheEntry]:
     """Return the caches of this user, the last used first."""
     entries = [
-        _entry(path, kind)
-        for kind in _subfolders(cache_folder())
-        for path in kind.iterdir()
-        if not path.name.startswith(".") and path.suffix != ".lock"
+        _entry(path)
+        for path in cache_folder().glob("*/*")
+        if not path.name.startswith(".") and path.suffix != ".lock" and not path.parent.is_symlink()
     ]
     return sorted(entries, key=lambda entry: (-entry.used, entry.name))
 
@@ -518,18 +515,12 @@ def list_leftovers() -> list[CacheEntry]:
     """Return incomplete caches of killed processes: an hour without a write."""
     return [
         entry
-        for kind in _subfolders(cache_folder())
-        for path in kind.glob(f".*{PART_SUFFIX}")
-        if time.time() - (entry := _entry(path, kind)).used > _HOUR
+        for path in cache_folder().glob(f"*/.*{PART_SUFFIX}")
+        if not path.parent.is_symlink() and time.time() - (entry := _entry(path)).used > _HOUR
     ]
 
 
-def _subfolders(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-
-
-def _entry(path: Path, kind: Path) -> CacheEntry:
+def _entry(path: Path) -> CacheEntry:
     header: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         header = json.loads((path / "header.json").read_text(encoding="utf-8"))
@@ -539,13 +530,13 @@ def _entry(path: Path, kind: Path) -> CacheEntry:
         with suppress(OSError):  # removed meanwhile
             states.append(file.lstat())
     return CacheEntry(
-        f"{kind.name}/{path.name}",
+        f"{path.parent.name}/{path.name}",
         path,
         sum(state.st_size for state in states),
         max((state.st_mtime for state in states), default=0.0),
         header.get("root", ""),
         header.get("images"),
-        header.get("about", _ABOUT.get(kind.name, "")),
+        header.get("about", _ABOUT.get(path.parent.name, "")),
     )
 
 

@@ -19,11 +19,19 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from proximetry._util.errors import closest, some
 from proximetry._util.types import Progress
-from proximetry.data.columns import TEXT, Column, pack, repeated_rows, take
 from proximetry.data.folders import layout, scan_folder
 from proximetry.data.registry import FIELDS
 from proximetry.data.shards import SEPARATOR, scan_shards, shard_members, split_shard_path
-from proximetry.data.tables import read_csv, read_parquet, write_csv, write_parquet
+from proximetry.data.tables import (
+    TEXT,
+    Column,
+    pack,
+    read_csv,
+    read_parquet,
+    repeated_rows,
+    write_csv,
+    write_parquet,
+)
 
 SPLITS = ("all", "train", "val", "test")
 
@@ -88,21 +96,18 @@ class Catalog:
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """The distinct labels in sorted order, whole numbers by value; their index is the code."""
-        return self._coded("labels").distinct
+        return cast(Column, self.labels).distinct
 
     @cached_property
     def codes(self) -> npt.NDArray[np.int64]:
         """The class of every image as a number, 0 … classes − 1."""
-        codes = self._coded("labels").codes.astype(np.int64)
+        codes = cast(Column, self.labels).codes.astype(np.int64)
         codes.flags.writeable = False
         return codes
 
     def rows(self, *splits: str) -> npt.NDArray[np.int64]:
         """Return the row numbers of these splits."""
-        return np.flatnonzero(self._coded("splits").where(splits.__contains__))
-
-    def _coded(self, name: str) -> Column:
-        return cast(Column, getattr(self, name))
+        return np.flatnonzero(cast(Column, self.splits).where(splits.__contains__))
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
@@ -113,7 +118,12 @@ class Catalog:
         """Return the given rows, by number or by a mask, in the order given."""
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
         picks = np.arange(len(self))[chosen]
-        taken = {name: take(values, picks) for name, values in self._columns().items()}
+        taken = {
+            name: values.take(picks)
+            if isinstance(values, Column)
+            else tuple(values[row] for row in picks.tolist())
+            for name, values in self._columns().items()
+        }
         columns = {name: taken.pop(name) for name in self.columns}
         changes: dict[str, Any] = {FIELDS[name]: values for name, values in taken.items()}
         if len(repeated_rows(picks)):
@@ -142,7 +152,7 @@ class Catalog:
             unknown = sorted(names - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
-            keep &= self._coded("labels").where(names.__contains__)
+            keep &= cast(Column, self.labels).where(names.__contains__)
         for name, value in (
             ("split", split),
             ("group", group),
@@ -180,7 +190,8 @@ class Catalog:
         pieces = []
         for part, name in enumerate(names):
             piece = self.subset(part_of[self.codes] == part)
-            pieces.append(replace(piece, splits=Column.constant(name, len(piece))))
+            splits = Column.coded((name,), np.zeros(len(piece), np.int8))
+            pieces.append(replace(piece, splits=splits))
         return tuple(pieces)
 
     def missing_files(self) -> list[int]:
@@ -203,7 +214,11 @@ class Catalog:
     @cached_property
     def _images_of_splits(self) -> dict[str, npt.NDArray[np.int64]]:
         """Number of images of each class by split, in the order of `SPLITS`."""
-        labels, splits, size = self._coded("labels"), self._coded("splits"), len(self.class_names)
+        labels, splits, size = (
+            cast(Column, self.labels),
+            cast(Column, self.splits),
+            len(self.class_names),
+        )
         return {
             split: np.bincount(labels.codes[splits.where(split.__eq__)], minlength=size)
             for split in SPLITS
@@ -219,22 +234,23 @@ class Catalog:
 
     def describe(self) -> str:
         """Return a few lines: numbers of images and classes by split."""
-        lines = [
-            f"{len(self)} images of {len(self.class_names)} classes in {self.root}",
-            _line("split", "images", "classes", "smallest", "median", "largest"),
-        ]
         parts = self._images_of_splits
         together = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
+        table: list[tuple[object, ...]] = [
+            ("split", "images", "classes", "smallest", "median", "largest")
+        ]
         for name, images in (parts | together).items():
             n = images[images > 0].tolist()
-            lines.append(_line(name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
+            table.append((name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
+        lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]
+        lines += [f"{row[0]:8}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in table]
         for a, b in combinations(parts, 2):
             if not ((parts[a] > 0) & (parts[b] > 0)).any():
                 lines.append(f"{a} and {b} share no class")
         if self.queries is not None and self.galleries is not None:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
-            lines.append(f"{len(self._coded('groups').distinct)} groups")
+            lines.append(f"{len(cast(Column, self.groups).distinct)} groups")
         notes = (*self.notes, *self.shared_classes())
         lines += [f"note: {note}" for note in dict.fromkeys(notes)]
         return "\n".join([self.layout, *lines] if self.layout else lines)
@@ -385,12 +401,10 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         if progress is not None and i % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             progress(i + 1, total)
     if missing and not allow_missing:
-        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing[:5]])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
         hint = "; --data.bad-images skip excludes them" if len(missing) < total else ""
         raise ValueError(
-            f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{more}"
-            f"{hint}"
+            f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"
         )
     # Hard links are copies, which may be intended; paths to one file are not.
     places: dict[str, int] = {}
@@ -434,14 +448,7 @@ def _validate(catalog: Catalog) -> None:
 def _problems(catalog: Catalog) -> Iterator[tuple[str, list[int], str]]:
     """Yield columns, their invalid rows, and the problem."""
     for name, values in catalog._columns().items():
-        valid: Callable[[Any], bool] = _is_plain
-        problem = "is neither a text nor a number"
-        if name in ("path", "label", "group"):
-            valid, problem = _is_name if name != "group" else _is_text, "is not a usable text"
-        elif name == "split":
-            valid, problem = SPLITS.__contains__, f"is none of {', '.join(SPLITS)}"
-        elif name in ("query", "gallery"):
-            valid, problem = _is_flag, "is neither true nor false"
+        valid, problem = _RULES.get(name, (_is_plain, "is neither a text nor a number"))
         yield name, _invalid(values, valid, name), problem
     paths = catalog.paths
     if isinstance(paths, Column):
@@ -460,23 +467,17 @@ def _problems(catalog: Catalog) -> Iterator[tuple[str, list[int], str]]:
 def _invalid(values: Sequence[Any], valid: Callable[[Any], bool], name: str) -> list[int]:
     """Return the rows with invalid values."""
     if isinstance(values, Column):
+        array = values.array
         if name not in FIELDS:
             return []  # all values of a column are of one kind
-        if not values.array.null_count:
-            if pa.types.is_boolean(values.array.type) and valid is _is_flag:
-                return []
-            if pa.types.is_dictionary(values.array.type):
-                return [int(i) for i in values.where(lambda text: not valid(text)).nonzero()[0]]
-            if values.array.type == TEXT and valid is _is_name:
-                # Bytes of a column are valid text without a zero and without empty values.
-                _, offsets, data = values.array.buffers()
-                if data is not None and len(values):
-                    ends = np.frombuffer(offsets, np.int64)[values.array.offset :][
-                        : len(values) + 1
-                    ]
-                    raw = np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]
-                    if (np.diff(ends) > 0).all() and np.count_nonzero(raw) == len(raw):
-                        return []
+        if pa.types.is_boolean(array.type) and valid is _is_flag and not array.null_count:
+            return []
+        if pa.types.is_dictionary(array.type):
+            return [int(i) for i in values.where(lambda text: not valid(text)).nonzero()[0]]
+        if array.type == TEXT and valid is _is_name and not array.null_count:
+            zero = pa.compute.match_substring(array, "\0")
+            empty = pa.compute.equal(pa.compute.binary_length(array), 0)
+            return [int(i) for i in np.flatnonzero(pa.compute.or_(zero, empty))]
     return [i for i, value in enumerate(values) if not valid(value)]
 
 
@@ -507,5 +508,11 @@ def _is_text(value: object) -> bool:
         return False
 
 
-def _line(first: str, *others: object) -> str:
-    return f"{first:8}" + "".join(f"{cell:>10}" for cell in others)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "path": (_is_name, "is not a usable text"),
+    "label": (_is_name, "is not a usable text"),
+    "group": (_is_text, "is not a usable text"),
+    "split": (SPLITS.__contains__, f"is none of {', '.join(SPLITS)}"),
+    "query": (_is_flag, "is neither true nor false"),
+    "gallery": (_is_flag, "is neither true nor false"),
+}

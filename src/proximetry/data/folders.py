@@ -109,11 +109,10 @@ def scan_folder(root: Path) -> Scan:
     notes += _ignored_notes(ignored)
     if empty:
         notes.append(f"class folders without images ({len(empty)}): {some(empty)}")
-    labels = [path[depth - 1] for path in paths]
     classes = by_place((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths)
     return Scan(
         tuple("/".join(path) for path in paths),
-        tuple(labels),
+        tuple(path[depth - 1] for path in paths),
         tuple(split_called(path[0]) or "" if splits else "all" for path in paths),
         layout(classes, sorted(skipped)),
         tuple(notes),
@@ -121,12 +120,11 @@ def scan_folder(root: Path) -> Scan:
 
 
 def _ignored_notes(names: list[str]) -> Iterator[str]:
-    unread = [name for name in names if name.lower().endswith(_UNREAD)]
-    others = [name for name in names if not name.lower().endswith(_UNREAD)]
-    for files, what in (
-        (unread, "of an unsupported image format; convert to JPEG or PNG"),
-        (others, "that are not images in a class folder"),
+    for unread, what in (
+        (True, "of an unsupported image format; convert to JPEG or PNG"),
+        (False, "that are not images in a class folder"),
     ):
+        files = [name for name in names if name.lower().endswith(_UNREAD) == unread]
         if files:
             yield f"files {what} ({len(files)}): {some(files)}"
 

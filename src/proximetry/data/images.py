@@ -41,17 +41,17 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000
 _LOCKS = [Lock() for _ in range(64)]
 
 _ORIENTATION = 0x0112
+_T = Image.Transpose
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: _T.FLIP_LEFT_RIGHT,
+    3: _T.ROTATE_180,
+    4: _T.FLIP_TOP_BOTTOM,
+    5: _T.TRANSPOSE,
+    6: _T.ROTATE_270,
+    7: _T.TRANSVERSE,
+    8: _T.ROTATE_90,
 }
 # Each of them is a flip of columns, of rows or of both, after which sides may change places.
-_T = Image.Transpose
 _LEFT_RIGHT = (_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.ROTATE_90, _T.TRANSVERSE)
 _TOP_BOTTOM = (_T.FLIP_TOP_BOTTOM, _T.ROTATE_180, _T.ROTATE_270, _T.TRANSVERSE)
 _SIDEWAYS = (_T.TRANSPOSE, _T.ROTATE_270, _T.TRANSVERSE, _T.ROTATE_90)
@@ -108,8 +108,16 @@ def open_image(
         upright = _finish(image, name, max_pixels)
         if part > 1:
             # Its last row and column may show less than a whole pixel of the original.
-            corner = (width / part, height / part)
-            upright.reduced = _Reduced.of(image, (width, height), corner)  # type: ignore[attr-defined]
+            left, top, right, bottom = 0.0, 0.0, width / part, height / part
+            turn = _turn(image)
+            if turn in _LEFT_RIGHT:
+                left, right = image.width - right, image.width - left
+            if turn in _TOP_BOTTOM:
+                top, bottom = image.height - bottom, image.height - top
+            whole = _Whole((width, height), (left, top, right, bottom))
+            if turn in _SIDEWAYS:
+                whole = _Whole((height, width), (top, left, bottom, right))
+            upright.reduced = whole  # type: ignore[attr-defined]
         return upright
 
 
@@ -122,32 +130,15 @@ def thumbnail(source: Source, side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC, box=whole.box, reducing_gap=2.0)
 
 
-class _Reduced(NamedTuple):
-    """What an image shows that was decoded at a reduced size: the whole, and where that lies."""
+class _Whole(NamedTuple):
+    """The size of an original, and where it lies in an image decoded at a reduced size."""
 
     size: tuple[int, int]
     box: tuple[float, float, float, float]
 
-    @classmethod
-    def of(
-        cls, image: Image.Image, size: tuple[int, int], corner: tuple[float, float]
-    ) -> "_Reduced":
-        """Turn size and box as the image is turned."""
-        turn = _turn(image)
-        width, height = size
-        left, top, right, bottom = 0.0, 0.0, *corner
-        if turn in _LEFT_RIGHT:
-            left, right = image.width - right, image.width - left
-        if turn in _TOP_BOTTOM:
-            top, bottom = image.height - bottom, image.height - top
-        if turn in _SIDEWAYS:
-            return cls((height, width), (top, left, bottom, right))
-        return cls((width, height), (left, top, right, bottom))
 
-
-def _whole(image: Image.Image) -> _Reduced:
-    whole = _Reduced(image.size, (0, 0, *image.size))
-    return getattr(image, "reduced", whole)
+def _whole(image: Image.Image) -> _Whole:
+    return getattr(image, "reduced", _Whole(image.size, (0, 0, *image.size)))
 
 
 def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
@@ -177,7 +168,8 @@ def open_bytes(path: str) -> Stream:
 @contextmanager
 def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
     """Open a file of a supported format without decoding it, or raise an ImageError."""
-    name, formats = _name(source), _formats()
+    Image.init()
+    name, formats = _name(source), tuple(form for form in _FORMATS if form in Image.OPEN)
     with io.BytesIO(source) if isinstance(source, bytes) else open_bytes(name) as stream:
         try:
             image = Image.open(stream, formats=formats)
@@ -198,11 +190,7 @@ def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
 
 
 def _damaged(name: str, error: Exception) -> ImageError:
-    """Return the error for what a format's parser trips over.
-
-    Broken files raise anything: OSError, SyntaxError, RuntimeError, struct.error, zlib.error, …
-    An error that has a number is the system's, though: the file could not be read any further.
-    """
+    """Return the error for a parser's; one with a number is the system's, which may pass."""
     if isinstance(error, OSError) and error.errno is not None:
         return ImageError(name, f"cannot be read: {error.strerror}", passing=True)
     return ImageError(name, f"damaged or truncated: {error}")
@@ -276,11 +264,6 @@ def resize_and_center_crop(
     return image.crop((left, top, left + width, top + height))
 
 
-def _formats() -> tuple[str, ...]:
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
-
-
 def _name(source: Source) -> str:
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
@@ -315,7 +298,8 @@ def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     try:
         if isinstance(image, ImageFile.ImageFile):
             image.load()
-        upright = _to_rgb(_upright(image), name)
+        turn = _turn(image)
+        upright = _to_rgb(image if turn is None else image.transpose(turn), name)
         upright.filename = name  # type: ignore[attr-defined]  # for errors from here on
         return upright
     except (ImageError, MemoryError):
@@ -343,16 +327,14 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    turn = _turn(image)
-    return image if turn is None else image.transpose(turn)
-
-
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         return Image.fromarray(_deep_to_eight(image, name)).convert("RGB")
     if image.mode == "LAB":
-        return _from_lab(image)
+        from PIL import ImageCms
+
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)
     if image.has_transparency_data or image.mode in ("La", "RGBa"):
         if image.mode == "La":
             image = image.convert("LA")
@@ -379,10 +361,3 @@ def _deep_to_eight(image: Image.Image, name: str) -> np.ndarray[Any, np.dtype[np
     raise ImageError(
         name, f"mode {image.mode} with values from {low:g} to {high:g}: save it with 8 or 16 bits"
     )
-
-
-def _from_lab(image: Image.Image) -> Image.Image:
-    from PIL import ImageCms
-
-    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-    return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)

@@ -126,9 +126,8 @@ def drop_missing(title: str, catalog: Catalog) -> Catalog:
         )
     existing = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
     names = some([catalog.paths[i] for i in missing])
-    return replace(
-        existing, notes=(f"{title}: {len(missing)} listed images do not exist: {names}",)
-    )
+    note = f"{title}: {len(missing)} listed images do not exist: {names}"
+    return replace(existing, notes=(note,))
 
 
 def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ()) -> Catalog:

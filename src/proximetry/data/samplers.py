@@ -214,12 +214,10 @@ class ClassBalanced(_BatchSampler):
 
 
 class _Deck:
-    """Items in an order that is shuffled anew each time it has been gone through.
+    """Items that are shuffled again each time all have been taken, `count` in a turn.
 
-    Turn after turn `count` items are taken. Where a turn runs over the end of one shuffle, the
-    next shuffle is arranged so that the turn has no item twice. So a shuffle depends on the one
-    before; but now and then a turn ends exactly with a shuffle, and from there on nothing depends
-    on what was before. The last two shuffles are cached.
+    Where a turn runs over the end of a shuffle, the next one is arranged so that the turn has no
+    item twice: it depends on the shuffle before, unless a turn ended exactly with that.
     """
 
     __slots__ = ("_count", "_items", "_orders", "_seed")
@@ -244,11 +242,8 @@ class _Deck:
             first -= 1
         for number in range(first, shuffle + 1):
             if number not in self._orders:
-                order = self._shuffled(number)
-                before = self._orders.get(number - 1)
-                self._orders = {number: order}
-                if before is not None:
-                    self._orders[number - 1] = before
+                last = {n: order for n, order in self._orders.items() if n == number - 1}
+                self._orders = {**last, number: self._shuffled(number)}
         return self._orders[shuffle]
 
     def _started(self, shuffle: int) -> int:

@@ -18,7 +18,7 @@ from proximetry._util.errors import UsageError, shorten, some
 from proximetry._util.files import read_json
 from proximetry.data.catalog import Catalog
 from proximetry.data.registry import FIELDS
-from proximetry.data.tables import MISSING
+from proximetry.data.tables import MISSING, decode
 
 SUFFIXES = (".npz", ".npy", ".parquet")
 COLUMN = "vector"
@@ -49,10 +49,6 @@ class VectorCatalog(Catalog):
     def has_paths(self) -> bool:
         """Whether its rows name files, such as the images that the vectors are of."""
         return not self.root.is_file()  # else rows are numbered below the file of vectors itself
-
-    def file(self, i: int) -> str:
-        """Name one row."""
-        return os.path.join(self.root, self.paths[i])
 
     @classmethod
     def from_arrays(
@@ -207,13 +203,11 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
         raise UsageError(f"{trouble}: {reason}") from error
 
 
-def _read_npz(file: Path) -> tuple[Any, dict[str, Any]]:
-    fields = load_arrays(file, *FIELDS.values())
-    return fields.pop("vectors"), fields
-
-
-def _read_npy(file: Path) -> tuple[Any, dict[str, Any]]:
-    vectors, beside = load_arrays(file)["vectors"], rows_file(file)
+def _read_arrays(file: Path) -> tuple[Any, dict[str, Any]]:
+    fields, beside = load_arrays(file, *FIELDS.values()), rows_file(file)
+    vectors = fields.pop("vectors")
+    if file.suffix.lower() == ".npz":
+        return vectors, fields
     if not beside.exists():
         raise UsageError(
             f"{file} has no labels: there is no {beside.name} beside it with a list of labels"
@@ -242,7 +236,8 @@ def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
             raise UsageError(f"{file}: the vectors have {len(sizes)} different lengths")
         flat = column.flatten().to_numpy(zero_copy_only=False)
         fields = {
-            field: [_text(value) for value in table[name].to_pylist()]
+            # Text that is not UTF-8 is bytes in Parquet.
+            field: [decode(v) if isinstance(v, bytes) else v for v in table[name].to_pylist()]
             for field, name in names.items()
         }
     except (arrow.ArrowException, OSError, ValueError) as error:
@@ -252,9 +247,4 @@ def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
     return np.asarray(flat).reshape(len(column), sizes.pop()), fields
 
 
-def _text(value: Any) -> Any:
-    """Text that is not UTF-8 is bytes in Parquet."""
-    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
-
-
-_READERS = {".npz": _read_npz, ".npy": _read_npy, ".parquet": _read_parquet}
+_READERS = {".npz": _read_arrays, ".npy": _read_arrays, ".parquet": _read_parquet}

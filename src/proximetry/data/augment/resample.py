@@ -129,8 +129,7 @@ def _resample_each(
     interpolation: str,
 ) -> Tensor:
     """Scale one window after the other on the CPU with torch's resize of bytes."""
-    # The cache keeps a pixel's three bytes together; the batch does too, and convolutions on
-    # a CPU prefer it.
+    # As in the cache, a pixel's three bytes are together, which convolutions on a CPU prefer.
     batch = torch.empty((len(rows), 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
     numbers = windows.table().tolist()
     for k, (row, window) in enumerate(zip(rows.tolist(), numbers, strict=True)):

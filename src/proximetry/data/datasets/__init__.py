@@ -40,8 +40,7 @@ _SUFFIXES = {
     ".npz": "vectors",
     ".npy": "vectors",
 }
-TABLES = ("csv", "parquet")
-"""Those whose columns may have other names."""
+TABLES = ("csv", "parquet")  # whose columns may have other names
 
 
 @dataset(
@@ -121,7 +120,11 @@ def resolve_source(
             "a root goes with the name of a dataset"
         )
     if place.is_dir():
-        return _dataset_in(place), place
+        for info in DATASETS.values():
+            if any(home.find(place) for home in info.homes):
+                return info.name, place
+        shards = any(place.glob("*.tar")) and not class_folders(place)
+        return "shards" if shards else "folder", place
     if place.is_file() and place.suffix.lower() in _SUFFIXES:
         from proximetry.data.vectors import holds_vectors
 
@@ -151,15 +154,6 @@ def not_found(word: str, known: Iterable[str], kind: str) -> str:
         f"{missing} and no {kind} of that name; images of your own are a folder of class folders, "
         "a table or a tar file, and `proximetry datasets` lists the other ones"
     )
-
-
-def _dataset_in(folder: Path) -> str:
-    for info in DATASETS.values():
-        if any(home.find(folder) for home in info.homes):
-            return info.name
-    if any(folder.glob("*.tar")) and not class_folders(folder):
-        return "shards"
-    return "folder"
 
 
 def open_dataset(

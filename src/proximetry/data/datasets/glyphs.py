@@ -61,11 +61,13 @@ def glyphs(
         raise ValueError(f"side must be from 16 to 256 pixels, got {side}")
     folder = cache_folder() / "glyphs" if cache is None else Path(cache)
     shard = folder / f"glyphs-{_key(side, seed)}.tar"
-    if not _complete(shard):
+    try:
+        members = shard_members(shard)
+    except (OSError, ValueError):  # missing or damaged
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(shard) as part:
             _draw_all(part, side, seed)
-    members = shard_members(shard)
+        members = shard_members(shard)
     labels = tuple(chr(int(name[2:].split("/")[0], 16)) for name in members)
     catalog = Catalog(
         paths=tuple(f"{shard.name}{SEPARATOR}{name}" for name in members),
@@ -124,24 +126,19 @@ def _key(side: int, seed: int) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
-def _complete(shard: Path) -> bool:
-    """Return whether a cached set is complete; a damaged one is rendered anew."""
-    try:
-        return len(shard_members(shard)) > 0
-    except (OSError, ValueError):
-        return False
-
-
 def _draw_all(file: Path, side: int, seed: int) -> None:
     with tarfile.open(file, "w") as tar:
         for character in characters():
             for number, face in enumerate(FACES):
                 if character in face_characters(face):
                     random = np.random.default_rng([seed, ord(character), number])
-                    data = _png(_draw(character, face, side, random))
+                    buffer = io.BytesIO()
+                    image = _draw(character, face, side, random)
+                    image.save(buffer, "PNG", compress_level=4)
                     info = tarfile.TarInfo(f"U+{ord(character):04X}/{face}.png")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                    info.size = buffer.tell()
+                    buffer.seek(0)
+                    tar.addfile(info, buffer)
 
 
 def _draw(character: str, face: str, side: int, random: np.random.Generator) -> Image.Image:
@@ -167,9 +164,3 @@ def _ink(character: str, face: str, size: int, angle: float) -> Image.Image:
     image = Image.frombytes("L", mask.size, bytes(mask))
     image = image.rotate(angle, Image.Resampling.BICUBIC, expand=True)
     return image.crop(image.getbbox())
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=4)
-    return buffer.getvalue()

@@ -87,7 +87,19 @@ class ImageData(TrainingData):
         self._eval_source: PixelCache | ImageLoader
         train_size, eval_size = self._sizes
         if mode == "none":
-            bad = self.world.first(self._unreadable)
+            d = self._recipe.data
+            if d.bad_images == "skip":
+                self._display.message(f"checking {spaced(len(self.catalog))} images once…")
+            bad = self.world.first(
+                lambda: unreadable_images(
+                    self.catalog,
+                    train_size,
+                    d.cache_dir,
+                    interpolation=self._filter,
+                    policy=d.bad_images,
+                    progress=partial(self._display.progress, "checking"),
+                )
+            )
             self._exclude(without(self.catalog, bad) if bad else self.catalog, bad)
             self._eval_rows = np.arange(len(self.catalog))
             self._source, self._eval_source = map(self._loader, self._sizes)
@@ -154,19 +166,6 @@ class ImageData(TrainingData):
             return cache if mode == "pixels" else cache.to(self.world.device)
         except ValueError as error:
             raise RunError(f"data.cache gpu: {error}") from error
-
-    def _unreadable(self) -> tuple[tuple[str, str], ...]:
-        d = self._recipe.data
-        if d.bad_images == "skip":
-            self._display.message(f"checking {spaced(len(self.catalog))} images once…")
-        return unreadable_images(
-            self.catalog,
-            self._sizes[0],
-            d.cache_dir,
-            interpolation=self._filter,
-            policy=d.bad_images,
-            progress=partial(self._display.progress, "checking"),
-        )
 
     def _exclude(
         self, catalog: Catalog, bad: Iterable[tuple[str, str]], digest: str | None = None
