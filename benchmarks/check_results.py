@@ -198,7 +198,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
             "schedule.freeze_backbone_epochs": tried.schedule.freeze_backbone_epochs
         }  # best recipes keep it as it is
     )
-    found, wanted = (
+    found, expected = (
         {
             key: value
             for key, value in recipe.essence().items()
@@ -206,7 +206,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
         }
         for recipe in (keep_choices(best, tried), longer)
     )
-    return found == wanted
+    return found == expected
 
 
 def check_readme(records: Iterable[Record]) -> Iterator[str]:

@@ -82,22 +82,31 @@ def test_train_needs_only_images(capsys, home):
     assert "runs/flowers is complete already" in out
 
 
-def test_run_folder_is_named_after_the_image_folder(home):
-    name, images = "train", make_images(home / "alice" / "train")
-    for source in (images, images / ".." / name):
-        plan = train_command.make_plan(str(source), None, None, {}, "cpu")
-        assert plan.out == train_command.RUNS / name
-
-
-def test_other_images_of_the_same_name_get_another_folder(capsys, home):
+def test_run_folder_depends_on_images_and_recipe(capsys, home):
     make_images(home / "other" / "flowers", seed=1)
-    for images, folder in (
-        (home / "flowers", "runs/flowers"),
-        (home / "other" / "flowers", "runs/flowers-2"),
-        (home / "flowers", "runs/flowers"),
+    taken = home / "here" / "runs" / "flowers-3"
+    taken.mkdir(parents=True)
+    (taken / "letter.txt").write_text("mine")
+    for images, more, folder in (
+        (home / "flowers", [], "flowers"),
+        (home / "other" / "flowers", [], "flowers-2"),
+        (home / "flowers", [], "flowers"),
+        (home / "flowers", ["--recipe", "default"], "flowers-4"),
     ):
-        out = call(capsys, images, *small())
-        assert f"run folder {folder}\n" in out
+        out = call(capsys, images, *small(), *more)
+        assert f"run folder runs/{folder}\n" in out
+    shutil.rmtree(home / "here" / "runs")
+    (home / "here" / "runs").write_text("a file")
+    assert "runs is a file" in call(capsys, home / "flowers", *small(), code=2)
+
+
+def test_recipe_of_another_device_is_resumed_or_replaced(capsys, home):
+    words = [home / "flowers", "mine", *small()]
+    call(capsys, *words, "--recipe", "default")
+    out = call(capsys, *words)
+    assert "run in mine: recipe default (" in out
+    assert "mine is complete already" in out
+    assert "recipe default-cpu" in call(capsys, *words, "--fresh")
 
 
 def test_folder_of_a_starting_run_is_not_available(home):
@@ -130,7 +139,7 @@ def test_run_resumes_with_its_own_recipe(capsys, home, way):
     out = call(capsys, *words, "--training.epochs", "2", *more)
     assert "extended from 1 to 2 epochs" in out
     err = call(capsys, *words, "--optimizer.lr", "0.5", *more, code=1)
-    assert "optimizer.lr 0.0002 → 0.5; continue" in err, "and nothing else"
+    assert "another recipe: optimizer.lr 0.0002 → 0.5. " in err, "and nothing else"
 
 
 def test_complete_run_rejects_other_images(capsys, home):
@@ -140,27 +149,6 @@ def test_complete_run_rejects_other_images(capsys, home):
     for more in ([], ["--dry-run"]):
         err = call(capsys, images, "mine", *small(), *more, code=1)
         assert "class03" in err
-
-
-def test_another_recipe_gets_another_folder(capsys, home):
-    images = home / "flowers"
-    call(capsys, images, *small())
-    assert "run folder runs/flowers-2" in call(capsys, images, *small(), "--recipe", "default")
-    assert "run folder runs/flowers\n" in call(capsys, images, *small())
-
-
-def test_folder_with_other_files_is_not_used(capsys, home):
-    place = home / "here" / "runs" / "flowers"
-    place.mkdir(parents=True)
-    (place / "letter.txt").write_text("mine")
-    out = call(capsys, home / "flowers", *small())
-    assert "run folder runs/flowers-2" in out
-
-
-def test_runs_folder_that_cannot_be_created(capsys, home):
-    (home / "here" / "runs").write_text("a file")
-    err = call(capsys, home / "flowers", *small(), code=2)
-    assert "runs is a file" in err
 
 
 @pytest.mark.parametrize(
@@ -178,14 +166,6 @@ def test_default_recipe_depends_on_the_device(home, monkeypatch, cuda, device, r
     assert plan.lines[0].startswith(line)
 
 
-def test_run_resumes_with_the_default_of_another_device(capsys, home):
-    words = [home / "flowers", "mine", *small()]
-    call(capsys, *words, "--recipe", "default")
-    out = call(capsys, *words)
-    assert "run in mine: recipe default (" in out
-    assert "mine is complete already" in out
-
-
 def test_table_and_dataset_as_images(capsys, home):
     rows = [f"{path},{path.parent.name}" for path in (home / "flowers").rglob("*.png")]
     table = home / "roses.csv"
@@ -195,6 +175,8 @@ def test_table_and_dataset_as_images(capsys, home):
     result = config(capsys, "cub", "--data.root", home)
     assert (result["data"]["dataset"], result["data"]["root"]) == ("cub", str(home))
     assert result["name"].startswith("default")
+    result = config(capsys, home / "flowers", "--data.dataset", "faces")
+    assert result["data"]["dataset"] == "faces"
 
 
 def test_recipe_by_name_or_file(capsys, home):
@@ -308,10 +290,10 @@ def test_dry_run_decodes_the_images(capsys, home, monkeypatch):
     assert "class02/2.png" in out
     (images / "class03" / "0.png").write_bytes((images / "class04" / "0.png").read_bytes())
     assert "in another class" in call(capsys, *words)
-    monkeypatch.setattr("proximetry.training.estimate.MOST_DECODED", 16)  # of 48, class00/0 first
+    monkeypatch.setattr("proximetry.training.estimate.MAX_DECODED", 16)  # of 48, class00/0 first
     result = json.loads(call(capsys, *words, "--json"))
     assert result["decoded"] == 16
-    assert [reason.partition(":")[0] for reason in result["left_out"]] == ["class00/0.png"]
+    assert [reason.partition(":")[0] for reason in result["skipped"]] == ["class00/0.png"]
     assert files(home / "here") == []
 
 
@@ -375,11 +357,6 @@ def test_weights_from_another_run(capsys, home):
         assert message in err
 
 
-def test_data_dataset_decides_how_a_folder_is_read(capsys, home):
-    images = home / "flowers"
-    assert config(capsys, images, "--data.dataset", "faces")["data"]["dataset"] == "faces"
-
-
 def test_damaged_recipe_of_a_run_can_be_replaced(capsys, home):
     place = home / "here" / "runs" / "flowers"
     call(capsys, home / "flowers", *small())
@@ -388,13 +365,6 @@ def test_damaged_recipe_of_a_run_can_be_replaced(capsys, home):
     out = call(capsys, home / "flowers", *small())
     assert "run folder runs/flowers-2" in out
     out = call(capsys, home / "flowers", place, *small(), "--fresh")
-
-
-def test_fresh_ignores_the_recipe_of_the_run(capsys, home):
-    words = [home / "flowers", "mine", *small()]
-    call(capsys, *words, "--recipe", "default")
-    out = call(capsys, *words, "--fresh")
-    assert "recipe default-cpu" in out
 
 
 def test_fresh_reports_the_complete_run_that_it_removes(capsys, home):
@@ -407,12 +377,6 @@ def test_fresh_reports_the_complete_run_that_it_removes(capsys, home):
     call(capsys, home / "flowers", "more", *small(model_weights="mine"))
 
 
-@pytest.mark.parametrize("word", ["auto", "true", "false"])
-def test_auto_key_takes_auto_or_a_flag(capsys, home, word):
-    result = config(capsys, home / "flowers", "--training.cuda-graph", word)
-    assert result["training"]["cuda_graph"] == {"true": True, "false": False}.get(word, word)
-
-
 def test_dry_run_reports_the_state_of_the_run(capsys, home):
     words = [home / "flowers", *small(training_epochs=2)]
     call(capsys, *words)
@@ -422,7 +386,7 @@ def test_dry_run_reports_the_state_of_the_run(capsys, home):
     assert result["decoded"] == 0, "there is nothing left to decode them for"
     longer = [home / "flowers", *small(training_epochs=3), "--dry-run", "--json"]
     result = json.loads(call(capsys, *longer))
-    assert result["folder"]["state"] == "continued"
+    assert result["folder"]["state"] == "resumed"
     assert result["seconds"]["training"] == pytest.approx(32 / result["images_per_second"])
     result = json.loads(call(capsys, *words, "--fresh", "--dry-run", "--json"))
     assert result["folder"]["state"] == "new; the complete run there will be removed"

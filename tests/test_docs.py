@@ -62,7 +62,7 @@ def test_reliability_page_names_existing_test_files():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Where the questions are asked: two folders of images, another image, and a run."""
+    """The working folder: two folders of images, another image, and a run."""
     place = tmp_path_factory.mktemp("home")
     images, other = (make_images(place / name, seed=seed) for seed, name in enumerate(NAMED))
     shutil.copy(next(other.rglob("*.png")), place / "query.png")
@@ -74,17 +74,17 @@ def home(tmp_path_factory):
 NAMED = ("pictures", "other")
 COMMAND = re.compile(r"^proximetry .+$", re.MULTILINE)
 PAGES = [(generate.DOCS / page).read_text(encoding="utf-8") for page in ("folder.md", "faq.md")]
-ASKED = list(dict.fromkeys(line for page in PAGES for line in COMMAND.findall(page)))
+COMMANDS = list(dict.fromkeys(line for page in PAGES for line in COMMAND.findall(page)))
 
 
 @pytest.mark.slow
 def test_documented_commands_work(home, monkeypatch, capsys):
-    assert len(ASKED) >= 15
+    assert len(COMMANDS) >= 15
     monkeypatch.chdir(home)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
-    for line in ASKED:
+    for line in COMMANDS:
         words = [os.path.expanduser(word) for word in line.split()[1:]]
         if words[0] == "train" and words[-1] != "--print-config":  # which would take hours
             words.append("--print-config")
@@ -94,4 +94,4 @@ def test_documented_commands_work(home, monkeypatch, capsys):
             assert "no token of the hub" in message
         else:
             assert code == 0, f"{line}: {message}"
-    assert {"vectors.npz", "neighbours.html", "mine.onnx", "gallery"} <= set(os.listdir(home))
+    assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery"} <= set(os.listdir(home))

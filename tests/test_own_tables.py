@@ -95,10 +95,10 @@ def test_commands_skip_and_list_bad_images(call, home, printed, words, tmp_path)
     assert document["images"] == 53
     assert [
         name in reason
-        for name, reason in zip([*BROKEN, "gone.png"], document["left_out"], strict=True)
+        for name, reason in zip([*BROKEN, "gone.png"], document["skipped"], strict=True)
     ] == [True] * 8
     if words[0] == "embed":
-        assert json.loads((home / "v.npz.left_out.json").read_text()) == document["left_out"]
+        assert json.loads((home / "v.npz.skipped.json").read_text()) == document["skipped"]
         result = np.load(home / "v.npz")
         assert result["labels"].tolist() == [
             str(row // 5) for row in range(60) if row >= 35 or row % 5

@@ -315,9 +315,9 @@ def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path,
     assert call(moved, "--data", new) == f"report: {moved / 'report.html'}\n"
     assert Page((moved / "report.html").read_bytes()).table("Every class")
     new.write_text(new.read_text().replace("path,kind", "file,category", 1))
-    told = call(moved, "--data", new, code=1)
-    assert "kind" in told
-    assert "--data.columns label=COLUMN" in told
+    message = call(moved, "--data", new, code=1)
+    assert "kind" in message
+    assert "--data.columns label=COLUMN" in message
     call(moved, "--data", new, "--data.columns", "path=file,label=category")
     assert Page((moved / "report.html").read_bytes()).table("Every class")
 
@@ -422,7 +422,7 @@ def test_demo_without_pyarrow_makes_no_gallery(run, table, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     test = open_dataset("csv", table).filter(split="test")
-    (line,) = make_gallery(run, result.embedder, test, result.vectors)
+    line = make_gallery(run / "gallery", result.embedder, test, result.vectors)
     assert "pip install '.[" in line
 
 

@@ -94,16 +94,6 @@ def test_scaling_to_half_the_epochs():
         recipe_of(steps, epochs=1)
 
 
-def test_fractional_step_becomes_milestones():
-    table = Table.load("proxy-anchor-alpha")
-    third = recipe_of(table, epochs=20)
-    assert (third.schedule.name, third.schedule.at) == ("milestones", (3, 7, 10, 13, 17))
-    assert third.evaluation.every == 3
-    half = recipe_of(table, epochs=30)
-    assert (half.schedule.name, half.schedule.every) == ("step", 5)
-    assert half.schedule.at == ()
-
-
 @given(published=st.integers(1, 80), epochs=st.integers(1, 160), every=st.integers(1, 40))
 def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     """The rates of every epoch, beside those of the table at the same part of the way."""
@@ -111,11 +101,11 @@ def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
         {"training": {"epochs": published}, "schedule": {"name": "step", "every": every}}
     )
     scaled = scale(recipe, epochs)
-    wanted = [k * every * epochs / published for k in range(1, published) if k * every < published]
+    places = [k * every * epochs / published for k in range(1, published) if k * every < published]
     found = drops(scaled)
     for drop in found:
-        assert min(abs(drop - w) for w in wanted) <= (1 if drop == 1 else 0.5)
-    for w in wanted:  # every drop is there, unless it was rounded to the end
+        assert min(abs(drop - w) for w in places) <= (1 if drop == 1 else 0.5)
+    for w in places:  # every drop is there, unless it was rounded to the end
         assert min(abs(drop - w) for drop in (*found, epochs)) <= 1
     rates = LearningRates(scaled.schedule, epochs, [1.0])
     for epoch in range(epochs):
@@ -144,16 +134,16 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
             "evaluation": {"every": every},
         }
     )
-    wanted = warm * epochs / published
+    expected = warm * epochs / published
     try:
         scaled = scale(recipe, epochs)
     except ReproduceError:
-        assert max(wanted, 1) >= epochs - 0.5
+        assert max(expected, 1) >= epochs - 0.5
         return
     assert scaled.training.epochs == epochs
     assert scaled.schedule.every >= 1
     found = scaled.schedule.freeze_backbone_epochs
-    assert found == 0 if warm == 0 else 1 <= found < epochs and abs(found - wanted) <= 1
+    assert found == 0 if warm == 0 else 1 <= found < epochs and abs(found - expected) <= 1
     assert list(scaled.schedule.at) == sorted(set(scaled.schedule.at))
     for old in at:
         if old >= published:  # never came, and never comes

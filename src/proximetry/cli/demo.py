@@ -32,6 +32,7 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     from proximetry.data import glyphs
     from proximetry.metrics import evaluate
     from proximetry.models import Embedder
+    from proximetry.reports import RunRecord, evaluate_run, report_page
     from proximetry.search.manifest import MANIFEST
     from proximetry.training import train
     from proximetry.training.reporting import make_display, metrics_table
@@ -57,8 +58,10 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
         "trained embedder": results["selected"]["test"],
     }
     vectors = embedder.encode(files, recipe.evaluation.batch_size)
-    lines = [*make_gallery(folder, embedder, test, vectors), *make_report(folder, vectors)]
-    gallery = folder / "gallery"
+    record, page, gallery = RunRecord.read(folder), folder / "report.html", folder / "gallery"
+    atomic_write(page, report_page(record, evaluate_run(record, vectors=vectors)))
+    lines = [make_gallery(gallery, embedder, test, vectors), f"Report:  {page}"]
+    lines += [f"  missing: {reason}" for reason in record.missing]
     serve = f"  proximetry serve {gallery}\n" if (gallery / MANIFEST).exists() else ""
     gain = 100 * (rows["trained embedder"]["recall@1"] - rows["raw pixels"]["recall@1"])
     display.message(
@@ -73,13 +76,10 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     )
 
 
-def make_gallery(
-    folder: Path, embedder: "Embedder", test: "Catalog", vectors: "Tensor"
-) -> list[str]:
-    """Build a gallery of the test images in the run folder; return a line about it."""
+def make_gallery(path: Path, embedder: "Embedder", test: "Catalog", vectors: "Tensor") -> str:
+    """Build a gallery of the test images; return a line about it."""
     from proximetry.search.manifest import MANIFEST
 
-    path = folder / "gallery"
     try:
         from proximetry.search import Gallery
 
@@ -88,14 +88,5 @@ def make_gallery(
         else:
             Gallery.build(embedder, test, path, vectors=vectors)
     except ModuleNotFoundError as error:
-        return [f"Gallery: skipped; {error}"]
-    return [f"Gallery: {path}"]
-
-
-def make_report(folder: Path, vectors: "Tensor") -> list[str]:
-    """Write the report of the run; return lines with its path and what it lacks."""
-    from proximetry.reports import RunRecord, evaluate_run, report_page
-
-    record, path = RunRecord.read(folder), folder / "report.html"
-    atomic_write(path, report_page(record, evaluate_run(record, vectors=vectors)))
-    return [f"Report:  {path}", *(f"  missing: {reason}" for reason in record.missing)]
+        return f"Gallery: skipped; {error}"
+    return f"Gallery: {path}"

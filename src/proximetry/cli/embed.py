@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,14 +57,14 @@ def embed(
         flip: append the embedding of the flipped image.
         device: cpu or cuda; default: cuda if there is a GPU.
     """
-    from proximetry.data.vectors import rows_file
+    from proximetry.data.vectors import SUFFIXES, rows_file
 
-    if out.suffix not in WRITERS:
-        raise UsageError(f"--out {out} must end in {', '.join(WRITERS)}")
+    if out.suffix not in SUFFIXES:
+        raise UsageError(f"--out {out} must end in {', '.join(SUFFIXES)}")
     if out.suffix == ".parquet":
         need("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
-    skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.left_out.json")
+    skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
     for file in [*written, skipped_file] if skip else written:
         check_out(file, images)
     files, notes = find_images(images, columns, allow_missing=skip)
@@ -81,7 +81,7 @@ def embed(
     if not len(vectors):
         raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")
     readable = [image for i, image in enumerate(files) if i not in bad]
-    WRITERS[out.suffix](readable, vectors, out)
+    _write(out, readable, vectors)
     skipped = [bad[i] for i in sorted(bad)]
     if skipped:
         atomic_write(skipped_file, json.dumps(skipped, indent=1).encode())
@@ -92,7 +92,7 @@ def embed(
         "out": str(out),
         "images": len(readable),
         "dim": dim,
-        "left_out": skipped,
+        "skipped": skipped,
         "notes": notes,
     }
     lines = first_few([f"skipped {reason}" for reason in skipped], str(skipped_file))
@@ -167,49 +167,31 @@ def _embed_files(
     return gathered.numpy(), bad
 
 
-def _write_npz(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
+def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]") -> None:
+    """Write vectors with the paths and labels of their images, in the format of the suffix."""
     import numpy as np
 
-    arrays: dict[str, Any] = {key: np.array(column) for key, column in _columns(images).items()}
-    buffer = io.BytesIO()
-    np.savez(buffer, vectors=vectors, **arrays)
-    atomic_write(out, buffer.getvalue())
-
-
-def _write_npy(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
-    import numpy as np
-
+    from proximetry.data.tables import text_array
     from proximetry.data.vectors import rows_file
 
-    atomic_write(rows_file(out), json.dumps(_columns(images, None), indent=1).encode())
-    buffer = io.BytesIO()
-    np.save(buffer, vectors)
-    atomic_write(out, buffer.getvalue())
-
-
-def _write_parquet(images: Sequence[Image], vectors: "npt.NDArray[np.float32]", out: Path) -> None:
-    from proximetry.data.tables import text_array
-
-    arrow = need("pyarrow", "images", "Writing Parquet")
-    parquet = need("pyarrow.parquet", "images", "Writing Parquet")
-    columns = {name[:-1]: text_array(values) for name, values in _columns(images, None).items()}
-    flat = arrow.array(vectors.ravel())
-    columns["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-    buffer = io.BytesIO()
-    parquet.write_table(arrow.table(columns), buffer)
-    atomic_write(out, buffer.getvalue())
-
-
-def _columns(images: Sequence[Image], missing: str | None = "") -> dict[str, list[Any]]:
-    """Return the paths of images and, if any is known, their labels."""
     columns: dict[str, list[Any]] = {"paths": [path for path, _ in images]}
     if any(label for _, label in images):
-        columns["labels"] = [missing if label is None else label for _, label in images]
-    return columns
-
-
-WRITERS: dict[str, Callable[..., None]] = {
-    ".npz": _write_npz,
-    ".npy": _write_npy,
-    ".parquet": _write_parquet,
-}
+        columns["labels"] = [label for _, label in images]
+    buffer = io.BytesIO()
+    if out.suffix == ".npz":
+        texts: dict[str, Any] = {
+            name: np.array([text or "" for text in column]) for name, column in columns.items()
+        }
+        np.savez(buffer, vectors=vectors, **texts)
+    elif out.suffix == ".npy":
+        atomic_write(rows_file(out), json.dumps(columns, indent=1).encode())
+        np.save(buffer, vectors)
+    else:
+        arrow, parquet = (
+            need(name, "images", "Writing Parquet") for name in ("pyarrow", "pyarrow.parquet")
+        )
+        arrays = {name[:-1]: text_array(values) for name, values in columns.items()}
+        flat = arrow.array(vectors.ravel())
+        arrays["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        parquet.write_table(arrow.table(arrays), buffer)
+    atomic_write(out, buffer.getvalue())

@@ -82,7 +82,7 @@ def evaluate(
         device: cpu or cuda; default: cuda if there is a GPU.
         out: also write the JSON document to this file, which ends in .json.
     """
-    from proximetry.data import VectorCatalog, resolve_source
+    from proximetry.data import resolve_source
 
     data = str(embedder) if source is None else source
     check_document(out, [data])
@@ -90,52 +90,50 @@ def evaluate(
         _check_vectors(embedder)
     name, path = resolve_source(data, root)
 
-    # These import torch, which takes seconds: wrong paths are reported before.
+    import torch  # takes seconds: wrong paths are reported before
+
     from proximetry.cli.search_methods import SearchMethods, make_rows
-    from proximetry.training.evaluator import (
-        encode_catalog,
-        encode_readable,
-        leakage_warnings,
-        saved_evaluation,
-        score_embedder,
-        score_vectors,
-    )
-    from proximetry.training.query_gallery import check_comparison, choose_split
+    from proximetry.training import evaluator, query_gallery
 
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
         raise UsageError(f"--similarity is for vectors only: {embedder} has its own")
-    saved = saved_evaluation(model)
+    saved = evaluator.saved_evaluation(model)
     metrics = replace(saved.metrics, **options)
     similarity = model.architecture.similarity if model is not None else similarity or "cosine"
     methods = SearchMethods(binary, expand, rerank)
     methods.check(similarity)
     skip, skipped = bad_images == "skip", list[str]()
-    catalog, chosen = choose_split(open_images(name, path, columns, skip), split, data)
-    dim = model.dim if model is not None else 0
-    if model is None and isinstance(catalog, VectorCatalog):
-        dim = catalog.vectors.shape[1]
+    catalog: Any  # without an embedder, of vectors
+    catalog, chosen = query_gallery.choose_split(
+        open_images(name, path, columns, skip), split, data
+    )
+    dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
         raise UsageError(
             f"--eval-dims must be below the embedding's {dim} dimensions, got {max(eval_dims)}"
         )
-    notes = check_comparison(catalog, metrics)
-    with progress_bar("evaluating") as report:
-        if model is None and isinstance(catalog, VectorCatalog):
-            scored, compared = score_vectors(catalog, similarity, metrics, eval_dims, report)
-        elif model is not None:
-            if skip:
-                vectors, catalog, skipped = encode_readable(model, catalog, batch_size, report)
-                notes = check_comparison(catalog, metrics)
-            else:
-                with skip_hint():
-                    vectors = encode_catalog(model, catalog, batch_size, report)
-            notes += leakage_warnings(model, catalog)
-            scored, compared = score_embedder(
-                model, catalog, metrics, eval_dims, batch_size, report, vectors=vectors
+    notes = query_gallery.check_comparison(catalog, metrics)
+    with progress_bar("evaluating") as report, skip_hint():
+        if model is None:
+            vectors = torch.from_numpy(catalog.vectors)
+        elif skip:
+            vectors, catalog, skipped = evaluator.encode_readable(
+                model, catalog, batch_size, report
             )
-        rows = make_rows(methods, next(iter(scored.values())), compared, metrics, report)
+            notes = query_gallery.check_comparison(catalog, metrics)
+        else:
+            vectors = evaluator.encode_catalog(model, catalog, batch_size, report)
+        if model is not None:
+            notes += evaluator.leakage_warnings(model, catalog)
+        codes = model is not None and model.architecture.binary
+        compared = query_gallery.with_needed_roles(catalog)
+        scored = evaluator.score_queries(
+            vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
+        )
+        arguments = query_gallery.compared(vectors, compared, similarity)
+        rows = make_rows(methods, next(iter(scored.values())), arguments, metrics, report)
     document: dict[str, Any] = {
         "embedder": str(embedder) if source else None,
         "similarity": similarity,
@@ -144,11 +142,11 @@ def evaluate(
         "split": chosen,
         "images": len(catalog),
         "classes": len(catalog.class_names),
-        **describe(scored, compared, per_class=per_class, confusions=confusions),
+        **describe(scored, arguments, per_class=per_class, confusions=confusions),
         **({"rows": rows} if rows else {}),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
-        "left_out": skipped,
+        "skipped": skipped,
     }
     if out is not None:
         atomic_write(out, json.dumps(document, indent=2).encode())
@@ -248,7 +246,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         head = "Queries by class → class of the nearest image, if it is another:"
         parts.append("\n".join([head, *(lines or ["  none"])]))
     parts += [f"note: {note}" for note in document["notes"]]
-    skipped = [f"skipped {reason}" for reason in document["left_out"]]
+    skipped = [f"skipped {reason}" for reason in document["skipped"]]
     if skipped:
         parts.append("\n".join(first_few(skipped, "the document of --out and --json")))
     return "\n\n".join(parts)

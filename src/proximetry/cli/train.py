@@ -173,6 +173,17 @@ class Plan(NamedTuple):
     lines: tuple[str, ...] = ()
 
 
+class Request(NamedTuple):
+    """The images, and the recipe if one is named: its name, itself, and overrides of it."""
+
+    dataset: str
+    root: str | None
+    name: str
+    changes: Mapping[str, Any]
+    recipe_name: str | None
+    recipe: Recipe | None
+
+
 def make_plan(
     source: str,
     out: Path | None,
@@ -183,53 +194,22 @@ def make_plan(
 ) -> Plan:
     """Choose the recipe and the run folder for the words of a command.
 
-    A run in the folder is resumed with its own recipe, in which overrides are then applied.
-
-    Args:
-        source: a folder, a table, a dataset's name, or a recipe.
-        out: folder of the run, if given.
-        recipe_name: the recipe for images, if given.
-        changes: overrides of the recipe.
-        device: as `train` takes it.
-        fresh: whether a run in the folder will be removed.
+    A run in the folder is resumed with its own recipe, in which overrides are then applied,
+    unless it will be removed (``fresh``).
     """
     word, sign, value = str(out or "").partition("=")
     for key, _ in recipe_keys() if sign else ():
         if word.replace("-", "_") in (key, key.rpartition(".")[2]):
             option = f"--{key.replace('_', '-')}"
             raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
-    path = Path(source).expanduser()
-    is_file = path.suffix in (".yaml", ".yml") and path.is_file()
-    is_shipped = source in shipped_recipes() and recipe_name is None
-    if is_shipped and path.is_dir():
-        raise RecipeError(
-            f"{source!r} is a shipped recipe and a folder here; write ./{source} to train on the "
-            "folder, or rename it to train with the recipe"
-        )
-    if is_file and recipe_name is not None:
-        raise RecipeError(f"two recipes are given: {source} and --recipe {recipe_name}")
-    recipe = None
-    if is_file or is_shipped:
-        recipe_name, recipe = source, Recipe.load(source, changes)
-        dataset, root, name = recipe.data.dataset, recipe.data.root, recipe.name
-    else:
-        dataset, root = _find_images(source, changes)
-        changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
-        images = Path(os.path.abspath(root or dataset))
-        name = images.stem if images.is_file() else images.name
-    recipe_name = FOR_VECTORS if recipe_name is None and dataset == "vectors" else recipe_name
-    if recipe is None and recipe_name is not None:
-        recipe = Recipe.load(recipe_name, changes)
+    request = _read_request(source, recipe_name, changes)
+    recipe_name, recipe, changes = request.recipe_name, request.recipe, request.changes
     names = (ON_GPU, ON_CPU) if recipe is None else (recipe.name,)
-    folder, lines = out, list[str]()
-    if folder is None:
-        base = RUNS / (re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".- ")[:100] or "run")
-        numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
-        candidates = itertools.chain([base], numbered)
-        folder = next(one for one in candidates if _is_available(one, (dataset, root), names))
-        lines.append(f"run folder {folder}")
-    saved, saved_name = (None, "") if fresh else _saved_recipe(folder)
-    reason = ""
+    lines, reason = list[str](), ""
+    if out is None:
+        out = _choose_folder(request, names)
+        lines.append(f"run folder {out}")
+    saved, saved_name = (None, "") if fresh else _saved_recipe(out)
     if recipe_name is None and saved_name in names:
         recipe_name = saved_name
     elif recipe_name is None:
@@ -243,7 +223,7 @@ def make_plan(
     recipe = recipe or Recipe.load(recipe_name, changes)
     if saved is not None and saved_name in names:
         cache = {"data.cache": recipe.data.cache}  # depends on the device
-        requested, reason = recipe, f"run in {folder}: "
+        requested, reason = recipe, f"run in {out}: "
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
         before, now = requested.essence(), recipe.essence()
         own = [f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])]
@@ -252,7 +232,33 @@ def make_plan(
         lines += resets(plain_values(recipe_name), changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
     first = f"{reason}recipe {recipe.name} ({recipe.model.backbone}{size})"
-    return Plan(recipe, folder, (first, *lines))
+    return Plan(recipe, out, (first, *lines))
+
+
+def _read_request(source: str, recipe_name: str | None, changes: Mapping[str, Any]) -> Request:
+    """Read the first word: a recipe that names its images, or images."""
+    path = Path(source).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") and path.is_file()
+    is_shipped = source in shipped_recipes() and recipe_name is None
+    if is_shipped and path.is_dir():
+        raise RecipeError(
+            f"{source!r} is a shipped recipe and a folder here; write ./{source} to train on the "
+            "folder, or rename it to train with the recipe"
+        )
+    if is_file and recipe_name is not None:
+        raise RecipeError(f"two recipes are given: {source} and --recipe {recipe_name}")
+    if is_file or is_shipped:
+        recipe = Recipe.load(source, changes)
+        data = recipe.data
+        return Request(data.dataset, data.root, recipe.name, changes, source, recipe)
+    dataset, root = _find_images(source, changes)
+    changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
+    images = Path(os.path.abspath(root or dataset))
+    name = images.stem if images.is_file() else images.name
+    if recipe_name is None and dataset == "vectors":
+        recipe_name = FOR_VECTORS
+    named = Recipe.load(recipe_name, changes) if recipe_name is not None else None
+    return Request(dataset, root, name, changes, recipe_name, named)
 
 
 def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -286,8 +292,15 @@ def _saved_recipe(path: Path) -> tuple[Recipe | None, str]:
     return saved, name
 
 
-def _is_available(path: Path, data: tuple[str, str | None], names: tuple[str, ...]) -> bool:
-    """Return whether a folder is free, or holds a run of one of these recipes on these images."""
+def _choose_folder(request: Request, names: tuple[str, ...]) -> Path:
+    """Return a free folder below `RUNS`, or one with a run of these recipes on these images."""
+    name = re.sub(r"[/\\\x00-\x1f]+", "-", request.name).strip(".- ")[:100] or "run"
+    numbered = (RUNS / f"{name}-{number}" for number in itertools.count(2))
+    candidates = itertools.chain([RUNS / name], numbered)
+    return next(path for path in candidates if _is_available(path, request, names))
+
+
+def _is_available(path: Path, request: Request, names: tuple[str, ...]) -> bool:
     from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
 
     folder = RunFolder(path)
@@ -302,8 +315,8 @@ def _is_available(path: Path, data: tuple[str, str | None], names: tuple[str, ..
         if not path.exists():  # no folder can be created there
             raise
         return False
-    roots = [root and Path(root).absolute() for root in (saved.data.root, data[1])]
-    same = saved.data.dataset == data[0] and roots[0] == roots[1]
+    roots = [root and Path(root).absolute() for root in (saved.data.root, request.root)]
+    same = saved.data.dataset == request.dataset and roots[0] == roots[1]
     return same and saved.name.removesuffix(", first stage") in names
 
 

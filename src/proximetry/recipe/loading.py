@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -66,12 +67,10 @@ def parse_yaml(text: str) -> Any:
     """Return the plain values of a YAML text."""
     try:
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise YamlError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise YamlError(f"line {line}: {shorten(error.problem or 'unreadable', 200)}") from error
-    except Exception as error:  # constructors of dates and tags raise anything
+    except Exception as error:  # deep nesting; constructors of dates and tags raise anything
         raise YamlError(f"a value cannot be read: {shorten(str(error), 200)}") from error
 
 
@@ -98,20 +97,13 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, command: str) -> Path:
     """Return the file at a path, else the shipped one of this name; ``command`` lists those."""
-    path = Path(source) if _is_file(source) else shipped.get(str(source))
+    path = Path(source) if isfile(source) else shipped.get(str(source))
     if path is None:
         raise RecipeError(
             f"no {kind} {shown(str(source))}{closest(str(source), shipped)} "
             f"`proximetry {command}` lists the shipped ones"
         )
     return path
-
-
-def _is_file(path: str | Path) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # longer than a name can be
-        return False
 
 
 def plain_values(
@@ -138,7 +130,7 @@ def plain_values(
     if not isinstance(base, str):
         raise RecipeError(f"base must name one recipe, got {shown(base)}")
     sibling = path.parent / base if path is not None else Path(base)
-    return merge(plain_values(sibling if _is_file(sibling) else base, derived), values)
+    return merge(plain_values(sibling if isfile(sibling) else base, derived), values)
 
 
 def merge(

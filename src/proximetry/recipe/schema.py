@@ -481,12 +481,10 @@ class Recipe(Section):
                 if isinstance(keys := values.get(section), dict) and keys.get(name) == value:
                     del keys[name]
             return cls.model_validate(values)
-        except RecursionError:
-            message = "the recipe is nested too deeply"
         except ValidationError as error:
-            message = validation_message(error, cls)
-        in_file = not overrides and not isinstance(source, Mapping)
-        raise RecipeError(f"{source}: {message}" if in_file else message)
+            in_file = not overrides and not isinstance(source, Mapping)
+            where = f"{source}: " if in_file else ""
+            raise RecipeError(where + validation_message(error, cls)) from None
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with changes, by nested or dotted keys, validated again."""

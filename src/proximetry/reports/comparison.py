@@ -36,11 +36,14 @@ def comparison_sections(
     names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
 ) -> list[Section]:
     """Return the sections of a comparison."""
-    sections = [_metrics(names, records, found), _curves(names, records)]
-    queries = _queries(names, found)
-    if queries is not None:
-        sections.append(queries)
-    return [*sections, _recipes(names, records), _origins(names, records, found)]
+    sections = [
+        _metrics(names, records, found),
+        _curves(names, records),
+        _queries(names, found),
+        _recipes(names, records),
+        _origins(names, records, found),
+    ]
+    return [section for section in sections if section is not None]
 
 
 def _metrics(
@@ -175,7 +178,7 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
                 "gained": len(gained),
                 "lost": len(lost),
                 "lists": [
-                    (title, [_sides(runs, query) for query in _widest(first, other, queries)])
+                    (title, [_row(runs, query) for query in _widest(first, other, queries)])
                     for title, queries in (
                         (f"Right in {name} only", gained),
                         (f"Right in {names[0]} only", lost),
@@ -201,7 +204,7 @@ def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[in
     return list(chosen.values())[:SHOWN_CHANGES]
 
 
-def _sides(
+def _row(
     runs: Sequence[tuple[str, RunEvaluation]], query: int
 ) -> tuple[Markup, list[tuple[str, list[Markup]]]]:
     """Return the image of a query, and its neighbors in each run."""

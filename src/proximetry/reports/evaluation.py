@@ -20,7 +20,7 @@ from proximetry._util.machine import resolve_device
 from proximetry._util.types import Steps
 from proximetry.data import Catalog, open_dataset, resolve_source
 from proximetry.data.datasets import TABLES
-from proximetry.metrics import Evaluation, Interval, RetrievalResult, map_embeddings, retrieve
+from proximetry.metrics import Evaluation, Interval, RetrievalResult, retrieve
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
 from proximetry.reports.record import RunRecord
@@ -134,12 +134,6 @@ class RunEvaluation:
         chosen = rows[within < max(_OF_A_CLASS, MAPPED // classes)]
         return np.sort(chosen[:MAPPED])
 
-    def map(self) -> tuple[Rows, npt.NDArray[np.float32]]:
-        """Return rows of the catalog and their points in the unit square."""
-        rows = self.sample()
-        similarity = self.embedder.architecture.similarity
-        return rows, map_embeddings(self.vectors[rows], similarity=similarity)
-
     def compares_like(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
         mine, theirs = (
@@ -200,7 +194,14 @@ def evaluate_run(
         progress=lambda done, total: steps("searching", done, total),
     )
     scores = means(scored)
-    changed = _changed(record, split, scores)
+    before = record.selected.get(split, {})
+    changed = [
+        f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"
+        for name in scores
+        if isinstance(before.get(name), float)
+        and name not in COUNTS
+        and not math.isclose(before[name], scores[name], abs_tol=_ROUNDING)
+    ]
     if changed:
         notes.append(
             "the images or the embedder have changed since the evaluation at the end of the run: "
@@ -209,9 +210,9 @@ def evaluate_run(
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
         notes.append(f"the embedder is the last saved one, of epoch {epoch}")
-    every = np.arange(len(catalog))
+    every = np.ones(len(catalog), bool)
     queries, gallery = (
-        every if role is None else np.flatnonzero(role)
+        np.flatnonzero(every if role is None else role)
         for role in (catalog.queries, catalog.galleries)
     )
     return RunEvaluation(
@@ -264,15 +265,3 @@ def _evaluated_images(
     images = f"{spaced(len(chosen))} images in {catalog.root} (split {split})"
     note = f"evaluated on {images}, not on those of the run"
     return chosen, split, None, [note, *leakage_warnings(embedder, chosen)]
-
-
-def _changed(record: RunRecord, split: str, scores: dict[str, Any]) -> list[str]:
-    """Return the figures that differ from the selected epoch in the run's results."""
-    before = record.selected.get(split, {})
-    return [
-        f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"
-        for name in scores
-        if isinstance(before.get(name), float)
-        and name not in COUNTS
-        and not math.isclose(before[name], scores[name], abs_tol=_ROUNDING)
-    ]

@@ -109,10 +109,15 @@ class ProxyUse:
 
 
 def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> ProxyUse:
-    """Find the nearest proxy of training images of whole classes, sampled with seed 0."""
-    sample = _draw_classes(train)
-    trained = _as_trained(proxies, embedder)
-    vectors = l2_normalize(encode_catalog(trained, sample).double())[0]
+    """Find the nearest proxy of training images of whole classes, sampled with seed 0.
+
+    They have at most `TRAINING_IMAGES` images in all, but there is at least one class.
+    """
+    order = np.random.default_rng(0).permutation(len(train.class_names))
+    images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
+    taken = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
+    sample = train.subset(np.isin(train.codes, taken))
+    vectors = l2_normalize(encode_catalog(_as_trained(proxies, embedder), sample).double())[0]
     numbers = {name: number for number, name in enumerate(proxies.names)}
     codes = np.array([numbers[label] for label in sample.labels])
     weight = l2_normalize(proxies.weight.double())[0]
@@ -124,14 +129,6 @@ def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> Prox
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)
     return ProxyUse(len(sample), len(train.class_names), (counts > 0).sum(1), np.exp(entropy))
-
-
-def _draw_classes(train: Catalog) -> Catalog:
-    """Whole classes with at most `TRAINING_IMAGES` images in all, but at least one class."""
-    order = np.random.default_rng(0).permutation(len(train.class_names))
-    images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
-    taken = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
-    return train.subset(np.isin(train.codes, taken))
 
 
 def _as_trained(proxies: RunProxies, embedder: Embedder) -> Embedder:

@@ -13,8 +13,6 @@ from proximetry.models.storage import SECOND_STAGE
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.run_folder import FIRST_STAGE
 
-_LARGEST_ENVIRONMENT = 1_000_000
-
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -49,7 +47,11 @@ class RunRecord:
             raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")
         record = cls(path, folder, Recipe.load(folder.recipe))
         sources: list[tuple[str, Any, Callable[[], Any]]] = [
-            ("Environment", record.environment.update, lambda: _environment(folder.environment)),
+            (
+                "Environment",
+                record.environment.update,
+                lambda: read_json(folder.environment, 10**6),
+            ),
             ("Curves", record.history.extend, folder.history),
         ]
         if folder.results.exists():
@@ -57,7 +59,7 @@ class RunRecord:
         for title, store, read in sources:
             try:
                 store(read())
-            except ValueError as error:
+            except (ValueError, TypeError) as error:  # TypeError: not a JSON object
                 record.missing.append(f"{title}: {error}")
         if not folder.results.exists() or folder is stages[-1]:
             done = max((int(line["epoch"]) for line in record.history), default=0)
@@ -98,10 +100,3 @@ class RunRecord:
             if isinstance(value, (int, float)) and abs(value) < float("inf"):
                 points.setdefault(float(line["epoch"]), float(value))
         return sorted(points.items())
-
-
-def _environment(file: Path) -> dict[str, Any]:
-    environment = read_json(file, _LARGEST_ENVIRONMENT)
-    if not isinstance(environment, dict):
-        raise ValueError(f"{file} is damaged: not a JSON object")
-    return environment

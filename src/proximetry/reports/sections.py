@@ -10,9 +10,9 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
-from proximetry._util.errors import shorten, spaced
+from proximetry._util.errors import readable_seconds, shorten, spaced
 from proximetry.data import VectorCatalog
-from proximetry.metrics import Interval
+from proximetry.metrics import Interval, map_embeddings
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
@@ -82,9 +82,7 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
     if record.results:
         epochs, seconds = record.results["epochs"], record.results["seconds"]
         cards.append(("Selected epoch", str(record.selected["epoch"]), f"of {epochs} trained"))
-        duration = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-        duration = f"{seconds:.0f} s" if seconds < 120 else duration
-        cards.append(("Training", duration, "evaluations not counted"))
+        cards.append(("Training", readable_seconds(seconds), "evaluations not counted"))
     return cards
 
 
@@ -325,7 +323,9 @@ def _confused_example(run: RunEvaluation, one: str, other: str) -> list[Markup]:
 
 def map_section(run: RunEvaluation) -> Section:
     """Return the embeddings as points on a plane."""
-    rows, places = run.map()
+    rows = run.sample()
+    similarity = run.embedder.architecture.similarity
+    places = map_embeddings(run.vectors[rows], similarity=similarity)
     catalog, codes = run.catalog, run.catalog.codes[rows]
     side, margin = 640, 14
     placed = margin + places * (side - 2 * margin)

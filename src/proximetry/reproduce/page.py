@@ -77,30 +77,25 @@ def _render(
         values["ranking"] = table.protocol == "held_out" and _ranking(results)
         values["not_run"] = [name for name, runs in results.runs_of.items() if not runs]
         rows = table.selected_rows() if selected is None else selected
-        values |= {"missing": results.missing(seeds, rows), **_results(results)}
+        findings = [(claim, compare_claim(claim, results)) for claim in table.claims]
+        selection = next(iter(results.selection.values()), None)
+        lines = [] if selection is None else selection.curve
+        curves = table.figure is not None and table.figure.kind == "curves"
+        values |= {
+            "missing": results.missing(seeds, rows),
+            "table_of_metrics": _metrics(results),
+            "angles": any(metric.endswith("_angle") for metric in table.metrics),
+            "selection": selection,
+            "distractors": any("among_train" in line.get("held_out", {}) for line in lines),
+            "no_seconds": why_no_seconds(results),
+            "findings": findings,
+            "tested": sum(len(found.seeds) > 1 for _, found in findings),
+            "during_training": curves and _during_training(results),
+            **(_convergence(results) if curves else {}),
+            "figures": figure_names(results),
+        }
     text = _TEMPLATES.get_template(template).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def _results(results: Results) -> dict[str, Any]:
-    """Return the tables and figures of the results."""
-    table = results.table
-    findings = [(claim, compare_claim(claim, results)) for claim in table.claims]
-    selection = next(iter(results.selection.values()), None)
-    curve = [] if selection is None else selection.curve
-    curves = table.figure is not None and table.figure.kind == "curves"
-    return {
-        "table_of_metrics": _metrics(results),
-        "angles": any(metric.endswith("_angle") for metric in table.metrics),
-        "selection": selection,
-        "distractors": any("among_train" in line.get("held_out", {}) for line in curve),
-        "no_seconds": why_no_seconds(results),
-        "findings": findings,
-        "tested": sum(len(found.seeds) > 1 for _, found in findings),
-        "during_training": curves and _during_training(results),
-        **(_convergence(results) if curves else {}),
-        "figures": figure_names(results),
-    }
 
 
 def _columns(results: Results) -> dict[str, tuple[str, dict[str, Any]]]:

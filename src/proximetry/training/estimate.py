@@ -153,7 +153,7 @@ def _estimate(run: Run, saved: SavedRun | None, notes: _Notes, replaces: bool) -
         },
         "images": images,
         "decoded": decoded.number,
-        "left_out": [f"{path}: {why}" for path, why in decoded.bad],
+        "skipped": [f"{path}: {why}" for path, why in decoded.bad],
         "notes": notes.lines,
         "recipe": recipe.to_dict(),
         "dim": recipe.model.pca_dim or recipe.model.dim,
@@ -270,7 +270,7 @@ def describe(document: dict[str, Any]) -> str:
         line = f"all {_count(document['decoded'], 'image')} decoded to check them"
         if document["decoded"] < document["images"]:
             line = f"{spaced(document['decoded'])} images decoded to check them, evenly spaced"
-        skipped = [f"skipped {reason}" for reason in document["left_out"]]
+        skipped = [f"skipped {reason}" for reason in document["skipped"]]
         counts += [line, *first_few(skipped, "the document of --json")]
     missing, seconds = cache["missing_bytes"], document["seconds"]
     size = readable_size(missing) if missing else "nothing"
