@@ -69,17 +69,19 @@ def test_two_ranks_build_the_gallery_of_one(home, server, capsys):
     codes = lost.ended()
     assert codes[1] == -9
     assert codes[0] == 1
-    assert "lost another rank" in lost.said(0).splitlines()[-1]
+    assert "lost another rank" in lost.output(0).splitlines()[-1]
     with pytest.raises(ValueError, match="not finished"):
         Gallery.open(home / "two")
     ranks = Ranks(server, home / "both", COMMAND, *words, home / "two", *skip)
     assert ranks.ended() == [0, 0]
-    printed = [ranks.said(rank).replace("staged\n", "") for rank in range(2)]
+    printed = [ranks.output(rank).replace("staged\n", "") for rank in range(2)]
     assert printed[1] == ""
     assert json.loads(printed[0]) == {**wanted, "gallery": str(home / "two")}
     assert len(wanted["skipped"]) == 1
     assert content("two") == content("one")
-    chunks = [lost.said(rank).count("staged") + ranks.said(rank).count("staged") for rank in (0, 1)]
+    chunks = [
+        lost.output(rank).count("staged") + ranks.output(rank).count("staged") for rank in (0, 1)
+    ]
     assert sum(chunks) < 7 + 3, "nearly nothing was embedded twice"
     for name in ("class00", "class02", "class03"):
         shutil.copytree(home / "pictures" / name, home / "more" / name)
@@ -87,8 +89,8 @@ def test_two_ranks_build_the_gallery_of_one(home, server, capsys):
     assert cli.main([*map(str, added), "one"]) == 0
     more = Ranks(server, home / "more-ranks", COMMAND, *added, home / "two")
     assert more.ended() == [0, 0]
-    assert "12 new" in more.said(0)
-    assert "staged" in more.said(1)
+    assert "12 new" in more.output(0)
+    assert "staged" in more.output(1)
     assert content("two") == content("one")
 
 
@@ -96,14 +98,14 @@ def test_one_rank_reports_errors(home, server):
     bad = ["index", home / "pictures", "--model", home / "model", "--gallery", home / "g"]
     ranks = Ranks(server, home / "bad", COMMAND, *bad, "--device", "cpu")
     assert ranks.ended() == [1, 0]
-    assert "bad.png" in ranks.said(0)
-    assert ranks.said(1).replace("staged\n", "") == ""
+    assert "bad.png" in ranks.output(0)
+    assert ranks.output(1).replace("staged\n", "") == ""
     ranks = Ranks(
         server, home / "none", COMMAND, "index", home / "pictures", "--gallery", home / "h"
     )
     assert ranks.ended() == [2, 0]
-    assert "--model RUN" in ranks.said(0)
-    assert ranks.said(1) == ""
+    assert "--model RUN" in ranks.output(0)
+    assert ranks.output(1) == ""
 
 
 def test_two_ranks_embed_as_one(home, server, capsys):
@@ -113,12 +115,12 @@ def test_two_ranks_embed_as_one(home, server, capsys):
     wanted = json.loads(capsys.readouterr().out)
     ranks = Ranks(server, home / "both", COMMAND, *words, *skip, home / "two.npz")
     assert ranks.ended() == [0, 0]
-    assert ranks.said(1) == ""
-    assert json.loads(ranks.said(0)) == {**wanted, "out": str(home / "two.npz")}
+    assert ranks.output(1) == ""
+    assert json.loads(ranks.output(0)) == {**wanted, "out": str(home / "two.npz")}
     one, two = (np.load(name) for name in ("one.npz", "two.npz"))
     assert one["vectors"].tobytes() == two["vectors"].tobytes()
     assert one["paths"].tolist() == two["paths"].tolist()
     ranks = Ranks(server, home / "bad", COMMAND, *words, "--out", home / "bad.npz")
     assert ranks.ended() == [1, 1]
-    assert "bad.png" in ranks.said(0)
+    assert "bad.png" in ranks.output(0)
     assert not (home / "bad.npz").exists()

@@ -81,8 +81,8 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     values["evaluation"]["eval_dims"] = [2]
     (tmp_path / "mine.yaml").write_text(json.dumps(values))
     monkeypatch.chdir(tmp_path)
-    told = call("train", images, "run", "--recipe", "mine.yaml", "--model.bits", "64")
-    assert "binary codes, Hamming distance" in told
+    output = call("train", images, "run", "--recipe", "mine.yaml", "--model.bits", "64")
+    assert "binary codes, Hamming distance" in output
     assert Recipe.load("run/recipe.yaml").model.dim == 64
 
     document = json.loads(call("evaluate", "run", images, "--binary", "--json"))
@@ -162,16 +162,16 @@ def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
     given = {"embeddings": vectors, "labels": labels}
     if apart:
         number = np.arange(48)
-        asked, held = number[number % 2 == 0], number[number % 3 != 0]
+        queries, held = number[number % 2 == 0], number[number % 3 != 0]
         given = {
             "embeddings": vectors[held],
             "labels": labels[held],
             "ignore_groups": held,
-            "queries": vectors[asked],
-            "query_labels": labels[asked],
-            "query_ignore_groups": asked,
+            "queries": vectors[queries],
+            "query_labels": labels[queries],
+            "query_ignore_groups": queries,
         }
-    wanted = [
+    expected = [
         evaluate(**given),
         evaluate(**given, binary=True),
         evaluate(**given, binary=True, candidates=200),
@@ -179,12 +179,12 @@ def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
         evaluate(**given, rerank=True),
         evaluate(**given, expand=3, rerank=True),
     ]
-    for row, one in zip(document["rows"], wanted, strict=True):
+    for row, one in zip(document["rows"], expected, strict=True):
         assert row["metrics"] == pytest.approx(one.mean(), abs=1e-9), row["name"]
-    told = call(*words)
-    assert all(name in told for name in rows)
-    assert "bytes per image" in told
-    assert max(map(len, told.split("note: ")[0].splitlines())) <= 80
+    output = call(*words)
+    assert all(name in output for name in rows)
+    assert "bytes per image" in output
+    assert max(map(len, output.split("note: ")[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("method", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
@@ -193,9 +193,9 @@ def test_evaluate_equals_gallery_search(run, images, tmp_path, method):
     embedder, catalog = Embedder.load(run), open_dataset("folder", images)
     held = np.arange(len(catalog)) % 4 > 0
     gallery = Gallery.build(embedder, catalog.subset(np.flatnonzero(held)), tmp_path / "gallery")
-    asked = [catalog.file(row) for row in np.flatnonzero(~held)]
+    queries = [catalog.file(row) for row in np.flatnonzero(~held)]
     labels = np.asarray(catalog.labels)
-    found = gallery.search(asked, k=7, **method)
+    found = gallery.search(queries, k=7, **method)
     hits = found.labels == labels[~held][:, None]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     metrics = Metrics(recall_at=(1, 3), precision_at=(1, 3, 7), at_r=False, mrr=False, ndcg_at=())
@@ -215,6 +215,6 @@ def test_expansion_needs_the_cosine(call, images, tmp_path):
     Embedder.create("small_convnet", 8, normalize=False, weights="none", image_size=24).save(
         tmp_path / "model"
     )
-    told = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
-    assert "--expand requires cosine" in told
-    assert "3 images" not in told
+    output = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
+    assert "--expand requires cosine" in output
+    assert "3 images" not in output

@@ -122,7 +122,7 @@ def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
     assert evaluator.moments_of_few.called
     assert Embedder.load(tmp_path / "run" / "embedder").dim == 40
     assert list(results["last"]["test"]["dims"]) == ["3", "38"]
-    assert train(recipe, tmp_path / "run", device="cpu") == results, "and goes on as it was begun"
+    assert train(recipe, tmp_path / "run", device="cpu") == results, "and resumes"
 
 
 def test_killed_run_with_pca_resumes_bit_exact(reduced, tmp_path):
@@ -192,8 +192,8 @@ def test_train_and_evaluate_agree_on_recipe_sizes(
             folder.mkdir(parents=True)
             for i in range(3):
                 noise = draw.normal(draw.integers(60, 190, 3), 40, (70, 90, 3)).clip(0, 255)
-                picture = Image.fromarray(noise.astype(np.uint8))
-                picture.resize((560, 452)).save(folder / f"{i}.jpg")
+                image = Image.fromarray(noise.astype(np.uint8))
+                image.resize((560, 452)).save(folder / f"{i}.jpg")
     recipe = make_recipe(
         tmp_path / "images",
         cache,
@@ -214,8 +214,8 @@ def test_train_and_evaluate_agree_on_recipe_sizes(
     results = train(recipe, tmp_path / "run", device="cpu")
     embedder = Embedder.load(tmp_path / "run" / "embedder")
     catalog = open_dataset("folder", tmp_path / "images").filter(split="test")
-    wanted = recipe.evaluation.metrics
-    assert evaluate_embedder(embedder, catalog, metrics=wanted) == results["last"]["test"]
+    scores = evaluate_embedder(embedder, catalog, metrics=recipe.evaluation.metrics)
+    assert scores == results["last"]["test"]
 
 
 @pytest.fixture

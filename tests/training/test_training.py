@@ -1,4 +1,4 @@
-"""Training: it learns, continues bit for bit, stops when told, and says what went wrong."""
+"""Training: it learns, continues bit for bit, stops on request, and reports errors."""
 
 import itertools
 import json
@@ -300,7 +300,7 @@ def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
         assert killed
         folder = RunFolder(out)
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
-            break  # begun anew
+            break  # started again
         if folder.last.exists():  # what is left of the old one can be continued
             with pytest.raises(RunError, match="started with another recipe"):
                 train(changed, out)
@@ -682,12 +682,12 @@ def test_run_folder_is_locked(recipe, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     folder.acquire()
     us = f"process {os.getpid()} on {socket.gethostname()}"
-    said = []
+    messages = []
     display = PlainDisplay()
-    display.message = said.append
+    display.message = messages.append
     with pytest.raises(RunError, match=f"^{us} is training in"):
         train(recipe, tmp_path / "run", display=display)
-    assert said == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
+    assert messages == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
     folder.release()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
@@ -736,7 +736,7 @@ def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
 
 
 def test_optimizer_state_keeps_memory_format(tmp_path):
-    """A fused optimiser goes through memory: state laid out otherwise would be another's."""
+    """A fused optimizer goes through memory: state laid out otherwise would be another's."""
     layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(2, 3, 8, 8)).square().sum().backward()
@@ -762,7 +762,7 @@ def test_dropout_is_active_in_training_only(recipe, tmp_path):
 
 
 class Interrupted(Callback):
-    """Asks for a stop in the evaluation before the first step or after the last one."""
+    """Requests a stop in the evaluation before the first step or after the last one."""
 
     def __init__(self, monkeypatch, *, epoch):
         evaluate = Evaluator.evaluate
@@ -811,13 +811,13 @@ def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeyp
 def test_saturated_metric_is_reported_once(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
-    sentence = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
+    message = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
     killed_at(13, recipe, tmp_path / "run")
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
-    assert sentence in results["notes"]
-    assert sentence not in capsys.readouterr().out, "reported before the kill"
+    assert message in results["notes"]
+    assert message not in capsys.readouterr().out, "reported before the kill"
     train(recipe, tmp_path / "whole", display=PlainDisplay())
-    assert capsys.readouterr().out.count(sentence) == 1
+    assert capsys.readouterr().out.count(message) == 1
     best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
     notes = train(best, tmp_path / "other")["notes"]
     assert not any("saturated" in note for note in notes)
@@ -859,7 +859,7 @@ def test_extended_run_equals_longer_run(recipe, tmp_path, capsys, schedule):
     short, long = (with_(recipe, "training", epochs=epochs) for epochs in (2, 4))
     train(long, tmp_path / "whole")
     first = train(short, tmp_path / "run")
-    with pytest.raises(SystemError):  # cut off, it is still not complete
+    with pytest.raises(SystemError):  # killed, it is still not complete
         train(
             long,
             tmp_path / "run",
@@ -895,7 +895,7 @@ def test_early_stopped_run_resumes_with_more_patience(recipe, tmp_path, monkeypa
     recipe = with_(recipe, "training", epochs=5, stop_after=2)
     stopped = train(recipe, tmp_path / "run")
     assert stopped["epochs"] == 3
-    # More epochs alone would stop at once again, which is said.
+    # More epochs alone would stop at once again, which is reported.
     longer = with_(recipe, "training", epochs=6)
     assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
     assert "a larger training.stop_after resumes it" in capsys.readouterr().out

@@ -190,10 +190,10 @@ def test_unsupported_keys_are_rejected_before_decoding(images, tmp_path):
             "'cls-avg' needs a class token",
         ),
     ]
-    for changes, sentence in wrong:
+    for changes, message in wrong:
         recipe = recipe_for(images, cache, **changes)
         for attempt in (train, dry_run):
-            with pytest.raises(ValueError, match=sentence):
+            with pytest.raises(ValueError, match=message):
                 attempt(recipe, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
     assert not cache.exists()

@@ -35,7 +35,7 @@ def live(server, shared, tmp_path_factory):
     process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
     yield url.replace("=TOKEN", f"={TOKEN}")
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
+    assert process.ended() == 0, process.output()
 
 
 class Visit:
@@ -449,7 +449,7 @@ def test_missing_files_and_stopped_server(browser, server, own, tmp_path):
     ranks(page)
     page.get_by_text("not readable").first.wait_for()
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
+    assert process.ended() == 0, process.output()
     page.locator("#grid .card").first.click()
     page.wait_for_selector("#problem:not([hidden])")
     assert "The server cannot be reached" in page.locator("#problem").inner_text()

@@ -99,9 +99,9 @@ def test_server_from_start_to_ctrl_c(server, shared, tmp_path):
     finally:
         process.send(signal.SIGINT)
         code = process.ended()
-    assert code == 0, process.said()
-    assert process.said().endswith("stopped\n")
-    assert "Traceback" not in process.said()
+    assert code == 0, process.output()
+    assert process.output().endswith("stopped\n")
+    assert "Traceback" not in process.output()
 
 
 def test_idle_connections_are_closed(monkeypatch):
@@ -170,8 +170,8 @@ def guarded(server, shared, tmp_path_factory):
     process, url = start(server, folder / "log", shared.path, **around)
     yield process, urlsplit(url)
     process.send(signal.SIGINT)
-    assert process.ended() == 0, process.said()
-    assert "Traceback" not in process.said()
+    assert process.ended() == 0, process.output()
+    assert "Traceback" not in process.output()
 
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -211,7 +211,7 @@ def test_floods_are_disconnected(guarded, name):
 
 def test_log_stays_empty_after_disconnects_and_bombs(guarded):
     process, address = guarded
-    place, before = (address.hostname, address.port), process.said()
+    place, before = (address.hostname, address.port), process.output()
     bearer = {"authorization": f"Bearer {TOKEN}"}
     base = "http://{}:{}".format(*place)
     head = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
@@ -230,7 +230,7 @@ def test_log_stays_empty_after_disconnects_and_bombs(guarded):
         answer = httpx.post(f"{base}/search", files=files, headers=bearer)
         assert answer.status_code == 415
         assert "too large" in answer.json()["detail"]
-    assert process.said() == before
+    assert process.output() == before
 
 
 def test_server_with_a_token(server, shared, tmp_path):
@@ -249,7 +249,7 @@ def test_server_with_a_token(server, shared, tmp_path):
     finally:
         process.send(signal.SIGINT)
         assert process.ended() == 0
-    assert TOKEN not in process.said()
+    assert TOKEN not in process.output()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
