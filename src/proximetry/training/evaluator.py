@@ -254,6 +254,7 @@ class Evaluator:
         self._trained = embedder
         self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
         self._group = dist.group.WORLD if self.world.size > 1 else None
+        self._labels = np.asarray(data.catalog.labels)
         features = self._plain_features = partial(extract_features, embedder, stage=data.stage)
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
@@ -334,10 +335,6 @@ class Evaluator:
         # Clusterings and pairs are of the held-out images only.
         name = e.select_by
         return {"among_train": {name: scores[name]}} if name in scores else {}
-
-    @cached_property
-    def _labels(self) -> npt.NDArray[Any]:
-        return np.asarray(self.data.catalog.labels)
 
     @cached_property
     def _distractors(self) -> npt.NDArray[np.bool_]:
