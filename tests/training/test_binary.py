@@ -113,7 +113,7 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
         ({"model.bits": 64, "model.dim": 32}, "disagree"),
         ({"model.bits": 64, "model.pca_dim": 8}, "pca_dim 8"),
         ({"model.bits": 64, "evaluation.eval_dims": [8]}, "eval_dims"),
-        ({"model.bits": 64, "evaluation.similarity": "euclidean"}, "euclidean"),
+        ({"model.bits": 64, "evaluation.similarity": "euclidean"}, "cosine"),
     ],
 )
 def test_invalid_bits_are_rejected(cache, changes, message):

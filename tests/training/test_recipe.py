@@ -26,7 +26,7 @@ from proximetry.recipe.loading import (
 from proximetry.recipe.schema import Section, recipe_keys
 from proximetry.reproduce import ReproduceError, Table
 from proximetry.training import Recipe, RecipeError, RunError, RunFolder, shipped_recipes
-from proximetry.training.run import make_embedder
+from proximetry.training.build import make_embedder
 
 
 def test_shipped_recipes_round_trip(tmp_path):

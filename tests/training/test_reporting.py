@@ -101,12 +101,6 @@ def test_wandb_run_is_closed_and_resumed(recipe, tmp_path, wandb_calls):
     assert first == second == third != fresh
 
 
-def test_wandb_not_installed_raises(recipe, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
-        train(with_(recipe, "training", wandb="birds"), tmp_path / "run")
-
-
 def test_plain_display_prints_a_line_per_epoch(recipe, tmp_path, capsys):
     display = make_display()
     assert isinstance(display, PlainDisplay)

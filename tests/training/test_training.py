@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from proximetry.training.checkpoint import (
 )
 from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
-from proximetry.training.loop import Stopwatch
 from proximetry.training.reporting import AMONG_TRAIN, PlainDisplay
 from proximetry.training.run_folder import PlaceError
 from tests.processes import Process
@@ -114,17 +112,6 @@ def test_seconds_of_training_and_startup(recipe, tmp_path):
     assert results["seconds"] == seconds[-1]
     assert results["startup_seconds"] > 0
     assert set(phases) == {"training"}
-
-
-def test_stopwatch_phases(monkeypatch):
-    now = iter([0.0, 3.0, 4.0, 9.0, 11.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    clock = Stopwatch()
-    assert clock.enter("training") == 3
-    assert clock.enter("evaluation") == 1
-    assert clock.enter("training") == 5
-    assert clock.enter("other") == 2
-    assert clock.seconds == {"startup": 3, "training": 3, "evaluation": 5, "other": 0}
 
 
 def test_checkpoint_epochs(recipe, tmp_path):
@@ -478,7 +465,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
             "optimizer": {"clip_value": 10.0, "clip_norm": 1.0},
         },
         {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
-        {"loss": {"exclusive": 1.0, "center": 0.003, "optimization": "projected"}},
+        {"loss": {"exclusive": 1.0, "angular_center": 0.003, "optimization": "projected"}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
         {"data": {"cache": "none"}},
         {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
@@ -723,10 +710,7 @@ def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
 
 
 def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
-    import shutil
-
-    copy = tmp_path / "images"
-    shutil.copytree(images, copy)
+    copy = shutil.copytree(images, tmp_path / "images")
     (copy / "class00" / "broken.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"broken.png"):
         train(make_recipe(copy, cache, training={"epochs": 1}), tmp_path / "run")

@@ -267,7 +267,7 @@ def test_broken_vector_files_are_rejected(tmp_path, capsys):
             assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "is no file of vectors" in capsys.readouterr().err
+    assert "not a file of vectors" in capsys.readouterr().err
 
 
 def test_images_and_vectors_are_not_mixed(files, images, cache, recipe, tmp_path, capsys):
@@ -355,9 +355,9 @@ def test_frozen_features_are_those_of_evaluation(images, cache, tmp_path, change
 
 
 def test_frozen_backbone_rejects_trainable_pooling():
-    with pytest.raises(RecipeError, match="pooling gem-learned learns; use gem"):
+    with pytest.raises(RecipeError, match="needs pooling gem"):
         Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})
-    with pytest.raises(RecipeError, match=r"freeze_backbone and drop_path 0\.2 exclude each other"):
+    with pytest.raises(RecipeError, match="drop_path"):
         Recipe.load({"model": {"freeze_backbone": True, "drop_path": 0.2}})
 
 
