@@ -44,8 +44,6 @@ class Process:
     def output(self):
         return self._log.read_text()
 
-    said = output
-
     def until(self, condition):
         """Wait for something to be true."""
         end = time.monotonic() + 240

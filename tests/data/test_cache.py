@@ -299,10 +299,10 @@ def until_one_decodes(processes):
     """Wait until one is paused after its first image and the others wait; return it first."""
 
     def paused():
-        return [process for process in processes if "paused" in process.said()]
+        return [process for process in processes if "paused" in process.output()]
 
     def at_rest():
-        return all(re.search("paused|waiting", process.said()) for process in processes)
+        return all(re.search("paused|waiting", process.output()) for process in processes)
 
     processes[0].until(lambda: paused() and at_rest())
     (first,) = paused()
@@ -310,7 +310,7 @@ def until_one_decodes(processes):
 
 
 def logged(process, what):
-    lines = [line.split() for line in process.said().splitlines()]
+    lines = [line.split() for line in process.output().splitlines()]
     return sorted(words[1] for words in lines if words[0] == what and len(words) > 1)
 
 
@@ -327,9 +327,9 @@ def test_one_of_several_processes_decodes(three, tmp_path, home):
     gate.touch()
     assert [process.ended() for process in (first, *others)] == [0, 0, 0]
     assert logged(first, "decoded") == sorted(f"{i}.png" for i in range(40))
-    assert "waiting" not in first.said()
+    assert "waiting" not in first.output()
     for other in others:
-        assert [line.split()[0] for line in other.said().splitlines()] == ["waiting", "sum"]
+        assert [line.split()[0] for line in other.output().splitlines()] == ["waiting", "sum"]
     assert_same_pixels((first, *others), tmp_path, home)
 
 

@@ -99,7 +99,7 @@ dist.destroy_process_group()
 
 def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
     ranks = Ranks(server, tmp_path, STEPS, tmp_path)
-    assert ranks.ended() == [0, 0], ranks.said(0) + ranks.said(1)
+    assert ranks.ended() == [0, 0], ranks.output(0) + ranks.output(1)
     for rank in range(2):
         worst = json.loads((tmp_path / f"{rank}.json").read_text())
         errors = worst.pop("errors")

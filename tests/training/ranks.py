@@ -1,4 +1,4 @@
-"""Ranks as real processes, and what may happen to them."""
+"""Ranks as real processes, and failures of one of them."""
 
 import socket
 
@@ -57,7 +57,7 @@ def happens(what, rank, owner, number):
 
 
 class Ranks:
-    """The processes of one run. What a rank says is in `said`."""
+    """The processes of one run."""
 
     def __init__(self, server, home, code, *arguments, size=2, missing=(), timeout=60):
         home.mkdir(exist_ok=True)
@@ -80,8 +80,6 @@ class Ranks:
 
     def output(self, rank):
         return self._every[rank].output()
-
-    said = output
 
     def until(self, condition):
         """Wait for something to be true."""

@@ -1,4 +1,4 @@
-"""What tests do with runs: cut them off, and tell whether two are the same to the last bit."""
+"""Kill runs, and compare two bit by bit."""
 
 import pytest
 import torch
@@ -69,8 +69,8 @@ def observed(monkeypatch, values):
     )
 
 
-class Said(PlainDisplay):
-    """Keeps what a run says."""
+class Messages(PlainDisplay):
+    """Stores the messages of a run."""
 
     def __init__(self):
         super().__init__()

@@ -97,9 +97,9 @@ def test_run_records_and_prints_its_choices(recipe, tmp_path, monkeypatch, capsy
 
 
 def test_resumed_run_keeps_its_choices(recipe, tmp_path):
-    begun = recipe.override({"training.precision": "bfloat16", "data.cache": "pixels"})
-    train(begun, tmp_path / "whole", device="cpu")
-    killed_at(5, begun, tmp_path / "cut")
+    started = recipe.override({"training.precision": "bfloat16", "data.cache": "pixels"})
+    train(started, tmp_path / "whole", device="cpu")
+    killed_at(5, started, tmp_path / "cut")
     train(recipe, tmp_path / "cut", device="cpu")  # which leaves the precision to auto
     weights = [
         next((tmp_path / name / "embedder").glob("*.safetensors")) for name in ("whole", "cut")

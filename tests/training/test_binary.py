@@ -25,25 +25,18 @@ def recipe(images, cache):
     return make_recipe(images, cache, **changes)
 
 
-@pytest.fixture(scope="module")
-def run(recipe, tmp_path_factory):
-    out = tmp_path_factory.mktemp("binary") / "run"
-    train(recipe, out)
-    return out
-
-
 def plain(scores):
     return {key: value for key, value in scores.items() if not isinstance(value, dict)}
 
 
-def test_run_reports_metrics_of_codes(run, recipe, images):
-    results = json.loads((run / "results.json").read_text())
+def test_run_reports_metrics_of_codes(whole, recipe, images):
+    results = json.loads((whole / "results.json").read_text())
     found = results["selected"]["held_out"]
     assert set(found["codes"]) == set(plain(found))
     assert results["codes"].startswith("16 bits, the signs of the dimensions; Hamming distance")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all("codes" in line["held_out"] for line in lines)
-    embedder = Embedder.load(run)
+    embedder = Embedder.load(whole)
     assert embedder.bits == 16
     # `evaluate` finds what the run found, and both what one finds by hand.
     catalog = open_dataset("folder", images)
@@ -57,8 +50,8 @@ def test_run_reports_metrics_of_codes(run, recipe, images):
     assert evaluate(packed, labels, similarity="hamming") == found["codes"]
 
 
-def test_codes_are_centered_on_the_training_images(run, images):
-    embedder, catalog = Embedder.load(run), open_dataset("folder", images)
+def test_codes_are_centered_on_the_training_images(whole, images):
+    embedder, catalog = Embedder.load(whole), open_dataset("folder", images)
     rows = [r for r in range(len(catalog)) if catalog.labels[r] in embedder.class_names]
     pixels = torch.stack([embedder.preprocessing.pixels(catalog.file(row)) for row in rows])
     with torch.no_grad():
@@ -69,10 +62,10 @@ def test_codes_are_centered_on_the_training_images(run, images):
     assert (share < 1).all()
 
 
-def test_run_with_bits_resumes_bit_exact(run, recipe, tmp_path):
+def test_run_with_bits_resumes_bit_exact(whole, recipe, tmp_path):
     killed_at(5, recipe, tmp_path / "run")
     train(recipe, tmp_path / "run")
-    assert_same_run(run, tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
 def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monkeypatch):
@@ -81,8 +74,8 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     values["evaluation"]["eval_dims"] = [2]
     (tmp_path / "mine.yaml").write_text(json.dumps(values))
     monkeypatch.chdir(tmp_path)
-    told = call("train", images, "run", "--recipe", "mine.yaml", "--model.bits", "64")
-    assert "binary codes, Hamming distance" in told
+    output = call("train", images, "run", "--recipe", "mine.yaml", "--model.bits", "64")
+    assert "binary codes, Hamming distance" in output
     assert Recipe.load("run/recipe.yaml").model.dim == 64
 
     document = json.loads(call("evaluate", "run", images, "--binary", "--json"))
@@ -113,7 +106,7 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
         ({"model.bits": 64, "model.dim": 32}, "disagree"),
         ({"model.bits": 64, "model.pca_dim": 8}, "pca_dim 8"),
         ({"model.bits": 64, "evaluation.eval_dims": [8]}, "eval_dims"),
-        ({"model.bits": 64, "evaluation.similarity": "euclidean"}, "euclidean"),
+        ({"model.bits": 64, "evaluation.similarity": "euclidean"}, "cosine"),
     ],
 )
 def test_invalid_bits_are_rejected(cache, changes, message):
@@ -133,7 +126,7 @@ def test_bits_replace_dim():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
+def test_evaluate_compares_search_methods(call, whole, images, tmp_path, apart):
     catalog = open_dataset("folder", images)
     paths = [catalog.file(row) for row in range(len(catalog))]
     lines = ["path,label,split,query,gallery"] if apart else ["path,label,split"]
@@ -141,9 +134,9 @@ def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
         roles = f",{row % 2 == 0},{row % 3 != 0}".lower() if apart else ""
         lines.append(f"{path},{catalog.labels[row]},test{roles}")
     (tmp_path / "table.csv").write_text("\n".join(lines))
-    plain_one = json.loads(call("evaluate", run, tmp_path / "table.csv", "--json"))
+    plain_one = json.loads(call("evaluate", whole, tmp_path / "table.csv", "--json"))
     assert "rows" not in plain_one
-    words = ("evaluate", run, tmp_path / "table.csv", "--binary", "--expand", "3", "--rerank")
+    words = ("evaluate", whole, tmp_path / "table.csv", "--binary", "--expand", "3", "--rerank")
     document = json.loads(call(*words, "--json"))
     assert {key: document[key] for key in plain_one} == plain_one  # never mixed with it
     rows = {row["name"]: row for row in document["rows"]}
@@ -158,20 +151,20 @@ def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
     who = "24 queries against a gallery of 32 images" if apart else "each of 48 images against all"
     assert all(row["protocol"].startswith(who) for row in document["rows"])
     # The same by hand.
-    vectors, labels = Embedder.load(run).encode(paths), np.asarray(catalog.labels)
+    vectors, labels = Embedder.load(whole).encode(paths), np.asarray(catalog.labels)
     given = {"embeddings": vectors, "labels": labels}
     if apart:
         number = np.arange(48)
-        asked, held = number[number % 2 == 0], number[number % 3 != 0]
+        queries, held = number[number % 2 == 0], number[number % 3 != 0]
         given = {
             "embeddings": vectors[held],
             "labels": labels[held],
             "ignore_groups": held,
-            "queries": vectors[asked],
-            "query_labels": labels[asked],
-            "query_ignore_groups": asked,
+            "queries": vectors[queries],
+            "query_labels": labels[queries],
+            "query_ignore_groups": queries,
         }
-    wanted = [
+    expected = [
         evaluate(**given),
         evaluate(**given, binary=True),
         evaluate(**given, binary=True, candidates=200),
@@ -179,23 +172,23 @@ def test_evaluate_compares_search_methods(call, run, images, tmp_path, apart):
         evaluate(**given, rerank=True),
         evaluate(**given, expand=3, rerank=True),
     ]
-    for row, one in zip(document["rows"], wanted, strict=True):
+    for row, one in zip(document["rows"], expected, strict=True):
         assert row["metrics"] == pytest.approx(one.mean(), abs=1e-9), row["name"]
-    told = call(*words)
-    assert all(name in told for name in rows)
-    assert "bytes per image" in told
-    assert max(map(len, told.split("note: ")[0].splitlines())) <= 80
+    output = call(*words)
+    assert all(name in output for name in rows)
+    assert "bytes per image" in output
+    assert max(map(len, output.split("note: ")[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("method", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
-def test_evaluate_equals_gallery_search(run, images, tmp_path, method):
+def test_evaluate_equals_gallery_search(whole, images, tmp_path, method):
     """Queries that are not in the gallery: its lists have the metrics that are evaluated."""
-    embedder, catalog = Embedder.load(run), open_dataset("folder", images)
+    embedder, catalog = Embedder.load(whole), open_dataset("folder", images)
     held = np.arange(len(catalog)) % 4 > 0
     gallery = Gallery.build(embedder, catalog.subset(np.flatnonzero(held)), tmp_path / "gallery")
-    asked = [catalog.file(row) for row in np.flatnonzero(~held)]
+    queries = [catalog.file(row) for row in np.flatnonzero(~held)]
     labels = np.asarray(catalog.labels)
-    found = gallery.search(asked, k=7, **method)
+    found = gallery.search(queries, k=7, **method)
     hits = found.labels == labels[~held][:, None]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
     metrics = Metrics(recall_at=(1, 3), precision_at=(1, 3, 7), at_r=False, mrr=False, ndcg_at=())
@@ -215,6 +208,6 @@ def test_expansion_needs_the_cosine(call, images, tmp_path):
     Embedder.create("small_convnet", 8, normalize=False, weights="none", image_size=24).save(
         tmp_path / "model"
     )
-    told = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
-    assert "--expand requires cosine" in told
-    assert "3 images" not in told
+    output = call("evaluate", tmp_path / "model", images, "--expand", "3", code=2)
+    assert "--expand requires cosine" in output
+    assert "3 images" not in output

@@ -16,7 +16,7 @@ from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder, Preprocessing
 from proximetry.training import Callback, Recipe, RunError, RunFolder, Stopped, train
 from tests.training.ranks import Ranks
-from tests.training.runs import OnStep, Said, assert_same_run, fail
+from tests.training.runs import Messages, OnStep, assert_same_run, fail
 from tests.training.tiny import make_recipe, tiny_values
 
 PIXELS = Preprocessing(24, (24, 24), (0.5,) * 3, (0.25,) * 3)
@@ -86,11 +86,11 @@ def tiny(cache):
 def test_torch_dataset_trains_like_its_folder(images, cache, tmp_path):
     recipe = make_recipe(images, cache, training={"epochs": 2}, data={"color_jitter": 0.3})
     train(recipe, tmp_path / "folder")
-    said = Said()
-    train(recipe, tmp_path / "own", data=Images(images), display=said)
+    messages = Messages()
+    train(recipe, tmp_path / "own", data=Images(images), display=messages)
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
     assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Images"
-    assert any("images from the dataset" in line for line in said.lines)
+    assert any("images from the dataset" in line for line in messages.lines)
 
 
 def assert_same_run_of_other_names(one, two):
@@ -190,21 +190,21 @@ def test_custom_losses(kind, images, tiny, cache, tmp_path):
     if kind == "pml":
         pml = pytest.importorskip("pytorch_metric_learning.losses")
         loss = pml.SupConLoss(temperature=0.2)
-        wanted = ("own:SupConLoss", {"temperature": 0.2})
+        expected = ("own:SupConLoss", {"temperature": 0.2})
     elif kind == "proxies":
         loss = losses.create("norm_softmax", 9, 8, scale=12.0)
-        wanted = ("own:NormSoftmax", {"scale": 12.0})
+        expected = ("own:NormSoftmax", {"scale": 12.0})
     else:
 
         def spread(embeddings, labels):
             return (embeddings @ embeddings.t() - (labels[:, None] == labels).float()).pow(2).mean()
 
-        loss, wanted = spread, ("own:spread", {})
+        loss, expected = spread, ("own:spread", {})
     recipe = make_recipe(images, cache, training={"epochs": 1})
     results = train(recipe, tmp_path / "run", loss=loss)
-    found = RunFolder(tmp_path / "run").read_recipe().loss
-    assert found.name == wanted[0]
-    assert wanted[1].items() <= found.settings.items()
+    config = RunFolder(tmp_path / "run").read_recipe().loss
+    assert config.name == expected[0]
+    assert expected[1].items() <= config.settings.items()
     assert results["last"]["held_out"]["map@r"] > 0
     assert ("proxies" in results["last"]) == (kind == "proxies")
 
@@ -276,7 +276,7 @@ VECTORS = VectorCatalog.from_arrays(
 WRONG = {
     "a class for data": ({"data": Items}, "not a class"),
     "no dataset": ({"data": 7}, "must be a Catalog"),
-    "a folder": ({"data": "pictures"}, "Catalog.from_folder"),
+    "a folder": ({"data": "images"}, "Catalog.from_folder"),
     "an empty dataset": ({"data": Items()}, "Items is empty"),
     "other splits": ({"data": {"training": items()}}, "'training'"),
     "no label": ({"data": Items(RGB, RGB)}, "item 0 of Items"),
@@ -316,8 +316,8 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_invalid_components_create_no_folder(wrong, recipe, tmp_path):
-    given, sentence = WRONG[wrong]
-    with pytest.raises((ValueError, TypeError), match=sentence):
+    given, message = WRONG[wrong]
+    with pytest.raises((ValueError, TypeError), match=message):
         train(recipe, tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
@@ -344,22 +344,22 @@ def test_custom_timm_embedder_uses_training_keys(recipe, tmp_path):
 
     changes = {"dim": 64, "pca_dim": 32, "whitening": 0.5, "drop_path": 0.9}
     changes["freeze_batchnorm"] = True
-    asked = recipe.override({"model": changes, "training.epochs": 1})
+    changed = recipe.override({"model": changes, "training.epochs": 1})
     seen = {"image_size": 24, "resize": 28, "squash": True, "tta_crops": (0.8,)}
     embedder = Embedder.create("test_resnet", 8, weights="none", **seen)
     layers = [(type(part), len(part._forward_pre_hooks)) for part in embedder.modules()]
-    train(asked, tmp_path / "run", embedder=embedder, callbacks=[Look()])
+    train(changed, tmp_path / "run", embedder=embedder, callbacks=[Look()])
     assert [(type(part), len(part._forward_pre_hooks)) for part in embedder.modules()] == layers
     assert max(rates) == pytest.approx(0.9)
-    begun = RunFolder(tmp_path / "run").read_recipe().model
-    assert (begun.tta_crops, begun.pca_dim, begun.whitening) == ((0.8,), None, 0.0)
-    assert (begun.image_size, begun.resize, begun.squash) == (24, 28, True)
+    saved = RunFolder(tmp_path / "run").read_recipe().model
+    assert (saved.tta_crops, saved.pca_dim, saved.whitening) == ((0.8,), None, 0.0)
+    assert (saved.image_size, saved.resize, saved.squash) == (24, 28, True)
     assert Embedder.load(tmp_path / "run").preprocessing == embedder.preprocessing
     assert Embedder.load(tmp_path / "run").architecture == embedder.architecture
     assert not any(type(part).__name__ == "DropPath" for part in embedder.modules())
-    said = Said()
-    train(asked, tmp_path / "own", embedder=Embedder.wrap(Net(), PIXELS, 8), display=said)
-    assert "no stochastic depth: own:Net has no timm blocks" in said.lines
+    messages = Messages()
+    train(changed, tmp_path / "own", embedder=Embedder.wrap(Net(), PIXELS, 8), display=messages)
+    assert "no stochastic depth: own:Net has no timm blocks" in messages.lines
 
 
 def test_frozen_parameters_stay_frozen(recipe, tmp_path):
@@ -372,9 +372,9 @@ def test_frozen_parameters_stay_frozen(recipe, tmp_path):
 
 
 def test_bits_must_match_the_embedder(recipe, tmp_path):
-    asked = recipe.override({"model": {"bits": 8, "dim": 8}})
+    changed = recipe.override({"model": {"bits": 8, "dim": 8}})
     with pytest.raises(ValueError, match=r"bits=8"):
-        train(asked, tmp_path / "run", embedder=Embedder.wrap(Net(), PIXELS, 8))
+        train(changed, tmp_path / "run", embedder=Embedder.wrap(Net(), PIXELS, 8))
 
 
 def test_recipe_of_custom_components_needs_them(recipe, tmp_path):

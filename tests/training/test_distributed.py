@@ -91,7 +91,7 @@ def test_two_ranks_equal_one(server, images, cache, tmp_path):
     assert two["map@r"] == pytest.approx(one["map@r"], abs=0.02)
     # The last digits of the weights may differ, and with them a bit now and then.
     assert two["codes"]["map@r"] == pytest.approx(one["codes"]["map@r"], abs=0.05)
-    # A run begun on two ranks is extended on one.
+    # A run started on two ranks is extended on one.
     longer = recipe_for(images, cache, epochs=3)
     train(longer, tmp_path / "whole", device="cpu")
     train(longer, tmp_path / "two", device="cpu")

@@ -1,4 +1,4 @@
-"""Folders of any number of classes train to a sensible end, or are refused with good advice."""
+"""Folders of any number of classes train to a sensible end, or are rejected with advice."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ SIDE = 12
 
 
 def make_classes(root, images, split=""):
-    """A folder per class, with so many images each."""
+    """A folder per class, with a number of images each."""
     draw = np.random.default_rng(len(images))
     for number, count in enumerate(images):
         folder = root / split / f"{split}{number:03d}"
@@ -128,8 +128,8 @@ def test_roles_without_positives_are_reported(tmp_path, cache, split, protocol):
         train(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     results = train(recipe.override({"evaluation.protocol": "last"}), tmp_path / "run")
-    told = [note for note in results["notes"] if "has gallery set" in note]
-    assert len(told) == (split != "all")
+    notes = [note for note in results["notes"] if "has gallery set" in note]
+    assert len(notes) == (split != "all")
 
 
 def test_split_val_of_two_classes_is_used(tmp_path, cache):

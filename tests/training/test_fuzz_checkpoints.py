@@ -1,4 +1,4 @@
-"""Run folders damaged at random: the same run, or a sentence; never another run without a word."""
+"""Run folders damaged at random: the same run, or a message; never another run without a word."""
 
 import random
 import shutil
@@ -7,7 +7,7 @@ import pytest
 
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.checkpoint import CheckpointError, load_checkpoint
-from tests.training.runs import Said, assert_same_run
+from tests.training.runs import Messages, assert_same_run
 from tests.training.tiny import make_recipe
 
 FILES = [
@@ -83,9 +83,9 @@ def test_damaged_run_resumes_or_raises(recipe, whole, cut_off, tmp_path, seed):
     draw, out = random.Random(seed), shutil.copytree(cut_off, tmp_path / "run")
     for _ in range(draw.choice([1, 1, 2, 3])):
         damage(draw, out)
-    said, message = Said(), ""
+    messages, message = Messages(), ""
     try:
-        results = train(recipe, out, display=said)
+        results = train(recipe, out, display=messages)
     except (ValueError, OSError) as error:
         message = str(error)
     if message:
@@ -96,7 +96,7 @@ def test_damaged_run_resumes_or_raises(recipe, whole, cut_off, tmp_path, seed):
             assert_same_run(whole, out)
         return
     assert_same_run(whole, out, but=["notes"])
-    assert set(results["notes"]) <= {*RunFolder(whole).read_results()["notes"], *said.lines}
+    assert set(results["notes"]) <= {*RunFolder(whole).read_results()["notes"], *messages.lines}
 
 
 @pytest.mark.parametrize("change", [flip, cut, overwrite])

@@ -14,7 +14,7 @@ from proximetry.data import ImageError, loader
 from proximetry.data.loader import Pixels
 from proximetry.training import RunError, RunFolder, train
 from proximetry.training.distributed import World
-from tests.training.runs import Said, assert_same_run, killed_at
+from tests.training.runs import Messages, assert_same_run, killed_at
 from tests.training.test_data import make_data, stand_in_for_streams
 from tests.training.tiny import make_recipe, with_
 
@@ -197,14 +197,14 @@ class TestBroken:
         own = own.override({"evaluation": {"protocol": "last", "untrained": False}})
         train(own, tmp_path / "whole")
         file, whole = self.cut(make_data(own), 2, 300)
-        sentence = rf"{file.name}: damaged.*after step 2"
-        with pytest.raises(RunError, match=sentence):
+        message = rf"{file.name}: damaged.*after step 2"
+        with pytest.raises(RunError, match=message):
             train(own, tmp_path / "run")
         assert RunFolder(tmp_path / "run").inspect().checkpoint["state"]["step"] == 2
         file.write_bytes(whole)
-        said = Said()
-        train(own, tmp_path / "run", display=said)
-        assert "continuing after step 2 (epoch 0)" in said.lines
+        messages = Messages()
+        train(own, tmp_path / "run", display=messages)
+        assert "continuing after step 2 (epoch 0)" in messages.lines
         # That a file is another one is noted.
         assert_same_run(tmp_path / "run", tmp_path / "whole", but=("notes",))
 
@@ -217,10 +217,11 @@ class TestBroken:
         killed_at(4, with_(own, "training", checkpoint_steps=1), tmp_path / "run")
         file = next((tmp_path / "images").rglob("*.png"))
         file.write_bytes(file.read_bytes() + b" ")
-        said = Said()
-        results = train(own, tmp_path / "run", display=said)
-        for lines in (said.lines, results["notes"]):
-            assert any("image files have another size" in line for line in lines)
+        messages = Messages()
+        results = train(own, tmp_path / "run", display=messages)
+        note = "some image files have another size than when the run started"
+        assert note in messages.lines
+        assert note in results["notes"]
 
     def test_skipped_images_are_those_of_the_cache(self, own, workers, tmp_path):
         data = make_data(own)

@@ -154,7 +154,7 @@ def test_training_selects_by_the_metrics_of_evaluation(server, table, cache, tmp
 
 
 @pytest.mark.parametrize(
-    ("labels", "roles", "wanted", "message"),
+    ("labels", "roles", "computed", "message"),
     [
         ("abcd", None, {}, "one image each"),
         ("aabb", "qqqq", {}, "none of the 4 images of images has gallery"),
@@ -171,9 +171,9 @@ def test_training_selects_by_the_metrics_of_evaluation(server, table, cache, tmp
         ("aabb", "nnnn", {"clustering": True}, None),
     ],
 )
-def test_unmeasurable_catalogs_are_rejected(labels, roles, wanted, message):
+def test_unmeasurable_catalogs_are_rejected(labels, roles, computed, message):
     catalog = make_catalog(labels, roles)
-    metrics = Metrics(**wanted)
+    metrics = Metrics(**computed)
     if message is None:
         check_comparison(catalog, metrics)
         return

@@ -29,7 +29,7 @@ from tests.training.tiny import tiny_values
 @pytest.fixture(scope="module")
 def begin(server, images, cache):
     """Start ranks that train below a folder; what is still there in the end is killed."""
-    begun = []
+    started = []
 
     def begin(home, code=TRAIN, size=2, missing=(), timeout=60, **training):
         # Batch norm and the annealing of this loss advance within a step.
@@ -42,11 +42,13 @@ def begin(server, images, cache):
         home.mkdir(exist_ok=True)
         (home / "recipe.yaml").write_text(yaml.safe_dump(values))
         paths = home / "recipe.yaml", home / "run"
-        begun.append(Ranks(server, home, code, *paths, size=size, missing=missing, timeout=timeout))
-        return begun[-1]
+        started.append(
+            Ranks(server, home, code, *paths, size=size, missing=missing, timeout=timeout)
+        )
+        return started[-1]
 
     yield begin
-    for ranks in begun:
+    for ranks in started:
         ranks.kill()
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: TensorBoard, Weights & Biases, a live display, plain lines."""
+"""Output of a run: TensorBoard, Weights & Biases, a live display, plain lines."""
 
 import io
 import itertools
@@ -101,12 +101,6 @@ def test_wandb_run_is_closed_and_resumed(recipe, tmp_path, wandb_calls):
     assert first == second == third != fresh
 
 
-def test_wandb_not_installed_raises(recipe, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
-        train(with_(recipe, "training", wandb="birds"), tmp_path / "run")
-
-
 def test_plain_display_prints_a_line_per_epoch(recipe, tmp_path, capsys):
     display = make_display()
     assert isinstance(display, PlainDisplay)
@@ -153,7 +147,7 @@ def test_concurrent_runs_build_one_cache(images, server, tmp_path):
         yaml.safe_dump(tiny_values(tmp_path / "cache", data={"root": str(images)}))
     )
     gate, waits = tmp_path / "open", "waiting for another process that decodes the images…"
-    begun = []
+    started = []
 
     def begin(name, ranks=0):
         home = tmp_path / name
@@ -161,10 +155,10 @@ def test_concurrent_runs_build_one_cache(images, server, tmp_path):
         words = HELD + TRAIN, tmp_path / "recipe.yaml", home / "run", gate
         (home / "rank0.log").touch()
         if ranks:
-            begun.append(Ranks(server, home, *words, size=ranks))
+            started.append(Ranks(server, home, *words, size=ranks))
         else:
-            begun.append(Process(server, home / "rank0.log", *words))
-        return begun[-1], home / "rank0.log"
+            started.append(Process(server, home / "rank0.log", *words))
+        return started[-1], home / "rank0.log"
 
     try:
         first, first_log = begin("first")
@@ -179,7 +173,7 @@ def test_concurrent_runs_build_one_cache(images, server, tmp_path):
         gate.touch()
         assert [first.ended(), *several.ended()] == [0, 0, 0]
     finally:
-        for processes in begun:
+        for processes in started:
             processes.kill()
     assert re.findall("decod.*images|wait.*", first_log.read_text()) == [
         "decoding 48 images",
@@ -247,9 +241,9 @@ def test_last_and_selected_epoch_has_one_row(protocol, row):
 )
 def test_describe_protocol(protocol, select_by, more, words):
     results = {"protocol": protocol, "selected": {"epoch": 3}, **more}
-    told = describe_protocol(results, select_by)
-    assert told.startswith(f"protocol {protocol}: ")
-    assert words in told
+    text = describe_protocol(results, select_by)
+    assert text.startswith(f"protocol {protocol}: ")
+    assert words in text
 
 
 def test_rich_display_on_a_terminal(recipe, tmp_path, monkeypatch):

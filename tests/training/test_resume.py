@@ -1,4 +1,4 @@
-"""Runs that find something lost, changed, damaged or taken: a sentence, and a way on."""
+"""Resume with lost, changed, damaged or locked files: bit-exact, or an error with advice."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from proximetry.training.checkpoint import CheckpointError
 from proximetry.training.estimate import dry_run
 from proximetry.training.step import Updater
 from tests.processes import Process
-from tests.training.runs import OnStep, Said, assert_same_run, fail, killed_at, observed
+from tests.training.runs import Messages, OnStep, assert_same_run, fail, killed_at, observed
 from tests.training.tiny import make_recipe, with_
 
 
@@ -43,7 +43,7 @@ def run(cut_off, tmp_path):
     return RunFolder(shutil.copytree(cut_off, tmp_path / "run"))
 
 
-# What a run was begun with
+# Images and recipe of a run
 
 
 def exchange_images(root):
@@ -158,9 +158,9 @@ def test_run_without_checkpoint_starts_again(recipe, tmp_path):
     train(recipe, tmp_path / "whole")
     for step in (2, 6, 10, 11):
         killed_at(step, recipe, tmp_path / "run")
-    said = Said()
-    train(recipe, tmp_path / "run", display=said)
-    assert f"no checkpoint in {tmp_path / 'run'} yet: starting again" in said.lines
+    messages = Messages()
+    train(recipe, tmp_path / "run", display=messages)
+    assert f"no checkpoint in {tmp_path / 'run'} yet: starting again" in messages.lines
     assert [line["epoch"] for line in RunFolder(tmp_path / "run").history()] == [1, 2, 3]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -277,7 +277,7 @@ def test_seconds_of_training_survive_a_kill(recipe, tmp_path, monkeypatch):
     assert (results["seconds"], results["startup_seconds"]) == (12 - 4, 4)
 
 
-# Several at once
+# Kills
 
 
 KILLED = """
@@ -370,7 +370,7 @@ def test_only_partial_files_of_runs_are_removed(recipe, run):
 
 @contextmanager
 def largest_file(size):
-    """Let no file become larger: what a full disk does, without one."""
+    """Limit the size of files, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -421,9 +421,9 @@ def test_first_loss_not_finite_names_no_checkpoint(recipe, tmp_path):
         def on_start(self, run):
             run.updater.objective.proxies.weight.data.fill_(torch.inf)
 
-    with pytest.raises(RunError, match=r"diverged: the loss.*now 0\.001") as told:
+    with pytest.raises(RunError, match=r"diverged: the loss.*now 0\.001") as caught:
         train(recipe, tmp_path / "run", callbacks=[Poison()])
-    assert "checkpoint" not in str(told.value)
+    assert "checkpoint" not in str(caught.value)
 
 
 @pytest.mark.parametrize("step", [4, 8])
@@ -433,10 +433,10 @@ def test_weights_not_finite_after_the_last_step_of_an_epoch(recipe, tmp_path, st
             if run.state.step == step:
                 next(run.updater.embedder.parameters()).data.fill_(torch.nan)
 
-    with pytest.raises(RunError, match=rf"diverged: the weights are not.*step {step}") as told:
+    with pytest.raises(RunError, match=rf"diverged: the weights are not.*step {step}") as caught:
         train(recipe, tmp_path / "run", callbacks=[Poison()])
     folder = RunFolder(tmp_path / "run")
-    assert f"The last good checkpoint is {folder.last}" in str(told.value)
+    assert f"The last good checkpoint is {folder.last}" in str(caught.value)
     train(recipe, folder.path)  # which was not spoiled
 
 

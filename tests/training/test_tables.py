@@ -38,17 +38,17 @@ def test_metrics_of_one_kind_stay_in_one_block():
 
 
 @pytest.mark.parametrize(
-    ("counts", "said"),
+    ("counts", "message"),
     [((3, 3), "3 queries"), ((0, 3), "up to 3 queries"), ((5, 0), "up to 5 queries"), ((0, 0), "")],
 )
-def test_queries_without_positives_are_counted(counts, said):
+def test_queries_without_positives_are_counted(counts, message):
     rows = {
         f"row {i}": {"recall@1": 0.5, "queries_without_positive": float(count)}
         for i, count in enumerate(counts)
     }
     last = metrics_table(rows).splitlines()[-1]
-    if said:
-        assert last == f"{said} have no other image of their class and do not count"
+    if message:
+        assert last == f"{message} have no other image of their class and do not count"
     else:
         assert last.startswith("row 1")
 

@@ -1,4 +1,4 @@
-"""Training: it learns, continues bit for bit, stops when told, and says what went wrong."""
+"""Training: it learns, continues bit for bit, stops on request, and reports errors."""
 
 import itertools
 import json
@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from proximetry.training.checkpoint import (
 )
 from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
-from proximetry.training.loop import Stopwatch
 from proximetry.training.reporting import AMONG_TRAIN, PlainDisplay
 from proximetry.training.run_folder import PlaceError
 from tests.processes import Process
@@ -114,17 +112,6 @@ def test_seconds_of_training_and_startup(recipe, tmp_path):
     assert results["seconds"] == seconds[-1]
     assert results["startup_seconds"] > 0
     assert set(phases) == {"training"}
-
-
-def test_stopwatch_phases(monkeypatch):
-    now = iter([0.0, 3.0, 4.0, 9.0, 11.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    clock = Stopwatch()
-    assert clock.enter("training") == 3
-    assert clock.enter("evaluation") == 1
-    assert clock.enter("training") == 5
-    assert clock.enter("other") == 2
-    assert clock.seconds == {"startup": 3, "training": 3, "evaluation": 5, "other": 0}
 
 
 def test_checkpoint_epochs(recipe, tmp_path):
@@ -300,7 +287,7 @@ def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
         assert killed
         folder = RunFolder(out)
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
-            break  # begun anew
+            break  # started again
         if folder.last.exists():  # what is left of the old one can be continued
             with pytest.raises(RunError, match="started with another recipe"):
                 train(changed, out)
@@ -478,7 +465,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
             "optimizer": {"clip_value": 10.0, "clip_norm": 1.0},
         },
         {"loss": {"name": "pairs/contrastive", "settings": {"memory": 32}}},
-        {"loss": {"exclusive": 1.0, "center": 0.003, "optimization": "projected"}},
+        {"loss": {"exclusive": 1.0, "angular_center": 0.003, "optimization": "projected"}},
         {"data": {"sampler": "balanced", "images_per_class": 2}},
         {"data": {"cache": "none"}},
         {"optimizer": {"name": "adam", "eps": 1.0, "clip_norm": 1.0}},
@@ -682,12 +669,12 @@ def test_run_folder_is_locked(recipe, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     folder.acquire()
     us = f"process {os.getpid()} on {socket.gethostname()}"
-    said = []
+    messages = []
     display = PlainDisplay()
-    display.message = said.append
+    display.message = messages.append
     with pytest.raises(RunError, match=f"^{us} is training in"):
         train(recipe, tmp_path / "run", display=display)
-    assert said == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
+    assert messages == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
     folder.release()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
 
@@ -723,10 +710,7 @@ def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
 
 
 def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
-    import shutil
-
-    copy = tmp_path / "images"
-    shutil.copytree(images, copy)
+    copy = shutil.copytree(images, tmp_path / "images")
     (copy / "class00" / "broken.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"broken.png"):
         train(make_recipe(copy, cache, training={"epochs": 1}), tmp_path / "run")
@@ -736,7 +720,7 @@ def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
 
 
 def test_optimizer_state_keeps_memory_format(tmp_path):
-    """A fused optimiser goes through memory: state laid out otherwise would be another's."""
+    """A fused optimizer goes through memory: state laid out otherwise would be another's."""
     layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(2, 3, 8, 8)).square().sum().backward()
@@ -762,7 +746,7 @@ def test_dropout_is_active_in_training_only(recipe, tmp_path):
 
 
 class Interrupted(Callback):
-    """Asks for a stop in the evaluation before the first step or after the last one."""
+    """Requests a stop in the evaluation before the first step or after the last one."""
 
     def __init__(self, monkeypatch, *, epoch):
         evaluate = Evaluator.evaluate
@@ -811,13 +795,13 @@ def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeyp
 def test_saturated_metric_is_reported_once(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
-    sentence = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
+    message = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
     killed_at(13, recipe, tmp_path / "run")
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
-    assert sentence in results["notes"]
-    assert sentence not in capsys.readouterr().out, "reported before the kill"
+    assert message in results["notes"]
+    assert message not in capsys.readouterr().out, "reported before the kill"
     train(recipe, tmp_path / "whole", display=PlainDisplay())
-    assert capsys.readouterr().out.count(sentence) == 1
+    assert capsys.readouterr().out.count(message) == 1
     best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
     notes = train(best, tmp_path / "other")["notes"]
     assert not any("saturated" in note for note in notes)
@@ -859,7 +843,7 @@ def test_extended_run_equals_longer_run(recipe, tmp_path, capsys, schedule):
     short, long = (with_(recipe, "training", epochs=epochs) for epochs in (2, 4))
     train(long, tmp_path / "whole")
     first = train(short, tmp_path / "run")
-    with pytest.raises(SystemError):  # cut off, it is still not complete
+    with pytest.raises(SystemError):  # killed, it is still not complete
         train(
             long,
             tmp_path / "run",
@@ -895,7 +879,7 @@ def test_early_stopped_run_resumes_with_more_patience(recipe, tmp_path, monkeypa
     recipe = with_(recipe, "training", epochs=5, stop_after=2)
     stopped = train(recipe, tmp_path / "run")
     assert stopped["epochs"] == 3
-    # More epochs alone would stop at once again, which is said.
+    # More epochs alone would stop at once again, which is reported.
     longer = with_(recipe, "training", epochs=6)
     assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
     assert "a larger training.stop_after resumes it" in capsys.readouterr().out

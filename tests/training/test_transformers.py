@@ -190,14 +190,14 @@ def test_unsupported_keys_are_rejected_before_decoding(images, tmp_path):
             "'cls-avg' needs a class token",
         ),
     ]
-    for changes, sentence in wrong:
+    for changes, message in wrong:
         recipe = recipe_for(images, cache, **changes)
         for attempt in (train, dry_run):
-            with pytest.raises(ValueError, match=sentence):
+            with pytest.raises(ValueError, match=message):
                 attempt(recipe, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
     assert not cache.exists()
-    with pytest.raises(ValueError, match="lora_alpha 4 goes with lora_rank"):
+    with pytest.raises(ValueError, match="lora_alpha needs lora_rank"):
         recipe_for(images, cache, model={"lora_alpha": 4})
     with pytest.raises(ValueError, match=r"optimizer\.layer_decay must be less than or equal to 1"):
         recipe_for(images, cache, optimizer={"layer_decay": 1.5})

@@ -14,7 +14,7 @@ from proximetry.models import Embedder
 from proximetry.reports import evaluation
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
 from proximetry.training.estimate import dry_run
-from tests.training.runs import OnStep, Said, assert_same_run, fail
+from tests.training.runs import Messages, OnStep, assert_same_run, fail
 from tests.training.tiny import make_recipe
 
 CLASSES, EACH, DIM = 12, 6, 10
@@ -132,9 +132,9 @@ def test_integer_labels_have_one_name_in_every_file(files, tmp_path, capsys):
 def test_train_command_uses_the_vectors_recipe(files, tmp_path, capsys, monkeypatch):
     words = ["--training.epochs", "1", "--data.batch-size", "18", "--model.dim", "8"]
     assert main(["train", str(files / "v.parquet"), str(tmp_path / "run"), *words]) == 0
-    said = capsys.readouterr().out
-    assert "recipe vectors" in said
-    assert "vectors from memory" in said
+    output = capsys.readouterr().out
+    assert "recipe vectors" in output
+    assert "vectors from memory" in output
     assert RunFolder(tmp_path / "run").read_recipe().model.backbone == "vectors"
     monkeypatch.setattr(
         evaluation, "map_embeddings", lambda found, similarity: found.numpy()[:, :2]
@@ -163,9 +163,9 @@ def test_evaluate_vectors_equals_metrics(files, capsys):
         assert low <= plain["map@r"] <= high
     options = ["--split", "all", "--per-class", "--confusions", "2", "--expand", "1", "--binary"]
     assert main(["evaluate", str(files / "v.parquet"), *options, "--eval-dims", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "The worst 10 classes" in said
-    assert "query expansion" in said
+    output = capsys.readouterr().out
+    assert "The worst 10 classes" in output
+    assert "query expansion" in output
 
 
 def write_parquet(file, **columns):
@@ -258,16 +258,16 @@ def test_broken_vector_files_are_rejected(tmp_path, capsys):
         tmp_path / "text.npz": "is no NumPy file of plain arrays",
         tmp_path / "bare.npy": "there is no bare.npy.json beside it",
     }
-    for file, sentence in cases.items():
+    for file, message in cases.items():
         for words in (["evaluate", str(file)], ["train", str(file), str(tmp_path / "run")]):
             assert main(words) == 2, file
-            said = capsys.readouterr().err
-            assert sentence in said, said
-            assert str(file) in said
-            assert "Traceback" not in said
+            error = capsys.readouterr().err
+            assert message in error, error
+            assert str(file) in error
+            assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "is no file of vectors" in capsys.readouterr().err
+    assert "not a file of vectors" in capsys.readouterr().err
 
 
 def test_images_and_vectors_are_not_mixed(files, images, cache, recipe, tmp_path, capsys):
@@ -280,25 +280,25 @@ def test_images_and_vectors_are_not_mixed(files, images, cache, recipe, tmp_path
         train(recipe_for(images, **{"data.dataset": "folder"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     Embedder.create("vectors", 4, input_dim=7).save(tmp_path / "e")
-    for source, sentence in (
+    for source, message in (
         (images, "takes vectors of 7 dimensions"),
         (files / "v.npz", "takes vectors of 7 dimensions"),
     ):
         assert main(["evaluate", str(tmp_path / "e"), str(source)]) == 2
-        assert sentence in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     Embedder.create("small_convnet", 4, weights="none", image_size=24).save(tmp_path / "i")
     out, gallery = ["--out", str(tmp_path / "o.npz")], ["--gallery", str(tmp_path / "gallery")]
-    for words, sentence in (
+    for words, message in (
         (["evaluate", tmp_path / "i", files / "v.npz"], "this embedder takes images"),
         (["embed", tmp_path / "i", files / "v.npz", *out], "this embedder takes images"),
         (["embed", tmp_path / "e", files / "v.npz", *out], "7 dimensions"),
-        (["index", files / "v.npz", "--model", tmp_path / "i", *gallery], "v.npz holds vectors"),
+        (["index", files / "v.npz", "--model", tmp_path / "i", *gallery], "v.npz has vectors"),
         (["index", images, "--model", tmp_path / "e", *gallery], "e takes vectors of 7 dimensions"),
     ):
         assert main([*map(str, words)]) == 2
-        said = capsys.readouterr().err
-        assert sentence in said
-        assert len(said.splitlines()) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
     assert not (tmp_path / "o.npz").exists()
     assert not (tmp_path / "gallery").exists()
     # A file that `embed` wrote names its images.
@@ -314,10 +314,10 @@ def test_frozen_backbone_trains_its_head_on_features(backbone, images, cache, tm
     model = {"backbone": backbone, "freeze_backbone": True, "pooling": "auto", "image_size": side}
     recipe = make_recipe(images, cache, model=model, data={"short_side": side})
     assert dry_run(recipe, tmp_path / "run", device="cpu")["images_per_second"] > 0
-    said = Said()
-    results = train(recipe, tmp_path / "run", display=said)
-    assert any("computing the features of 48 images once" in line for line in said.lines)
-    assert any("features from memory" in line for line in said.lines)
+    messages = Messages()
+    results = train(recipe, tmp_path / "run", display=messages)
+    assert any("computing the features of 48 images once" in line for line in messages.lines)
+    assert any("features from memory" in line for line in messages.lines)
     trained = Embedder.load(tmp_path / "run")
     torch.manual_seed(0)
     start = Embedder.create(backbone, 8, weights="none", image_size=side)
@@ -355,9 +355,9 @@ def test_frozen_features_are_those_of_evaluation(images, cache, tmp_path, change
 
 
 def test_frozen_backbone_rejects_trainable_pooling():
-    with pytest.raises(RecipeError, match="pooling gem-learned learns; use gem"):
+    with pytest.raises(RecipeError, match="needs pooling gem"):
         Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})
-    with pytest.raises(RecipeError, match=r"freeze_backbone and drop_path 0\.2 exclude each other"):
+    with pytest.raises(RecipeError, match="drop_path"):
         Recipe.load({"model": {"freeze_backbone": True, "drop_path": 0.2}})
 
 

@@ -1,4 +1,4 @@
-"""A tiny dataset of coloured squares and a recipe that trains on it in a second."""
+"""A tiny dataset of colored squares and a recipe that trains on it in a second."""
 
 import numpy as np
 from PIL import Image

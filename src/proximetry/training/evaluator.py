@@ -135,20 +135,6 @@ def score_embedder(
     return scored, compared(vectors, catalog, similarity)
 
 
-def score_vectors(
-    catalog: VectorCatalog,
-    similarity: Similarity,
-    metrics: Metrics,
-    eval_dims: Sequence[int] = (),
-    progress: Progress | None = None,
-) -> tuple[Scored, dict[str, Any]]:
-    """Score every query of precomputed vectors; also return the arguments of the metrics."""
-    check_comparison(catalog, metrics)
-    rows, vectors = with_needed_roles(catalog), torch.from_numpy(catalog.vectors)
-    scored = score_queries(vectors, rows, similarity, metrics, eval_dims, progress=progress)
-    return scored, compared(vectors, rows, similarity)
-
-
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
     """Warn about classes the embedder was trained on, and about duplicate images."""
     known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
@@ -255,6 +241,7 @@ class Evaluator:
         self._trained = embedder
         self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
         self._group = dist.group.WORLD if self.world.size > 1 else None
+        self._labels = np.asarray(data.catalog.labels)
         features = self._plain_features = partial(extract_features, embedder, stage=data.stage)
         self._features = GraphedInference(features, on_graph_failure) if graph else features
 
@@ -335,10 +322,6 @@ class Evaluator:
         # Clusterings and pairs are of the held-out images only.
         name = e.select_by
         return {"among_train": {name: scores[name]}} if name in scores else {}
-
-    @cached_property
-    def _labels(self) -> npt.NDArray[Any]:
-        return np.asarray(self.data.catalog.labels)
 
     @cached_property
     def _distractors(self) -> npt.NDArray[np.bool_]:

@@ -90,28 +90,25 @@ class SavedRun:
         old, new = Path(self.recipe.model.weights), Path(recipe.model.weights)
         if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
             changed = changed or [f"model.weights {old} → {new}"]
-        if changed:
-            raise self._error(f"was started with another recipe: {', '.join(changed)}")
         before, now = self.recipe.training, recipe.training
-        durations = (before.epochs, before.stop_after), (now.epochs, now.stop_after)
-        if self.path.name == FIRST_STAGE and durations[0] != durations[1]:
-            raise self._error("has two stages and cannot be extended")
-        if before.epochs == now.epochs:
-            return
-        if recipe.schedule.name == "cosine":
-            raise self._error(
+        extended, problem = before.epochs != now.epochs, ""
+        state = {"epoch": 0, "batch": 0} if self.checkpoint is None else self.checkpoint["state"]
+        done = state["epoch"] + (state["batch"] > 0)
+        if changed:
+            problem = f"was started with another recipe: {', '.join(changed)}"
+        elif self.path.name == FIRST_STAGE and (extended or before.stop_after != now.stop_after):
+            problem = "has two stages and cannot be extended"
+        elif extended and recipe.schedule.name == "cosine":
+            problem = (
                 f"has a cosine schedule over {before.epochs} epochs and cannot be resumed with "
                 f"training.epochs {now.epochs}"
             )
-        if self.checkpoint is None:
-            raise self._error("has no checkpoint")
-        state = self.checkpoint["state"]
-        done = state["epoch"] + (state["batch"] > 0)
-        if now.epochs < done:
-            raise self._error(f"is in epoch {done}, past training.epochs {now.epochs}")
-
-    def _error(self, problem: str) -> RunError:
-        return RunError(f"the run in {self.path} {problem}. {_OTHERWISE}")
+        elif extended and self.checkpoint is None:
+            problem = "has no checkpoint"
+        elif extended and now.epochs < done:
+            problem = f"is in epoch {done}, past training.epochs {now.epochs}"
+        if problem:
+            raise RunError(f"the run in {self.path} {problem}. {_OTHERWISE}")
 
     def is_complete(self, recipe: Recipe) -> bool:
         """Return whether the results are those at the end of this recipe."""
@@ -200,8 +197,7 @@ class RunFolder:
         if saved is not None:
             recipe = keep_choices(recipe, saved.recipe)
             saved.check(recipe)
-            return recipe, saved
-        return recipe, None
+        return recipe, saved
 
     def check_place(self) -> None:
         """Reject a folder that cannot be written to or contains something else."""

@@ -80,8 +80,6 @@ class Updater:
         self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen: bool | None = None
-        self._followed: _Pairs = ([], [])
-        self._buffers: dict[torch.dtype, _Pairs] = {}
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
@@ -89,35 +87,30 @@ class Updater:
         # With precomputed features it is always frozen, without a head never.
         headed = bool(self.embedder.parameter_parts()["head"])
         before, self._frozen = self._frozen, (frozen and headed) or self.stage == "features"
-        if before != self._frozen:
-            self.network = self._wrap()
-        return before != self._frozen
-
-    def _wrap(self) -> nn.Module:
+        if before == self._frozen:
+            return False
         # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
         for parameter in self.embedder.parameter_parts()["backbone"]:
             parameter.requires_grad_(not self._frozen)
         self._parameters = list(self.embedder.parameters())
         # Listing these at every step would take longer than updating a small network.
-        self._followed, self._buffers = ([], []), {}
+        self._followed: _Pairs = ([], [])
+        self._buffers: dict[torch.dtype, _Pairs] = {}
         if self.average is not None:
             pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-            for slow, fast in pairs:
-                if fast.requires_grad:  # others are equal
-                    self._followed[0].append(slow)
-                    self._followed[1].append(fast)
-            pairs_of_buffers = zip(self.average.buffers(), self.embedder.buffers(), strict=True)
-            for slow_buffer, fast_buffer in pairs_of_buffers:
-                averages, values = self._buffers.setdefault(slow_buffer.dtype, ([], []))
-                averages.append(slow_buffer)
-                values.append(fast_buffer)
-        network: nn.Module = self._plain
+            trained = [(slow, fast) for slow, fast in pairs if fast.requires_grad]
+            self._followed = [slow for slow, _ in trained], [fast for _, fast in trained]
+            for slow, fast in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
+                averages, values = self._buffers.setdefault(slow.dtype, ([], []))
+                averages.append(slow)
+                values.append(fast)
+        self.network: nn.Module = self._plain
         if self.graph:
-            network = GraphedNetwork(self._plain, self._on_graph_failure)
-        if self.world.size == 1:
-            return network
-        # A custom network may not use all of its parameters.
-        return DistributedDataParallel(network, find_unused_parameters=self.embedder.is_own)
+            self.network = GraphedNetwork(self._plain, self._on_graph_failure)
+        if self.world.size > 1:  # a custom network may not use all of its parameters
+            unused = self.embedder.is_own
+            self.network = DistributedDataParallel(self.network, find_unused_parameters=unused)
+        return True
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Make one update; return the loss of the whole batch over all processes."""
@@ -130,7 +123,12 @@ class Updater:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
-        self._update_average(step)
+        if self.average is not None:  # which starts like a plain mean
+            decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
+            with torch.no_grad():
+                torch._foreach_lerp_(*self._followed, 1 - decay)  # one launch, as in torch's EMA
+                for averages, values in self._buffers.values():
+                    torch._foreach_copy_(averages, values)
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
@@ -173,13 +171,3 @@ class Updater:
         # Both passes over a chunk must drop the same units.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank, number))
         return self.network(pixels)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _update_average(self, step: int) -> None:
-        """Update the moving average, which starts like a plain mean."""
-        if self.average is None:
-            return
-        decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
-        torch._foreach_lerp_(*self._followed, 1 - decay)  # one launch; torch's own EMA uses it too
-        for averages, values in self._buffers.values():
-            torch._foreach_copy_(averages, values)

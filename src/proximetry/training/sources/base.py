@@ -72,11 +72,9 @@ class TrainingData(ABC):
     stage: Stage = "pixels"
     kept = ""
 
-    def __init__(
-        self, recipe: Recipe, catalog: Catalog, world: World, left_out: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, recipe: Recipe, catalog: Catalog, world: World) -> None:
         self.world, self._recipe = world, recipe
-        self._divide(catalog, left_out)
+        self._divide(catalog)
 
     def _divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
         """Set the rows to train on and to evaluate; ``skipped`` are notes on unreadable images."""

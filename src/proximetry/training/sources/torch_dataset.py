@@ -2,8 +2,9 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     display.message(f"reading {spaced(len(dataset))} items of {name} once, for their labels…")
     labels: list[Any] = []
     tasks = [range(len(dataset))[part] for part in chunks(len(dataset), _LABELS_PER_TASK)]
-    reader = _LabelReader(name, dataset)
+    reader = _Task(partial(_read_labels, name, dataset))
     for part in DataLoader(reader, batch_size=None, sampler=tasks, num_workers=_workers(1)):
         labels += _result(part)
         display.progress("labels", len(labels), len(dataset))
@@ -161,15 +162,19 @@ def _listed(dataset: Any) -> list[Any] | None:
     return None
 
 
-class _LabelReader(Dataset[list[Any] | Exception]):
-    """Reads labels in a worker process."""
+def _read_labels(name: str, dataset: Any, rows: range) -> list[Any]:
+    return [_read_item(name, dataset, row)[1] for row in rows]
 
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name, self.dataset = name, dataset
 
-    def __getitem__(self, rows: range) -> list[Any] | Exception:
+class _Task(Dataset[Any]):
+    """Calls a function in a worker process; returns its errors, for `_result` to raise."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, argument: Any) -> Any:
         try:
-            return [_read_item(self.name, self.dataset, row)[1] for row in rows]
+            return self.function(argument)
         except (UsageError, ImageError) as error:
             return error  # a DataLoader would raise it with the traceback of the worker
 
@@ -201,7 +206,7 @@ class _Order(NamedTuple):
     colors: ColorChanges | None = None
 
 
-class _BatchReader(Dataset[tuple[Tensor, list[Any]] | Exception]):
+class _BatchReader:
     """Makes whole batches in a worker process."""
 
     def __init__(
@@ -213,13 +218,7 @@ class _BatchReader(Dataset[tuple[Tensor, list[Any]] | Exception]):
             self.size = cache_sizes(recipe, preprocessing)[0]
             self.augment, self.colors = make_augmentation(recipe.data, preprocessing)
 
-    def __getitem__(self, order: _Order) -> tuple[Tensor, list[Any]] | Exception:
-        try:
-            return self._make(order)
-        except (UsageError, ImageError) as error:
-            return error  # see _LabelReader
-
-    def _make(self, order: _Order) -> tuple[Tensor, list[Any]]:
+    def __call__(self, order: _Order) -> tuple[Tensor, list[Any]]:
         items = [self._item(row, seed) for row, seed in zip(order.rows, order.seeds, strict=True)]
         labels = [label for _, label in items]
         if self.tensors:
@@ -288,10 +287,8 @@ class DatasetData(TrainingData):
         self._loader = self._make_loader(_EpochOrders(self), persistent_workers=True)
 
     def _make_loader(self, orders: Iterable[_Order], **settings: Any) -> DataLoader[Any]:
-        workers = _workers(self.world.size)
-        return DataLoader(
-            self._reader, batch_size=None, sampler=orders, num_workers=workers, **settings
-        )
+        settings["num_workers"] = _workers(self.world.size)
+        return DataLoader(_Task(self._reader), batch_size=None, sampler=orders, **settings)
 
     def close(self) -> None:
         """End the worker processes, which would live until the loader is garbage-collected."""
@@ -305,26 +302,26 @@ class DatasetData(TrainingData):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels or tensors, and labels, of this process's part of each batch."""
         ordered: deque[Batch] = deque()
+        seed, reader = self._recipe.training.seed, self._reader
 
         def orders() -> Iterator[_Order]:
             for number in range(start, len(self.sampler)):
-                ordered.append(self._batch(epoch, number))
-                yield self._order(ordered[-1], epoch, number)
+                batch = self._batch(epoch, number)
+                ordered.append(batch)
+                places, uniforms, colors = range(batch.total)[batch.mine], None, None
+                seeds = [derive_seed(seed, epoch, number, place) for place in places]
+                if not reader.tensors:
+                    uniforms = reader.augment.draw_uniforms(batch.total, batch.generator)
+                    uniforms = uniforms[batch.mine]
+                    if reader.colors:
+                        colors = reader.colors.draw(batch.total, batch.generator)[batch.mine]
+                yield _Order(batch.rows, seeds, uniforms, colors)
 
         self._orders = orders()
         for pixels, labels in map(_result, self._loader):
             batch = ordered.popleft()
             self._check_labels(batch.rows, labels)
             yield pixels.to(self.world.device), self._send(batch.labels)
-
-    def _order(self, batch: Batch, epoch: int, number: int) -> _Order:
-        seed, reader, mine = self._recipe.training.seed, self._reader, batch.mine
-        seeds = [derive_seed(seed, epoch, number, place) for place in range(batch.total)[mine]]
-        if reader.tensors:
-            return _Order(batch.rows, seeds)
-        uniforms = reader.augment.draw_uniforms(batch.total, batch.generator)[mine]
-        colors = reader.colors.draw(batch.total, batch.generator)[mine] if reader.colors else None
-        return _Order(batch.rows, seeds, uniforms, colors)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of items as in evaluation."""

@@ -34,11 +34,6 @@ class VectorData(TrainingData):
         self._vectors = torch.from_numpy(catalog.vectors)
         self.kept = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all vectors."""
-        return self._vectors.nbytes
-
     def open_cache(self, mode: str) -> None:
         """Bring them to the GPU of the run if they fit there with room to spare."""
         device = self.world.device
