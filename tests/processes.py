@@ -30,7 +30,11 @@ class Server:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # a forked process still has the pipe
+            self._process.kill()
+            self._process.wait()
 
 
 class Process:

@@ -201,6 +201,7 @@ def test_evaluate_notes_saturated_recall(call, embedder, tmp_path):
     ("words", "message"),
     [
         (["--recall-at", "1", "2.5"], "2.5"),
+        (["--batch-size", "2.5"], "2.5"),
         (["--eval-dims", "8"], "--eval-dims"),
         (["--root", "elsewhere"], "root"),
         (["--split", "test"], "--split all"),

@@ -61,7 +61,7 @@ def test_a_folder_that_is_called_like_a_dataset(tmp_path, monkeypatch):
 def test_what_is_neither_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"no folder or file 'cubs', did you mean 'cub'\?"):
         resolve_source("cubs")
-    with pytest.raises(ValueError, match=r"'nope' and no dataset of that name; images of your own"):
+    with pytest.raises(ValueError, match=r"'nope' and no dataset of that name"):
         resolve_source("nope")
     fill(tmp_path, "notes.txt", "ant/0.png", "images.zip")
     with pytest.raises(ValueError, match="Unzip"):

@@ -23,7 +23,15 @@ AsJson = Annotated[
     Parameter(name="--json", negative=(), help="print one JSON document, for scripts."),
 ]
 
-BatchSize = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH))]
+
+def read_integer(kind: Any, tokens: tuple[Token, ...]) -> int:
+    """Read an integer; cyclopts alone would round 2.5."""
+    return int(tokens[0].value)
+
+
+BatchSize = Annotated[
+    int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH), converter=read_integer)
+]
 
 # Also by the names of the recipe's keys, so that every command takes the options of `train`.
 BadImages = Annotated[

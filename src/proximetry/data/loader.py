@@ -168,15 +168,16 @@ def parallel_map(
         for results in tasks.loader(workers, ahead):
             tasks.pending.popleft()
             yield from results
-        return
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         warnings.warn(
             f"image decoding continues in threads, which is slower: {error}", stacklevel=2
         )
-    unfinished = (item for chunk in chain(tasks.pending, tasks) for item in chunk)
-    yield from _map_in_threads(function, unfinished, workers, ahead)
+        unfinished = (item for chunk in chain(tasks.pending, tasks) for item in chunk)
+        yield from _map_in_threads(function, unfinished, workers, ahead)
+    if tasks.error is not None:
+        raise tasks.error
 
 
 def _map_in_threads(
@@ -200,16 +201,21 @@ class _Tasks(Generic[Item, Result]):
 
     Attributes:
         pending: chunks that were sent to workers, without those whose results have arrived.
+        error: of iterating the items. Raised within a `DataLoader` it would keep workers alive.
     """
 
     def __init__(self, function: Callable[[Item], Result], items: Iterator[Item]) -> None:
         self._function, self._items = function, items
         self.pending: deque[list[Item]] = deque()
+        self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[list[Item]]:
-        while chunk := list(islice(self._items, _CHUNK)):
-            self.pending.append(chunk)
-            yield chunk
+        try:
+            while chunk := list(islice(self._items, _CHUNK)):
+                self.pending.append(chunk)
+                yield chunk
+        except Exception as error:
+            self.error = error
 
     def __getitem__(self, chunk: list[Item]) -> list[Result]:
         return [self._function(item) for item in chunk]

@@ -71,7 +71,7 @@ class VectorCatalog(Catalog):
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> VectorCatalog:
-        """Read a file of vectors: what `proximetry embed` writes, or arrays of your own.
+        """Read a file of vectors: what `proximetry embed` writes, or other arrays.
 
         - .npz: arrays `vectors`, `labels`, optionally `splits`, `queries`, `galleries`, `paths`;
         - .npy: the vectors; `v.npy.json` beside `v.npy` holds lists of those names;

@@ -151,7 +151,7 @@ def not_found(word: str, known: Iterable[str], kind: str) -> str:
         where = ": looked in" if place.parent.is_dir() else ", nor a folder"
         return f"{missing}{where} {place.parent.absolute()}"
     return (
-        f"{missing} and no {kind} of that name; images of your own are a folder of class folders, "
+        f"{missing} and no {kind} of that name; your images can be a folder of class folders, "
         "a table or a tar file, and `proximetry datasets` lists the other ones"
     )
 
