@@ -120,6 +120,7 @@ def test_errors_of_the_input_are_raised(workers):
 
     with pytest.raises(RuntimeError, match="the input failed"):
         list(loader.parallel_map(str.upper, files()))
+    assert not multiprocessing.active_children()
     assert list(loader.parallel_map(str.upper, ["a"] * 30)) == ["A"] * 30
 
 
