@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from proximetry._util.tensors import (
     chunks,
@@ -15,13 +14,10 @@ from proximetry._util.tensors import (
     nearest_other_class,
     rescale,
 )
-from proximetry.losses import checks
-from proximetry.losses.dense import add_rows_, weighted_mean
+from proximetry.losses.base import Labels, check_embeddings, check_labels, effective_weights
+from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.settings import FullPrecision
-
-#: Entries of a block of proxies.
-BLOCK_ENTRIES = 2**20
+from proximetry.losses.settings import FullPrecision, count, non_negative, positive
 
 
 class IntraClassRegularizer(nn.Module):
@@ -34,42 +30,11 @@ class IntraClassRegularizer(nn.Module):
 
     def __init__(self, weight: float = 0.2) -> None:
         super().__init__()
-        self.weight = checks.non_negative("weight", weight)
+        self.weight = non_negative("weight", weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
         """Return the term for proxies [C, K, D]."""
         return self.weight * intra_class_distance(_weight_of(proxies))
-
-
-def intra_class_distance(weight: Tensor) -> Tensor:
-    """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
-    if weight.ndim != 3:
-        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
-    classes, k, _ = weight.shape
-    if k == 1:
-        return weight.new_zeros(())
-    with torch.autocast(weight.device.type, enabled=False):
-        rows = _block_rows(weight)
-        if classes <= rows or torch.compiler.is_compiling():
-            total = _pair_distances(weight)
-        else:  # some classes at a time, recomputed in backward
-            blocks = torch.split(weight, rows)
-            parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
-            total = torch.stack(parts).sum()
-        return total / (classes * k * (k - 1))
-
-
-def _block_rows(weight: Tensor) -> int:
-    return max(1, BLOCK_ENTRIES // weight[0].numel())
-
-
-def _pair_distances(weight: Tensor) -> Tensor:
-    """Σ over classes and pairs t < s of the distance of two proxies."""
-    direction, _ = l2_normalize(weight)
-    cosine = direction @ direction.transpose(1, 2)
-    k = weight.shape[1]
-    first, second = torch.triu_indices(k, k, 1, device=weight.device)
-    return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
 
 
 class ExclusiveRegularizer(nn.Module):
@@ -82,7 +47,7 @@ class ExclusiveRegularizer(nn.Module):
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
-        self.weight = checks.non_negative("weight", weight)
+        self.weight = non_negative("weight", weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
         """Return the term for proxies [C, K, D] or [C, D]; zero if there is one class only."""
@@ -104,7 +69,7 @@ class _PairCosines(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, nearest: Tensor) -> Tensor:
         inverse, _ = inverse_length(weight)
         cosines = weight.new_empty(len(weight))
-        for rows in chunks(len(weight), _block_rows(weight)):
+        for rows in chunks(len(weight), block_rows(weight)):
             other = nearest[rows]
             dot = (weight[rows] * weight[other]).sum(1)
             cosines[rows] = dot * inverse[rows] * inverse[other]
@@ -118,7 +83,7 @@ class _PairCosines(torch.autograd.Function):
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
         radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
-        for rows in chunks(len(weight), _block_rows(weight)):
+        for rows in chunks(len(weight), block_rows(weight)):
             other = nearest[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
@@ -141,12 +106,12 @@ class CenterLoss(FullPrecision):
         self, num_classes: int, dim: int, weight: float = 0.003, rate: float = 0.5
     ) -> None:
         super().__init__()
-        self.weight = checks.non_negative("weight", weight)
-        self.rate = checks.positive("rate", rate)
-        shape = (checks.count("num_classes", num_classes), checks.count("dim", dim))
+        self.weight = non_negative("weight", weight)
+        self.rate = positive("rate", rate)
+        shape = (count("num_classes", num_classes), count("dim", dim))
         self.register_buffer("centers", torch.zeros(shape))
 
-    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centers."""
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, counted = _valid_labels(embeddings, labels, self.centers)
@@ -171,10 +136,10 @@ class AngularCenterLoss(FullPrecision):
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
-        self.weight = checks.non_negative("weight", weight)
+        self.weight = non_negative("weight", weight)
 
     def forward(
-        self, embeddings: Tensor, labels: checks.Labels, proxies: Proxies | Tensor
+        self, embeddings: Tensor, labels: Labels, proxies: Proxies | Tensor
     ) -> Tensor:
         """Return the term of a batch, for proxies [C, K, D] or [C, D]."""
         centers = _weight_of(proxies)
@@ -196,11 +161,11 @@ class QuantizationLoss(nn.Module):
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
-        self.weight = checks.non_negative("weight", weight)
+        self.weight = non_negative("weight", weight)
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the term of a batch [B, D]."""
-        checks.check_embeddings(embeddings)
+        check_embeddings(embeddings)
         with torch.autocast(embeddings.device.type, enabled=False):
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             direction, _ = l2_normalize(embeddings.to(dtype))
@@ -209,13 +174,11 @@ class QuantizationLoss(nn.Module):
 
 
 def _valid_labels(
-    embeddings: Tensor, labels: checks.Labels, centers: Tensor
+    embeddings: Tensor, labels: Labels, centers: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return validated labels [B], 0 for ignored samples, and the weight of each sample [B]."""
-    labels = checks.batch(embeddings, labels, centers.shape[-1])
-    if not torch.compiler.is_compiling():
-        checks.label_range(labels, len(centers))
-    weights = checks.effective_weights(labels, None, centers.dtype)
+    labels = check_labels(embeddings, labels, centers.shape[-1], len(centers))
+    weights = effective_weights(labels, None, centers.dtype)
     return labels.masked_fill(weights == 0, 0), weights
 
 

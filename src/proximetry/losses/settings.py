@@ -1,23 +1,94 @@
 """Settings of losses, each declared once with default, validation and description.
 
     class NormSoftmax(ProxyLoss, name="norm_softmax"):
-        scale: float = setting(checks.positive, "scale λ", default=20.0)
+        scale: float = setting(positive, "scale λ", default=20.0)
 
 The constructor, the validation of assignments and recipes, and the tables of the documentation
 are generated from these lines.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
-from typing import Any, ClassVar, Self, dataclass_transform
+from numbers import Real
+from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import closest
-from proximetry.losses.checks import Check
+from proximetry._util.errors import closest, is_whole
 
+#: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
+LARGEST = 1e30
 REQUIRED: Any = Parameter.empty
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check(Generic[T]):
+    """Called with a name and a value, return the value as stored or raise a ValueError."""
+
+    kind: str
+    """The accepted type, for tables."""
+    function: Callable[[str, Any], T]
+
+    def __call__(self, name: str, value: Any) -> T:
+        """Return the validated value."""
+        return self.function(name, value)
+
+
+def number(kind: str, low: float, high: float, expected: str) -> Check[float]:
+    """Return a check that accepts real numbers from ``low`` to ``high`` as floats."""
+
+    def convert(name: str, value: Any) -> float:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_real and low <= float(value) <= high):
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
+        return float(value)
+
+    return Check(kind, convert)
+
+
+def _count(name: str, value: Any) -> int:
+    if not is_whole(value):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return int(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+finite = number("float", -LARGEST, LARGEST, f"a finite number of at most {LARGEST:g}")
+positive = number("float > 0", 1 / LARGEST, LARGEST, f"positive and at most {LARGEST:g}")
+non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
+cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
+fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
+angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
+count = Check("int ≥ 1", _count)
+boolean = Check("bool", _boolean)
+
+
+def one_of(*choices: str) -> Check[str]:
+    """Return a check that accepts ``choices`` only."""
+
+    def choose(name: str, value: Any) -> str:
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        return str(value)
+
+    return Check(", ".join(f'"{choice}"' for choice in choices), choose)
+
+
+def optional(inner: Check[T]) -> Check[T | None]:
+    """Return a check that also accepts None."""
+    return Check(
+        f"{inner.kind} or None", lambda name, value: None if value is None else inner(name, value)
+    )
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.losses.base import ProxyLoss
-from proximetry.losses.checks import (
-    angle,
-    boolean,
-    count,
-    finite,
-    fraction,
-    non_negative,
-    positive,
-)
 from proximetry.losses.dense import LossForm
-from proximetry.losses.settings import setting
+from proximetry.losses.settings import angle, boolean, count, finite, fraction, non_negative, positive, setting
 
 
 class ProxyNCA(ProxyLoss, name="proxy_nca"):
