@@ -8,25 +8,19 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from proximetry._util.errors import UsageError, is_whole, some, spaced
 from proximetry._util.files import writing
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
-from proximetry.data import Catalog
-from proximetry.metrics._search.inputs import as_embeddings
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.names import Similarity
@@ -39,7 +33,6 @@ from proximetry.search.manifest import (
     STAGING,
     Manifest,
     Report,
-    SegmentInfo,
     check_new_folder,
     is_milvus,
     locked,
@@ -57,7 +50,17 @@ from proximetry.search.snapshot import (
     write_deleted,
     write_segment,
 )
-from proximetry.search.staging import BLOCK, BadImages, SkippedImage, Staged, embed, stamp_of
+from proximetry.search.staging import (
+    BLOCK,
+    Images,
+    NewImages,
+    Options,
+    SkippedImage,
+    Vectors,
+    as_vectors,
+    no_report,
+    stamp_of,
+)
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
@@ -65,10 +68,6 @@ if TYPE_CHECKING:
     Version: TypeAlias = Snapshot | Collection
 
 Where = rows.Where
-Images = Catalog | Sequence[str | os.PathLike[str]] | Any
-"""A catalog, image files, or a table of `rows.table`."""
-Labels = Sequence[str | None] | None
-Vectors = Tensor | npt.NDArray[Any]
 Queries = Sequence[ImageSource] | Vectors
 
 # Segments of up to this many rows are merged as they accumulate: writing them takes a second.
@@ -108,13 +107,7 @@ class Gallery:
         images: Images,
         path: str | os.PathLike[str],
         index: str = "auto",
-        *,
-        labels: Labels = None,
-        vectors: Vectors | None = None,
-        bad_images: BadImages = "error",
-        batch_size: int = 64,
-        progress: Progress | None = None,
-        report: Report | None = None,
+        **options: Unpack[Options],
     ) -> Gallery:
         """Embed images and build a gallery of them in a new or empty folder.
 
@@ -123,22 +116,23 @@ class Gallery:
         Args:
             embedder: computes the vectors, and is saved in the folder.
             images: a catalog, or image files.
-            labels: the class of each image file, or None.
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
                 images, HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder
                 with `bits` it is "BFlat". Recall@10 is measured on a sample, and the search
                 effort raised until it is 0.98.
+            options: these keyword arguments, which are optional:
+
+        Other Parameters:
+            labels: the class of each image file, or None.
             vectors: embeddings of the images, if already computed.
             bad_images: "error" stops at unreadable images, "skip" lists them in `skipped`.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded and indexed.
             report: called with messages, such as the index.
         """
-        new = NewImages(
-            images, embedder.dim, labels, vectors, bad_images, batch_size, progress, report
-        )
+        new = NewImages(images, embedder.dim, **options)
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
@@ -316,29 +310,18 @@ class Gallery:
                 changed.append(path)
         return missing, changed
 
-    def add(
-        self,
-        images: Images,
-        *,
-        labels: Labels = None,
-        vectors: Vectors | None = None,
-        bad_images: BadImages = "error",
-        batch_size: int = 64,
-        progress: Progress | None = None,
-        report: Report | None = None,
-    ) -> IntArray:
-        """Add images and return their ids; arguments as those of `build`.
+    def add(self, images: Images, **options: Unpack[Options]) -> IntArray:
+        """Add images and return their ids; the options are those of `build`.
 
         Raises UsageError for images that are already in the gallery; `update` replaces them.
         """
-        new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
-        return self._extend(new, renew=False)
+        return self._extend(NewImages(images, self.dim, **options), renew=False)
 
-    def update(self, images: Images, **options: Any) -> IntArray:
+    def update(self, images: Images, **options: Unpack[Options]) -> IntArray:
         """Embed images again that are in the gallery, add others, and return their new ids.
 
         Files without `labels` keep the class and the other columns that they have in the gallery.
-        Other arguments are those of `add`.
+        The options are those of `build`.
         """
         return self._extend(NewImages(images, self.dim, **options), renew=True)
 
@@ -350,7 +333,7 @@ class Gallery:
         newest.check_fits(new.table)
         if not renew:
             self._check_unknown(newest, new.table)
-        if new.vectors is None:
+        if not new.embedded:
             new.embed(self.embedder, newest.manifest.embedder, self.path)
         self.skipped = new.skipped
         if not len(new.table):
@@ -405,7 +388,7 @@ class Gallery:
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        with locked(self.path, report or _no_report):
+        with locked(self.path, report or no_report):
             now = Snapshot.open(self.path)
             self._check_same(now)
             now.check_tables()
@@ -413,7 +396,7 @@ class Gallery:
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Rewrite everything as one segment, without removed rows, and index it."""
-        report = report or _no_report
+        report = report or no_report
         with locked(self.path, report):
             manifest = Snapshot.open(self.path).manifest
             self._commit(self._merge(manifest, 0, manifest.index, progress or no_progress))
@@ -599,10 +582,6 @@ class Gallery:
         )
 
 
-def _no_report(line: str) -> None:
-    """Ignore messages."""
-
-
 def _with_known_columns(now: Version, table: Any) -> Any:
     """Return the rows of files with the metadata of those that are in the gallery."""
     known = now.find_paths(table)
@@ -643,93 +622,6 @@ def _as_similarities(scores: Scores, similarity: str) -> FloatArray:
     return np.where(scores == -np.inf, scores, shown).astype(np.float32)
 
 
-class NewImages:
-    """Images to add to a gallery: validated, then embedded.
-
-    Attributes:
-        table: their metadata; after `embed` of the readable ones.
-        vectors: as passed, or None.
-        skipped: the unreadable images.
-        has_labels: whether classes were passed with a list of files.
-        only_files: whether they are files without metadata.
-    """
-
-    def __init__(
-        self,
-        images: Images,
-        dim: int,
-        labels: Labels = None,
-        vectors: Vectors | None = None,
-        bad_images: BadImages = "error",
-        batch_size: int = 64,
-        progress: Progress | None = None,
-        report: Report | None = None,
-    ) -> None:
-        given: Any = images
-        self.table = given if hasattr(given, "column_names") else rows.make_rows(given, labels)
-        counts = Counter(self.table["path"].to_pylist())
-        if not counts:
-            raise UsageError("no images")
-        if repeated := [os.fsdecode(path) for path, count in counts.items() if count > 1]:
-            raise UsageError(f"duplicate images: {some(repeated)}")
-        self.has_labels = labels is not None
-        self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
-        self.only_files &= self.table["label"].null_count == len(self.table)
-        self.vectors = None if vectors is None else as_vectors(vectors, len(self.table), dim)
-        self.skipped: list[SkippedImage] = []
-        self.bad_images, self.batch_size = bad_images, batch_size
-        self.progress, self.report = progress or no_progress, report or _no_report
-        self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
-        self._staged: Staged | None = None
-
-    def embed(
-        self, embedder: Embedder, fingerprint: str, folder: Path, *, required: bool = False
-    ) -> None:
-        """Embed them unless vectors were passed, and drop the unreadable ones."""
-        if self.vectors is not None:
-            return
-        self._staged = embed(
-            embedder,
-            fingerprint,
-            rows.values(self.table["path"]),
-            folder,
-            batch_size=self.batch_size,
-            bad_images=self.bad_images,
-            progress=self.progress,
-        )
-        self.skipped = self._staged.skipped
-        self.table = self.table.take(rows.arrow().array(self._staged.images))
-        if required and not len(self.table):
-            raise ValueError(f"none of {len(self.skipped)} images can be read: {self.skipped[0]}")
-
-    def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
-        """Yield their vectors as a gallery stores them."""
-        if self._staged is not None:
-            blocks: Iterable[FloatArray] = self._staged.blocks()
-        else:
-            assert self.vectors is not None
-            blocks = np.split(self.vectors, range(BLOCK, len(self.vectors), BLOCK))
-        return (prepare_vectors(block, manifest) for block in blocks)
-
-    def write(self, folder: Path, manifest: Manifest) -> SegmentInfo:
-        """Write them as a segment with the next ids."""
-        count, first = len(self.table), manifest.next_id
-        return write_segment(
-            folder,
-            manifest,
-            rows.with_stamps(self.table, self._staged.stamps if self._staged else ()),
-            np.arange(first, first + count),
-            self.blocks(manifest),
-            indexes.resolve(manifest.index, count),
-            self.progress,
-        )
-
-    def discard(self) -> None:
-        """Remove staged vectors, which are in the gallery now."""
-        if self._staged is not None:
-            self._staged.discard()
-
-
 def describe_index(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:
     """Describe in one line how this number of new images is searched."""
     exact = not index or index == indexes.EXACT
@@ -740,16 +632,3 @@ def describe_index(index: str, count: int, recall: float | None = None, prefix: 
             accuracy += f", below {indexes.RECALL}; auto and Flat have a higher recall"
     plural = "s" if count != 1 else ""
     return f"index: {prefix}{index or indexes.EXACT} for {spaced(count)} image{plural}: {accuracy}"
-
-
-def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
-    """Return validated float32 vectors, [count, dim]."""
-    if count == 0:
-        return np.empty((0, dim), np.float32)
-    vectors = as_embeddings(values, "vectors").float().cpu().numpy()
-    if vectors.shape != (count, dim):
-        raise UsageError(
-            f"vectors must be [{count}, {dim}] for these images and this embedder, got "
-            f"{list(vectors.shape)}"
-        )
-    return np.asarray(vectors)

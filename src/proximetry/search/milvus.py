@@ -33,8 +33,9 @@ from proximetry.models import Embedder
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
-from proximetry.search.gallery import Gallery, NewImages, describe_index
+from proximetry.search.gallery import Gallery, describe_index
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
+from proximetry.search.staging import NewImages
 
 MOST = 16_384
 """The largest number of results of a query on Milvus."""

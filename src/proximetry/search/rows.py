@@ -92,10 +92,10 @@ def _array(values: Sequence[Any], ours: bool) -> Any:
     return pa.array(values, pa.float64()) if floating else pa.array(values)
 
 
-def with_stamps(table: Any, stamps: Sequence[tuple[int, int] | None]) -> Any:
-    """Add size and time of modification of each file, null if unknown."""
-    for number, name in enumerate(STAMP):
-        column = [stamp and stamp[number] for stamp in stamps] or [None] * len(table)
+def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
+    """Add size and time of modification of each file, from `staging.Stamp`, null if unknown."""
+    for name in STAMP:
+        column = [stamp and getattr(stamp, name[1:]) for stamp in stamps]
         table = table.append_column(name, arrow().array(column, arrow().int64()))
     return table
 

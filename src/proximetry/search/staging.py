@@ -1,4 +1,4 @@
-"""Resumable embedding: vectors are staged on disk until they are in the gallery.
+"""Images to add to a gallery: vectors are staged on disk until they are in it.
 
 Under torchrun only rank 0 knows the gallery. It broadcasts a job to the other ranks
 (`distributed_workers`, `worker_loop`), which stage their share of the vectors in the same folder,
@@ -10,24 +10,34 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
+from torch import Tensor
 
+from proximetry._util.errors import UsageError, some
 from proximetry._util.files import atomic_write
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
-from proximetry.data import ImageError
+from proximetry.data import Catalog, ImageError
 from proximetry.data.shards import split_shard_path
+from proximetry.metrics._search.inputs import as_embeddings
 from proximetry.models import Embedder
-from proximetry.search import rows
+from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray
-from proximetry.search.manifest import STAGING, read_digest
+from proximetry.search.manifest import STAGING, Manifest, Report, SegmentInfo, read_digest
+from proximetry.search.snapshot import no_progress, prepare_vectors, write_segment
 
+Images = Catalog | Sequence[str | os.PathLike[str]] | Any
+"""A catalog, image files, or a table of `rows.table`."""
+Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
 # Images that are embedded before they are written.
 CHUNK = 1024
@@ -54,72 +64,171 @@ class SkippedImage(NamedTuple):
         return f"{self.path}: {self.reason}"
 
 
-class Staged:
-    """Embedded images: chunks in memory or on disk, and the chunk and row of each image, or −1."""
+def no_report(line: str) -> None:
+    """Ignore messages."""
 
-    def __init__(self, folder: Path, stamps: Sequence[Stamp | None], dim: int) -> None:
+
+class Options(TypedDict, total=False):
+    """Options of `Gallery.build`, `add` and `update`, with the defaults of `NewImages`."""
+
+    labels: Sequence[str | None] | None
+    vectors: Vectors | None
+    bad_images: BadImages
+    batch_size: int
+    progress: Progress | None
+    report: Report | None
+
+
+class NewImages:
+    """Images to add to a gallery: validated, then embedded.
+
+    Vectors are in chunks, in memory or memory-mapped; of each image the chunk and the row, or −1.
+
+    Attributes:
+        table: their metadata; after `embed` of the readable ones.
+        skipped: the unreadable images.
+        embedded: whether vectors were passed.
+        has_labels: whether classes were passed with a list of files.
+        only_files: whether they are files without metadata.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        dim: int,
+        *,
+        labels: Sequence[str | None] | None = None,
+        vectors: Vectors | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        report: Report | None = None,
+    ) -> None:
+        source: Any = images
+        self.table = source if hasattr(source, "column_names") else rows.make_rows(source, labels)
+        counts = Counter(self.table["path"].to_pylist())
+        if not counts:
+            raise UsageError("no images")
+        if repeated := [os.fsdecode(path) for path, count in counts.items() if count > 1]:
+            raise UsageError(f"duplicate images: {some(repeated)}")
+        self.has_labels = labels is not None
+        self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
+        self.only_files &= self.table["label"].null_count == len(self.table)
         self.skipped: list[SkippedImage] = []
-        self._stamps, self._dim = stamps, dim
-        self._vectors: list[FloatArray] = []
+        self._dim, self._bad_images, self._batch_size = dim, bad_images, batch_size
+        self.progress, self.report = progress or no_progress, report or no_report
+        self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
+        self._stamps: list[Stamp | None] = [None] * len(self.table)
+        self._chunks: list[FloatArray] = []
         self._files: dict[int, Path] = {}
-        self._sources = np.full((len(stamps), 2), -1, np.int64)
-        staged: dict[Stamp, tuple[int, int]] = {}
-        for file in sorted(folder.glob("[!.]*.arrow")):
-            with suppress(KeyError, OSError, ValueError):  # its images are embedded again
-                known, vectors = _load(file, dim)
-                staged |= {stamp: (len(self._vectors), row) for row, stamp in enumerate(known)}
-                self._files[len(self._vectors)] = file
-                self._vectors.append(vectors)
-        for image, stamp in enumerate(stamps):
-            if stamp is not None:
-                self._sources[image] = staged.get(stamp, (-1, -1))
+        self._sources = np.full((len(self.table), 2), -1, np.int64)
+        self.embedded = vectors is not None
+        if self.embedded:
+            everything = np.arange(len(self.table))
+            self._append(everything, as_vectors(vectors, len(self.table), dim), None)
 
-    @property
-    def waiting(self) -> list[IntArray]:
-        """Images that are not embedded, in chunks.
+    def embed(
+        self, embedder: Embedder, fingerprint: str, gallery: Path, *, required: bool = False
+    ) -> None:
+        """Embed them unless vectors were passed, and drop the unreadable ones.
+
+        Vectors that are staged in the folder of the gallery are reused.
+        """
+        if self.embedded:
+            return
+        paths = rows.values(self.table["path"])
+        folder = gallery / STAGING / fingerprint[:32]
+        self._stamps = [stamp_of(path) for path in paths]
+        waiting = self._reuse(folder)
+        # Without further chunks there is nothing to resume.
+        staged = folder if sum(map(len, waiting)) > CHUNK else None
+        if _idle_workers and staged:
+            parts = [[paths[image] for image in part] for part in waiting]
+            job = _Job(parts, folder, fingerprint, self._batch_size)
+            _broadcast(job)
+            job.run(embedder, self.progress)
+            waiting = self._reuse(folder)  # unreadable images still wait
+        done = len(paths) - sum(map(len, waiting))
+        for images in waiting:
+            unreadable: dict[int, Exception] = {}
+            try:
+                vectors = embedder.encode(
+                    [paths[image] for image in images],
+                    self._batch_size,
+                    progress=lambda count, done=done: self.progress(done + count, len(paths)),  # type: ignore[misc]
+                    on_error=None if self._bad_images == "error" else unreadable.__setitem__,
+                ).numpy()
+            except ValueError as error:  # which names the index; its cause names the file
+                if not isinstance(error.__cause__, ValueError):
+                    raise
+                raise error.__cause__ from None
+            for row, error in sorted(unreadable.items()):
+                reason = error.reason if isinstance(error, ImageError) else str(error)
+                self.skipped.append(SkippedImage(paths[images[row]], reason))
+            self._append(np.delete(images, [*unreadable]), vectors, staged)
+            done += len(images)
+            self.progress(done, len(paths))
+        readable = np.flatnonzero(self._sources[:, 0] >= 0)
+        self.table = self.table.take(rows.arrow().array(readable))
+        self._sources, self._stamps = self._sources[readable], [self._stamps[i] for i in readable]
+        if required and not len(self.table):
+            raise ValueError(f"none of {len(self.skipped)} images can be read: {self.skipped[0]}")
+
+    def _reuse(self, folder: Path) -> list[IntArray]:
+        """Take the vectors that are staged, and return the other images in chunks.
 
         They are split by their numbers, whatever was embedded before, so that batches, on which
         the last bits depend, are the same after an interruption.
         """
+        self._chunks, self._files = [], {}
+        staged: dict[Stamp | None, tuple[int, int]] = {}
+        for file in sorted(folder.glob("[!.]*.arrow")):
+            with suppress(KeyError, OSError, ValueError):  # its images are embedded again
+                stamps, vectors = _load(file, self._dim)
+                staged |= {stamp: (len(self._chunks), row) for row, stamp in enumerate(stamps)}
+                self._files[len(self._chunks)] = file
+                self._chunks.append(vectors)
+        staged[None] = -1, -1
+        self._sources = np.array([staged.get(stamp, (-1, -1)) for stamp in self._stamps])
         images = np.flatnonzero(self._sources[:, 0] < 0)
         parts = np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
         return parts if len(images) else []
 
-    @property
-    def images(self) -> IntArray:
-        """The indices of the readable images."""
-        return np.flatnonzero(self._sources[:, 0] >= 0)
-
-    @property
-    def stamps(self) -> list[tuple[int, int] | None]:
-        """Size and time of modification of the readable images."""
-        stamps = (self._stamps[image] for image in self.images)
-        return [stamp and (stamp.size, stamp.modified) for stamp in stamps]
-
-    def append(self, images: IntArray, vectors: FloatArray, folder: Path | None) -> None:
+    def _append(self, images: IntArray, vectors: FloatArray, folder: Path | None) -> None:
         """Add a chunk, and write it unless there is no folder."""
-        number = len(self._vectors)
+        number = len(self._chunks)
         self._sources[images] = np.stack([np.full(len(images), number), range(len(images))]).T
         if folder and len(images):
-            file = _write(folder, vectors, [self._stamps[image] for image in images])
-            self._files[number] = file
-            _, vectors = _load(file, self._dim)
-        self._vectors.append(vectors)
+            self._files[number] = _write(folder, vectors, [self._stamps[i] for i in images])
+            _, vectors = _load(self._files[number], self._dim)
+        self._chunks.append(vectors)
 
-    def blocks(self) -> Iterator[FloatArray]:
-        """Yield the vectors of the readable images."""
-        images = self.images
-        for part in chunks(len(images), BLOCK):
-            source = self._sources[images[part]]
+    def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
+        """Yield their vectors as a gallery stores them."""
+        for part in chunks(len(self._sources), BLOCK):
+            source = self._sources[part]
             block = np.empty((len(source), self._dim), np.float32)
             for number in np.unique(source[:, 0]):
                 here = source[:, 0] == number
-                block[here] = self._vectors[number][source[here, 1]]
-            yield block
+                block[here] = self._chunks[number][source[here, 1]]
+            yield prepare_vectors(block, manifest)
+
+    def write(self, folder: Path, manifest: Manifest) -> SegmentInfo:
+        """Write them as a segment with the next ids."""
+        count, first = len(self.table), manifest.next_id
+        return write_segment(
+            folder,
+            manifest,
+            rows.with_stamps(self.table, self._stamps),
+            np.arange(first, first + count),
+            self.blocks(manifest),
+            indexes.resolve(manifest.index, count),
+            self.progress,
+        )
 
     def discard(self) -> None:
-        """Remove the files of these vectors, which are in the gallery now."""
-        used = np.unique(self._sources[self.images, 0]).tolist()
+        """Remove the files of staged vectors, which are in the gallery now."""
+        used = np.unique(self._sources[:, 0]).tolist()
         files = [self._files[number] for number in used if number in self._files]
         for file in files:
             file.unlink(missing_ok=True)
@@ -129,53 +238,17 @@ class Staged:
                 folder.parent.rmdir()
 
 
-def embed(
-    embedder: Embedder,
-    fingerprint: str,
-    paths: Sequence[str],
-    gallery: Path,
-    *,
-    batch_size: int,
-    bad_images: BadImages,
-    progress: Progress,
-) -> Staged:
-    """Embed images for a gallery, and reuse the vectors staged in its folder."""
-    folder = gallery / STAGING / fingerprint[:32]
-    stamps = [stamp_of(path) for path in paths]
-    staged = Staged(folder, stamps, embedder.dim)
-    waiting = sum(map(len, staged.waiting))
-    if _idle_workers and waiting > CHUNK:
-        parts = [[paths[image] for image in part] for part in staged.waiting]
-        job = _Job(parts, folder, fingerprint, batch_size)
-        _broadcast(job)
-        job.run(embedder, progress)
-        staged = Staged(folder, stamps, embedder.dim)  # unreadable images still wait
-    skipped: dict[int, SkippedImage] = {}
-    done = len(paths) - sum(map(len, staged.waiting))
-    for images in staged.waiting:
-
-        def skip(i: int, error: Exception, images: IntArray = images) -> None:
-            reason = error.reason if isinstance(error, ImageError) else str(error)
-            skipped[int(images[i])] = SkippedImage(paths[images[i]], reason)
-
-        try:
-            vectors = embedder.encode(
-                [paths[image] for image in images],
-                batch_size,
-                progress=lambda count, done=done: progress(done + count, len(paths)),  # type: ignore[misc]
-                on_error=None if bad_images == "error" else skip,
-            ).numpy()
-        except ValueError as error:  # which names the index of the image; its cause names the file
-            if not isinstance(error.__cause__, ValueError):
-                raise
-            raise error.__cause__ from None
-        read = np.array([image for image in images.tolist() if image not in skipped], np.int64)
-        # Without further chunks there is nothing to resume.
-        staged.append(read, vectors, folder if waiting > CHUNK else None)
-        done += len(images)
-        progress(done, len(paths))
-    staged.skipped = [skipped[image] for image in sorted(skipped)]
-    return staged
+def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
+    """Return validated float32 vectors, [count, dim]."""
+    if count == 0:
+        return np.empty((0, dim), np.float32)
+    vectors = as_embeddings(values, "vectors").float().cpu().numpy()
+    if vectors.shape != (count, dim):
+        raise UsageError(
+            f"vectors must be [{count}, {dim}] for these images and this embedder, got "
+            f"{list(vectors.shape)}"
+        )
+    return np.asarray(vectors)
 
 
 class _Job(NamedTuple):
