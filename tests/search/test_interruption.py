@@ -56,9 +56,9 @@ def flip(file):
 
 
 def rewrite(file, change):
-    stamps, vectors = staging._load(file, DIM)
+    keys, vectors = staging._load(file, DIM)
     file.unlink()
-    staging._write(file.parent, change(vectors), stamps)
+    staging._write(file.parent, change(vectors), [staging.Stamp(0, 0, key) for key in keys])
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,18 @@ def merge_hits(hits: Sequence[Hits], k: int) -> Hits:
     return Hits(np.take_along_axis(positions, columns.numpy(), 1), values.numpy())
 
 
+def take(arrays: Sequence[FloatArray], starts: IntArray, positions: IntArray) -> FloatArray:
+    """Return the rows at positions over several arrays, which begin at `starts`."""
+    if len(arrays) == 1:
+        return arrays[0][positions]
+    taken = np.empty((len(positions), arrays[0].shape[1]), np.float32)
+    owners = np.searchsorted(starts, positions, "right") - 1
+    for number in np.unique(owners):
+        chosen = owners == number
+        taken[chosen] = arrays[number][positions[chosen] - starts[number]]
+    return taken
+
+
 @dataclass(frozen=True)
 class Store:
     """The vectors of all segments, by position."""
@@ -97,17 +109,6 @@ class Store:
     similarity: Similarity  # "cosine", with vectors of unit length, or "euclidean"
     longest: float  # an upper bound on the length of the vectors
 
-    def take(self, positions: IntArray) -> FloatArray:
-        """Return the vectors at positions, [n, dim]."""
-        if len(self.vectors) == 1:
-            return self.vectors[0][positions]
-        taken = np.empty((len(positions), self.vectors[0].shape[1]), np.float32)
-        segments = np.searchsorted(self.starts, positions, "right") - 1
-        for number in np.unique(segments):
-            chosen = segments == number
-            taken[chosen] = self.vectors[number][positions[chosen] - self.starts[number]]
-        return taken
-
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions, [queries, n]."""
         scores = np.full(positions.shape, -np.inf)
@@ -116,7 +117,7 @@ class Store:
         size = max(1, _GATHERED // (positions.shape[1] * queries.shape[1]))
         for part in chunks(len(positions), size):
             some = np.maximum(positions[part], 0)
-            rows = self.take(some.ravel()).reshape(*some.shape, -1)
+            rows = take(self.vectors, self.starts, some.ravel()).reshape(*some.shape, -1)
             near = exact_scores(queries[part], rows, self.similarity)
             scores[part] = np.where(positions[part] >= 0, near, -np.inf)
         return scores

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -52,9 +52,10 @@ from proximetry.search.snapshot import (
 )
 from proximetry.search.staging import (
     BLOCK,
+    BadImages,
     Images,
+    Labels,
     NewImages,
-    Options,
     SkippedImage,
     Vectors,
     as_vectors,
@@ -107,7 +108,13 @@ class Gallery:
         images: Images,
         path: str | os.PathLike[str],
         index: str = "auto",
-        **options: Unpack[Options],
+        *,
+        labels: Labels = None,
+        vectors: Vectors | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        report: Report | None = None,
     ) -> Gallery:
         """Embed images and build a gallery of them in a new or empty folder.
 
@@ -122,9 +129,6 @@ class Gallery:
                 images, HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder
                 with `bits` it is "BFlat". Recall@10 is measured on a sample, and the search
                 effort raised until it is 0.98.
-            options: these keyword arguments, which are optional:
-
-        Other Parameters:
             labels: the class of each image file, or None.
             vectors: embeddings of the images, if already computed.
             bad_images: "error" stops at unreadable images, "skip" lists them in `skipped`.
@@ -132,7 +136,9 @@ class Gallery:
             progress: called with (done, total) while images are embedded and indexed.
             report: called with messages, such as the index.
         """
-        new = NewImages(images, embedder.dim, **options)
+        new = NewImages(
+            images, embedder.dim, labels, vectors, bad_images, batch_size, progress, report
+        )
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
@@ -310,18 +316,29 @@ class Gallery:
                 changed.append(path)
         return missing, changed
 
-    def add(self, images: Images, **options: Unpack[Options]) -> IntArray:
-        """Add images and return their ids; the options are those of `build`.
+    def add(
+        self,
+        images: Images,
+        *,
+        labels: Labels = None,
+        vectors: Vectors | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        report: Report | None = None,
+    ) -> IntArray:
+        """Add images and return their ids; arguments as those of `build`.
 
         Raises UsageError for images that are already in the gallery; `update` replaces them.
         """
-        return self._extend(NewImages(images, self.dim, **options), renew=False)
+        new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
+        return self._extend(new, renew=False)
 
-    def update(self, images: Images, **options: Unpack[Options]) -> IntArray:
+    def update(self, images: Images, **options: Any) -> IntArray:
         """Embed images again that are in the gallery, add others, and return their new ids.
 
         Files without `labels` keep the class and the other columns that they have in the gallery.
-        The options are those of `build`.
+        Other arguments are those of `add`.
         """
         return self._extend(NewImages(images, self.dim, **options), renew=True)
 

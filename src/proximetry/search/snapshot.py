@@ -21,7 +21,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics._search.inputs import normalize
 from proximetry.search import indexes, rows
-from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits
+from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import (
     FILES,
     SEGMENTS,
@@ -318,7 +318,7 @@ class Snapshot:
         """Return the vectors at positions, [n, dim]."""
         if not len(positions):
             return np.empty((0, self.manifest.dim), np.float32)
-        return self.store.take(positions)
+        return take(self.store.vectors, self.starts, positions)
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions; −inf at −1."""

@@ -1,4 +1,4 @@
-"""Images to add to a gallery: vectors are staged on disk until they are in it.
+"""Images to add to a gallery. Their vectors are staged on disk until they are in the gallery.
 
 Under torchrun only rank 0 knows the gallery. It broadcasts a job to the other ranks
 (`distributed_workers`, `worker_loop`), which stage their share of the vectors in the same folder,
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,13 @@ from proximetry.data.shards import split_shard_path
 from proximetry.metrics._search.inputs import as_embeddings
 from proximetry.models import Embedder
 from proximetry.search import indexes, rows
-from proximetry.search.exact import FloatArray
+from proximetry.search.exact import FloatArray, take
 from proximetry.search.manifest import STAGING, Manifest, Report, SegmentInfo, read_digest
 from proximetry.search.snapshot import no_progress, prepare_vectors, write_segment
 
 Images = Catalog | Sequence[str | os.PathLike[str]] | Any
 """A catalog, image files, or a table of `rows.table`."""
+Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
 # Images that are embedded before they are written.
@@ -45,13 +46,11 @@ BLOCK = 65_536
 
 
 class Stamp(NamedTuple):
-    """Identifies a file; ctime and inode also change if size and mtime are set back."""
+    """Identifies a file."""
 
-    path: bytes
     size: int
     modified: int
-    changed: int
-    inode: int
+    key: bytes  # also has ctime and inode, which change if size and mtime are set back
 
 
 class SkippedImage(NamedTuple):
@@ -64,25 +63,10 @@ class SkippedImage(NamedTuple):
         return f"{self.path}: {self.reason}"
 
 
-def no_report(line: str) -> None:
-    """Ignore messages."""
-
-
-class Options(TypedDict, total=False):
-    """Options of `Gallery.build`, `add` and `update`, with the defaults of `NewImages`."""
-
-    labels: Sequence[str | None] | None
-    vectors: Vectors | None
-    bad_images: BadImages
-    batch_size: int
-    progress: Progress | None
-    report: Report | None
-
-
 class NewImages:
     """Images to add to a gallery: validated, then embedded.
 
-    Vectors are in chunks, in memory or memory-mapped; of each image the chunk and the row, or −1.
+    Vectors are in chunks, in memory or memory-mapped; each image has a row there, or −1.
 
     Attributes:
         table: their metadata; after `embed` of the readable ones.
@@ -96,8 +80,7 @@ class NewImages:
         self,
         images: Images,
         dim: int,
-        *,
-        labels: Sequence[str | None] | None = None,
+        labels: Labels = None,
         vectors: Vectors | None = None,
         bad_images: BadImages = "error",
         batch_size: int = 64,
@@ -114,14 +97,14 @@ class NewImages:
         self.has_labels = labels is not None
         self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)
-        self.skipped: list[SkippedImage] = []
-        self._dim, self._bad_images, self._batch_size = dim, bad_images, batch_size
         self.progress, self.report = progress or no_progress, report or no_report
         self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
+        self.skipped: list[SkippedImage] = []
+        self._dim, self._bad_images, self._batch_size = dim, bad_images, batch_size
         self._stamps: list[Stamp | None] = [None] * len(self.table)
         self._chunks: list[FloatArray] = []
         self._files: dict[int, Path] = {}
-        self._sources = np.full((len(self.table), 2), -1, np.int64)
+        self._rows = np.full(len(self.table), -1, np.int64)
         self.embedded = vectors is not None
         if self.embedded:
             everything = np.arange(len(self.table))
@@ -162,15 +145,15 @@ class NewImages:
                 if not isinstance(error.__cause__, ValueError):
                     raise
                 raise error.__cause__ from None
-            for row, error in sorted(unreadable.items()):
-                reason = error.reason if isinstance(error, ImageError) else str(error)
+            for row, problem in sorted(unreadable.items()):
+                reason = problem.reason if isinstance(problem, ImageError) else str(problem)
                 self.skipped.append(SkippedImage(paths[images[row]], reason))
             self._append(np.delete(images, [*unreadable]), vectors, staged)
             done += len(images)
             self.progress(done, len(paths))
-        readable = np.flatnonzero(self._sources[:, 0] >= 0)
+        readable = np.flatnonzero(self._rows >= 0)
         self.table = self.table.take(rows.arrow().array(readable))
-        self._sources, self._stamps = self._sources[readable], [self._stamps[i] for i in readable]
+        self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
         if required and not len(self.table):
             raise ValueError(f"none of {len(self.skipped)} images can be read: {self.skipped[0]}")
 
@@ -181,37 +164,36 @@ class NewImages:
         the last bits depend, are the same after an interruption.
         """
         self._chunks, self._files = [], {}
-        staged: dict[Stamp | None, tuple[int, int]] = {}
+        staged: list[bytes] = []
         for file in sorted(folder.glob("[!.]*.arrow")):
             with suppress(KeyError, OSError, ValueError):  # its images are embedded again
-                stamps, vectors = _load(file, self._dim)
-                staged |= {stamp: (len(self._chunks), row) for row, stamp in enumerate(stamps)}
+                keys, vectors = _load(file, self._dim)
+                staged += keys
                 self._files[len(self._chunks)] = file
                 self._chunks.append(vectors)
-        staged[None] = -1, -1
-        self._sources = np.array([staged.get(stamp, (-1, -1)) for stamp in self._stamps])
-        images = np.flatnonzero(self._sources[:, 0] < 0)
+        known = {key: row for row, key in enumerate(staged)}
+        self._rows = np.array([known.get(stamp.key, -1) if stamp else -1 for stamp in self._stamps])
+        images = np.flatnonzero(self._rows < 0)
         parts = np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
         return parts if len(images) else []
 
     def _append(self, images: IntArray, vectors: FloatArray, folder: Path | None) -> None:
         """Add a chunk, and write it unless there is no folder."""
-        number = len(self._chunks)
-        self._sources[images] = np.stack([np.full(len(images), number), range(len(images))]).T
+        self._rows[images] = self._starts[-1] + np.arange(len(images))
         if folder and len(images):
-            self._files[number] = _write(folder, vectors, [self._stamps[i] for i in images])
-            _, vectors = _load(self._files[number], self._dim)
+            file = _write(folder, vectors, [self._stamps[i] for i in images])
+            self._files[len(self._chunks)] = file
+            _, vectors = _load(file, self._dim)
         self._chunks.append(vectors)
+
+    @property
+    def _starts(self) -> IntArray:
+        return np.cumsum([0, *map(len, self._chunks)])
 
     def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
         """Yield their vectors as a gallery stores them."""
-        for part in chunks(len(self._sources), BLOCK):
-            source = self._sources[part]
-            block = np.empty((len(source), self._dim), np.float32)
-            for number in np.unique(source[:, 0]):
-                here = source[:, 0] == number
-                block[here] = self._chunks[number][source[here, 1]]
-            yield prepare_vectors(block, manifest)
+        for part in chunks(len(self._rows), BLOCK):
+            yield prepare_vectors(take(self._chunks, self._starts, self._rows[part]), manifest)
 
     def write(self, folder: Path, manifest: Manifest) -> SegmentInfo:
         """Write them as a segment with the next ids."""
@@ -228,14 +210,18 @@ class NewImages:
 
     def discard(self) -> None:
         """Remove the files of staged vectors, which are in the gallery now."""
-        used = np.unique(self._sources[:, 0]).tolist()
-        files = [self._files[number] for number in used if number in self._files]
+        used = {*(np.searchsorted(self._starts, self._rows, "right") - 1).tolist()}
+        files = [file for number, file in self._files.items() if number in used]
         for file in files:
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in files}:
             with suppress(OSError):  # another process may have files there
                 folder.rmdir()
                 folder.parent.rmdir()
+
+
+def no_report(line: str) -> None:
+    """Ignore messages."""
 
 
 def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
@@ -312,7 +298,7 @@ def worker_loop(load: Callable[[], Embedder]) -> None:
     embedder = load()
     if embedder.fingerprint() != job.fingerprint:
         raise ValueError(f"rank {dist.get_rank()} has another embedder than rank 0")
-    job.run(embedder, lambda done, total: None)
+    job.run(embedder, no_progress)
 
 
 def stamp_of(path: str) -> Stamp | None:
@@ -321,30 +307,21 @@ def stamp_of(path: str) -> Stamp | None:
         status = os.stat(split_shard_path(path)[0])
     except OSError:  # reported when the image is opened
         return None
-    return Stamp(
-        os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-    )
+    size, modified = status.st_size, status.st_mtime_ns
+    key = repr((size, modified, status.st_ctime_ns, status.st_ino, path))
+    return Stamp(size, modified, rows.encode(key))
 
 
 def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) -> Path:
     """Write a chunk; its name is the checksum of its content."""
     pa = rows.arrow()
-    columns = zip(*(stamp or [None] * len(Stamp._fields) for stamp in stamps), strict=True)
-    kinds = dict.fromkeys(Stamp._fields, pa.int64())
-    kinds |= {"path": pa.large_binary(), "inode": pa.uint64()}
-    data = pa.py_buffer(np.ascontiguousarray(vectors, np.float32))
-    binary = pa.binary(4 * vectors.shape[1])
-    table = pa.table(
-        {
-            "vector": pa.Array.from_buffers(binary, len(vectors), [None, data]),
-            **{
-                name: pa.array(column, kinds[name])
-                for name, column in zip(Stamp._fields, columns, strict=True)
-            },
-        }
-    )
+    flat = pa.array(np.asarray(vectors, np.float32).ravel())
+    columns = {
+        "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
+        "key": pa.array([stamp and stamp.key for stamp in stamps], pa.large_binary()),
+    }
     stream = io.BytesIO()
-    rows.write(table, stream)
+    rows.write(pa.table(columns), stream)
     content = stream.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()}.arrow"
@@ -352,14 +329,12 @@ def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) ->
     return file
 
 
-def _load(file: Path, dim: int) -> tuple[list[Stamp], FloatArray]:
+def _load(file: Path, dim: int) -> tuple[list[bytes], FloatArray]:
     """Return the images of a chunk and their vectors; raises ValueError for a damaged one."""
     if read_digest(file).sha256 != file.stem:
         raise ValueError(f"{file} is damaged")
     table = rows.read(file)
-    (column,) = table["vector"].chunks
-    data = np.frombuffer(column.buffers()[1], np.float32, len(table) * dim)
-    if column.type.byte_width != 4 * dim or not np.isfinite(data).all():
+    vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+    if vectors.shape[1] != dim or not np.isfinite(vectors).all():
         raise ValueError(f"{file} has other vectors than this embedder computes")
-    columns = (table[name].to_pylist() for name in Stamp._fields)
-    return [Stamp(*values) for values in zip(*columns, strict=True)], data.reshape(-1, dim)
+    return table["key"].to_pylist(), vectors
