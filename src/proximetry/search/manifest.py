@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError, shown, some
@@ -25,7 +25,6 @@ from proximetry._util.files import (
     read_json,
     sealed_json,
     take_lock,
-    writing,
     written_for,
 )
 from proximetry.models.names import LARGEST_DIM, SIMILARITIES, Similarity
@@ -49,7 +48,6 @@ FILES = {
 _LARGEST = 10_000_000
 _NAME = re.compile("[0-9a-f]{32}")
 _DELETED = re.compile(r"deleted-[0-9a-f]{32}\.npy")
-_DIGEST = re.compile("[0-9a-f]{64}")
 
 Report = Callable[[str], None]
 
@@ -168,69 +166,31 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
+    """Build a manifest; its names become paths, so they are validated."""
     values.pop("generation", None)  # written by earlier versions
-    segments = []
-    for one in values["segments"]:
-        files = {name: _parse_file(info) for name, info in one["files"].items()}
-        segments.append(SegmentInfo(**{**one, "files": files}))
+    segments = [
+        SegmentInfo(**{**one, "files": {kind: FileInfo(**f) for kind, f in one["files"].items()}})
+        for one in values["segments"]
+    ]
     deleted = values["deleted"]
     if deleted:
-        deleted = Deleted(**{**deleted, "file": _parse_file(deleted["file"])})
+        deleted = Deleted(**{**deleted, "file": FileInfo(**deleted["file"])})
+        if not _DELETED.fullmatch(deleted.name):
+            raise ValueError(f"invalid file of deleted ids {shown(deleted.name)}")
     manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
-    # Names become paths.
     for segment in segments:
         kinds = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
         kinds |= {"squares"} if manifest.similarity == "euclidean" else set()
-        if not _NAME.fullmatch(segment.name) or set(segment.files) != kinds:
+        if set(segment.files) != kinds:
             raise ValueError(f"invalid segment {shown(segment.name)}")
-        if type(segment.rows) is not int or segment.rows < 0:
-            raise ValueError(f"segment {segment.name} has {shown(segment.rows)} rows")
-    names = [segment.name for segment in segments]
-    if len({*names, *manifest.retired}) < len(names) + len(manifest.retired):
+    names = [*(segment.name for segment in segments), *manifest.retired]
+    if len({*names}) < len(names):
         raise ValueError("duplicate segment")
-    if not all(_NAME.fullmatch(name) for name in manifest.retired):
-        raise ValueError(f"invalid segments {shown(manifest.retired)}")
-    if manifest.deleted and not _DELETED.fullmatch(manifest.deleted.name):
-        raise ValueError(f"invalid file of deleted ids {shown(manifest.deleted.name)}")
+    if invalid := [name for name in names if not _NAME.fullmatch(name)]:
+        raise ValueError(f"invalid segment {shown(invalid[0])}")
     if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= LARGEST_DIM:
         raise ValueError(f"{shown(manifest.similarity)} in {shown(manifest.dim)} dimensions")
     return manifest
-
-
-def _parse_file(values: Mapping[str, Any]) -> FileInfo:
-    info = FileInfo(**values)
-    if type(info.bytes) is not int or not _DIGEST.fullmatch(info.sha256):
-        raise ValueError(f"invalid size or checksum {shown(values)}")
-    return info
-
-
-class Digest:
-    """A stream that computes the size and checksum of its content."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
-        self.flush, self.closed = stream.flush, False  # which Arrow asks for
-
-    def write(self, data: Any) -> int:
-        """Write bytes, or any contiguous buffer."""
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._bytes += len(view)
-        return self._stream.write(view)
-
-    @property
-    def info(self) -> FileInfo:
-        """Size and checksum so far."""
-        return FileInfo(self._bytes, self._digest.hexdigest())
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Digest]:
-    """Write a new file; it is on disk at the end."""
-    with writing(path), path.open("wb") as stream:
-        yield Digest(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def read_digest(path: Path) -> FileInfo:

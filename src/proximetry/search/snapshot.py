@@ -27,11 +27,9 @@ from proximetry.search.manifest import (
     SEGMENTS,
     DamagedGalleryError,
     Deleted,
-    Digest,
     FileInfo,
     Manifest,
     SegmentInfo,
-    new_file,
     read_digest,
     read_manifest,
 )
@@ -76,46 +74,48 @@ def write_segment(
     """Write rows with their prepared vectors, and an index unless `index` is ""."""
     name, count = uuid4().hex, len(ids)
     home = folder / SEGMENTS / name
+    paths = {kind: home / file for kind, file in FILES.items()}
     with writing(home):
         home.mkdir(parents=True)
-    files: dict[str, FileInfo] = {}
-    lengths = [np.empty(0)]
-    with new_file(home / FILES["vectors"]) as stream:
-        _write_header(stream, np.float32, (count, manifest.dim))
-        for block in blocks:
-            stream.write(np.ascontiguousarray(block, np.float32))
-            lengths.append(np.square(block.astype(np.float64)).sum(1))
-    files["vectors"] = stream.info
-    squares = np.concatenate(lengths)
-    if len(squares) != count:
-        raise RuntimeError(f"{len(squares)} vectors for {count} rows")
-    arrays: dict[str, npt.NDArray[Any]] = {"ids": np.ascontiguousarray(ids)}
-    if manifest.similarity == "euclidean":
-        arrays["squares"] = squares.astype(np.float32)
-    for kind, array in arrays.items():
-        with new_file(home / FILES[kind]) as stream:
-            _write_header(stream, array.dtype, array.shape)
-            stream.write(array)
-        files[kind] = stream.info
-    with new_file(home / FILES["rows"]) as stream:
-        rows.write(table, stream)
-    files["rows"] = stream.info
-    longest = float(np.sqrt(squares.max(initial=0.0)))
-    effort, recall = 1, None
-    if index:
-        file = home / FILES["index"]
-        vectors = _open_array(home / FILES["vectors"], (count, manifest.dim), np.float32)
-        with writing(file):
-            indexes.build(index, vectors, manifest.similarity, file, progress)
-            with file.open("rb+") as stored:
-                os.fsync(stored.fileno())
-        files["index"] = read_digest(file)
-        store = Store([vectors], np.array([0, count]), manifest.similarity, longest * (1 + 1e-6))
-        part = Part(vectors, arrays.get("squares"), 0)
-        effort, recall = _calibrate(indexes.Index(file, index), store, part)
+        with paths["vectors"].open("wb") as stream:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (count, manifest.dim)}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for block in blocks:
+                stream.write(np.ascontiguousarray(block, np.float32))
+        vectors = _open_array(paths["vectors"], (count, manifest.dim), np.float32)
+        squares = np.concatenate(
+            [np.empty(0)]
+            + [np.square(vectors[part].astype(np.float64)).sum(1) for part in chunks(count, 4096)]
+        )
+        longest = float(np.sqrt(squares.max(initial=0.0)))
+        np.save(paths["ids"], ids)
+        with paths["rows"].open("wb") as stream:
+            rows.write(table, stream)
+        part = Part(vectors, None, 0)
+        if manifest.similarity == "euclidean":
+            part = part._replace(squares=squares.astype(np.float32))
+            np.save(paths["squares"], part.squares)
+        effort, recall = 1, None
+        if index:
+            indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
+            store = Store([vectors], np.array([0, count]), manifest.similarity, _above(longest))
+            effort, recall = _calibrate(indexes.Index(paths["index"], index), store, part)
+        files = {kind: _seal(file) for kind, file in paths.items() if file.exists()}
     for changed in (home, home.parent):
         sync_folder(changed)
     return SegmentInfo(name, count, index, longest, files, effort, recall)
+
+
+def _above(longest: float) -> float:
+    """Return a bound on the length of vectors whatever its rounding."""
+    return longest * (1 + 1e-6)
+
+
+def _seal(file: Path) -> FileInfo:
+    """Flush a new file to disk, and return its size and checksum."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+    return read_digest(file)
 
 
 def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, float]:
@@ -139,16 +139,10 @@ def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
     """Write the ids that are removed."""
     if not len(ids):
         return None
-    name = f"deleted-{uuid4().hex}.npy"
-    with new_file(folder / name) as stream:
-        _write_header(stream, np.int64, ids.shape)
-        stream.write(ids)
-    return Deleted(name, len(ids), stream.info)
-
-
-def _write_header(stream: Digest, dtype: Any, shape: tuple[int, ...]) -> None:
-    about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(stream, about)
+    file = folder / f"deleted-{uuid4().hex}.npy"
+    with writing(file):
+        np.save(file, ids)
+        return Deleted(file.name, len(ids), _seal(file))
 
 
 def _open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
@@ -243,7 +237,7 @@ class Snapshot:
             [segment.vectors for segment in self.segments],
             self.starts,
             manifest.similarity,
-            max([segment.info.longest for segment in self.segments], default=0.0) * (1 + 1e-6),
+            _above(max([segment.info.longest for segment in self.segments], default=0.0)),
         )
 
     @classmethod
