@@ -454,24 +454,23 @@ class Gallery:
         for info in manifest.segments[first:]:  # damage must not get a new checksum
             check_segment(self.path, info)
         now = Snapshot(self.path, manifest)
-        pairs = zip(now.segments[first:], now.alive[first:], strict=True)
-        tables = [s.rows if mask is None else s.rows.filter(mask) for s, mask in pairs]
+        start = int(now.starts[first])
         positions = now.chosen(now.alive)
-        positions = positions[positions >= now.starts[first]]
+        positions = positions[positions >= start]
         segments = manifest.segments[:first]
         if len(positions):
             blocks = (now.vectors(positions[part]) for part in chunks(len(positions), BLOCK))
             merged = write_segment(
                 self.path,
                 manifest,
-                rows.stack(tables),
+                now.rows.take(rows.arrow().array(positions)),
                 now.ids(positions),
                 blocks,
                 indexes.resolve(index, len(positions)),
                 progress,
             )
             segments = (*segments, merged)
-        before = now.ids(np.arange(now.starts[first]))
+        before = now.ids(np.arange(start))
         deleted = write_deleted(self.path, np.intersect1d(now.deleted, before))
         return replace(manifest, segments=segments, deleted=deleted)
 

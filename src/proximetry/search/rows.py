@@ -106,10 +106,10 @@ def encode(text: str) -> bytes:
 
 
 def stack(tables: Sequence[Any]) -> Any:
-    """Concatenate tables; missing columns are null."""
+    """Concatenate tables without copying them; missing columns are null, types may widen."""
     pa = arrow()
     try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         reason = str(error).replace("large_binary", "text")
         raise UsageError(f"column types differ: {reason}. Rename the column.") from error
@@ -118,7 +118,7 @@ def stack(tables: Sequence[Any]) -> Any:
 def write(rows: Any, stream: Any) -> None:
     """Write a table as an Arrow file."""
     with arrow("pyarrow.ipc").new_file(stream, rows.schema) as writer:
-        writer.write_table(rows)
+        writer.write_table(rows.combine_chunks())  # as one batch, which `read` maps to memory
 
 
 def read(file: Path) -> Any:
@@ -147,32 +147,22 @@ def contains(column: Any, targets: Any) -> Mask:
     return np.asarray(arrow("pyarrow.compute").is_in(column, value_set=targets))
 
 
-def select(tables: Sequence[Any], where: Where) -> list[Mask]:
-    """Return a mask for each table of the rows that meet every condition."""
-    known = dict.fromkeys(name for rows in tables for name in rows.column_names)
-    masks = [np.ones(len(rows), np.bool_) for rows in tables]
+def select(table: Any, where: Where) -> Mask:
+    """Return a mask of the rows that meet every condition."""
+    mask = np.ones(len(table), np.bool_)
     for name, value in where.items():
-        targets = condition_values(name, value, known)
-        kinds = [column_type(rows, name) for rows in tables]
-        present = [kind for kind in dict.fromkeys(kinds) if kind is not None]
-        invalid = [
-            one for one in targets if present and not any(len(_cast([one], k)) for k in present)
-        ]
-        if invalid:
-            raise UsageError(
-                f"column {name} is {some(map(str, present))}, got {some(map(shown, invalid))}"
-            )
-        met = [
-            np.full(len(rows), None in targets)
-            if kind is None
-            else contains(rows[name], _cast(targets, kind))
-            for rows, kind in zip(tables, kinds, strict=True)
-        ]
-        if not any(mask.any() for mask in met):
-            hint = _suggest(tables, name, targets)
+        targets, kind = condition_values(name, value, table.column_names), column_type(table, name)
+        if kind is None:
+            met = np.full(len(table), None in targets)
+        else:
+            if invalid := [one for one in targets if not len(_cast([one], kind))]:
+                raise UsageError(f"column {name} is {kind}, got {some(map(shown, invalid))}")
+            met = contains(table[name], _cast(targets, kind))
+        if not met.any():
+            hint = _suggest(table, name, targets)
             raise UsageError(f"no image has {name} {some(map(shown, targets))}{hint}")
-        masks = [mask & more for mask, more in zip(masks, met, strict=True)]
-    return masks
+        mask &= met
+    return mask
 
 
 def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
@@ -215,14 +205,10 @@ def _cast(values: list[Any], kind: Any) -> Any:
     return pa.concat_arrays(arrays)
 
 
-def _suggest(tables: Sequence[Any], name: str, targets: list[Any]) -> str:
+def _suggest(table: Any, name: str, targets: list[Any]) -> str:
     """Return a similar value, if there are not too many values to compare."""
-    known: set[str] = set()
-    for rows in tables:
-        kind = column_type(rows, name)
-        if kind is not None and arrow().types.is_large_binary(kind):
-            known |= {value for value in values(rows[name].unique()) if value is not None}
-        if len(known) > 10_000:
-            return ""
+    known = [value for value in values(table[name].unique()) if isinstance(value, str)]
+    if len(known) > 10_000:
+        return ""
     hint = closest(str(targets[0]), sorted(known))
     return "" if hint == "." else hint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -224,14 +223,9 @@ class Snapshot:
             file = folder / manifest.deleted.name
             check_file(file, manifest.deleted.file)  # else removed images could come back
             self.deleted = _open_array(file, (manifest.deleted.count,), np.int64).copy()
-        last = -1
-        for segment in self.segments:  # their order is relied upon
-            ids = segment.ids
-            if len(ids) and (ids[0] <= last or (np.diff(ids) <= 0).any()):
-                raise DamagedGalleryError(folder, f"ids of segment {segment.info.name}")
-            last = int(ids[-1]) if len(ids) else last
-        if last >= manifest.next_id:
-            raise DamagedGalleryError(folder, f"id {last} is above the next id")
+        ids = self._ids[:-1]  # their order is relied upon
+        if (np.diff(ids, append=manifest.next_id) <= 0).any():
+            raise DamagedGalleryError(folder, "ids are not in rising order")
         self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
         self.store = Store(
             [segment.vectors for segment in self.segments],
@@ -267,31 +261,22 @@ class Snapshot:
         return max(1, len(self))
 
     @cached_property
-    def alive(self) -> list[Mask | None]:
-        """Of each segment, which rows are not removed; None for all."""
-        masks: list[Mask | None] = []
-        for segment in self.segments:
-            mask = ~np.isin(segment.ids, self.deleted, assume_unique=True)
-            masks.append(None if mask.all() else mask)
-        return masks
+    def rows(self) -> Any:
+        """The metadata of all rows."""
+        return rows.stack([rows.table({"path": []}), *(segment.rows for segment in self.segments)])
+
+    @cached_property
+    def alive(self) -> Mask:
+        """Which rows are not removed."""
+        return ~np.isin(self._ids[:-1], self.deleted)
 
     def select(self, where: rows.Where) -> Any:
-        """Return a mask for each segment of the rows that meet the conditions; None for all."""
-        if not where or not self.segments:
-            return self.alive
-        met = rows.select([segment.rows for segment in self.segments], where)
-        return [
-            mask if alive is None else mask & alive
-            for mask, alive in zip(met, self.alive, strict=True)
-        ]
+        """Return a mask of the rows that meet the conditions."""
+        return rows.select(self.rows, where) & self.alive if where and self.segments else self.alive
 
     def chosen(self, allowed: Any) -> IntArray:
         """Return the positions of the allowed rows, rising."""
-        parts = [
-            start + (np.arange(len(segment.ids)) if mask is None else np.flatnonzero(mask))
-            for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+        return np.flatnonzero(allowed)
 
     @cached_property
     def _ids(self) -> IntArray:
@@ -332,60 +317,44 @@ class Snapshot:
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and their positions."""
-        known: dict[bytes, int] = {}
-        paths = table["path"].combine_chunks()
-        for segment, start, mask in zip(self.segments, self.starts, self.alive, strict=False):
-            met = rows.contains(segment.rows["path"], paths)
-            there = np.flatnonzero(met if mask is None else met & mask)
-            names = segment.rows["path"].take(rows.arrow().array(there)).to_pylist()
-            known |= dict(zip(names, (there + start).tolist(), strict=True))
-        return known
+        paths = self.rows["path"]
+        mask = rows.contains(paths, table["path"].combine_chunks()) & self.alive
+        return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
 
     def check_fits(self, table: Any) -> None:
         """Reject rows whose columns have other types than here."""
-        tables = (*(segment.rows for segment in self.segments), table)
-        rows.stack([one.slice(0, 0) for one in tables])
+        rows.stack([self.rows.slice(0, 0), table.slice(0, 0)])
 
-    @cached_property
+    @property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        names = (name for segment in self.segments for name in segment.rows.column_names)
-        return [name for name in dict.fromkeys(("path", "label", *names)) if name not in rows.STAMP]
+        return [name for name in self.rows.column_names if name not in rows.STAMP]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
-        counts: Counter[str] = Counter()
-        for segment, mask in zip(self.segments, self.alive, strict=True):
-            labels = segment.rows["label"]
-            labels = (labels if mask is None else labels.filter(mask)).drop_null()
-            pairs = rows.arrow("pyarrow.compute").value_counts(labels)
-            names = rows.values(pairs.field("values"))
-            counts.update(dict(zip(names, pairs.field("counts").to_pylist(), strict=True)))
-        return dict(counts)
+        labels = self.rows["label"].filter(self.alive).drop_null()
+        pairs = rows.arrow("pyarrow.compute").value_counts(labels)
+        names = rows.values(pairs.field("values"))
+        return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and time of modification of the images below a folder, as embedded."""
-        compute, prefix = rows.arrow("pyarrow.compute"), rows.encode(os.path.join(folder, ""))
-        for segment, mask in zip(self.segments, self.alive, strict=True):
-            met = np.asarray(compute.starts_with(segment.rows["path"], prefix))
-            part = rows.arrow().array(np.flatnonzero(met if mask is None else met & mask))
-            unknown = rows.arrow().nulls(len(segment.rows))
-            known = segment.rows.column_names
-            columns = [segment.rows[name] if name in known else unknown for name in rows.STAMP]
-            columns = [segment.rows["path"], *columns]
-            yield from zip(*(rows.values(column.take(part)) for column in columns), strict=True)
+        prefix = rows.encode(os.path.join(folder, ""))
+        below = rows.arrow("pyarrow.compute").starts_with(self.rows["path"], prefix)
+        positions = np.flatnonzero(np.asarray(below) & self.alive)
+        return zip(*self.take(positions, ["path", *rows.STAMP]).values(), strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
         """Return the k nearest of the allowed rows, by index or by an exact scan."""
         k = min(k, self.largest_k)
         scanned: list[Part] = []
         hits: list[Hits] = []
-        for part, segment, mask in zip(self.parts(allowed), self.segments, allowed, strict=True):
-            total = len(segment.ids)
+        for part, segment in zip(self.parts(allowed), self.segments, strict=True):
+            total, mask = len(segment.ids), part.allowed
             count = total if mask is None else int(np.count_nonzero(mask))
             if mask is not None and count < _GATHERED * total:
                 part = part._replace(rows=np.flatnonzero(mask), allowed=None)
-            few = mask is not None and count * segment.vectors.shape[1] <= SCANNED
+            few = mask is not None and count * self.manifest.dim <= SCANNED
             if segment.index is None or few or count**2 < SHORTEST * k * total:
                 scanned.append(part)
             else:
@@ -419,12 +388,14 @@ class Snapshot:
             hits.positions[short], hits.scores[short] = self.store.search([part], queries[short], k)
         return hits
 
-    def parts(self, allowed: Any) -> list[Part]:
+    def parts(self, allowed: Mask) -> list[Part]:
         """Return the allowed rows of each segment, to be scanned."""
-        return [
-            Part(segment.vectors, segment.squares, int(start), allowed=mask)
-            for start, segment, mask in zip(self.starts, self.segments, allowed, strict=False)
-        ]
+        parts = []
+        for segment, start in zip(self.segments, self.starts.tolist(), strict=False):
+            mask = allowed[start : start + len(segment.ids)]
+            whole = None if mask.all() else mask
+            parts.append(Part(segment.vectors, segment.squares, start, allowed=whole))
+        return parts
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield positions and vectors of all rows."""
