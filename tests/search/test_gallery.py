@@ -65,7 +65,7 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     found = Gallery.build(embedder, files[:3], tmp_path / "g", labels=["a", "b", None])
     found.add(files[3:4], labels=["c"])
     assert found.rows(found.ids())["label"] == ["a", "b", None, "c"]
-    with pytest.warns(UserWarning, match="1 of the images have no class"):
+    with pytest.warns(UserWarning, match="1 new image without a class"):
         found.add(files[4:5])
     (unchanged,) = found.update(files[:1])  # keeps its class
     (relabeled,) = found.update(files[1:2], labels=["d"])
@@ -270,7 +270,7 @@ def test_bad_images_raise_or_are_skipped(embedder, images, tmp_path):
     assert "not an image" in found.skipped[0].reason
     assert len(found.add([bad], bad_images="skip")) == 0
     assert str(bad) not in found.search([catalog.file(0)], 48).paths
-    with pytest.raises(ValueError, match="none of 1 images"):
+    with pytest.raises(ValueError, match="of 1 image: "):
         Gallery.build(embedder, [bad], tmp_path / "h", bad_images="skip")
 
 

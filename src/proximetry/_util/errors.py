@@ -79,6 +79,11 @@ def spaced(number: int) -> str:
     return f"{number:,}".replace(",", " ")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: 1 image, 12 000 images."""
+    return f"{spaced(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def readable_size(count: float) -> str:
     """Format a number of bytes: 4.1 GB, 154 MB."""
     for unit in ("bytes", "kB", "MB"):

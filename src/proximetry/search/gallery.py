@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, is_whole, some, spaced
+from proximetry._util.errors import UsageError, counted, is_whole, some
 from proximetry._util.files import writing
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
@@ -93,12 +93,11 @@ class Gallery:
         skipped: the images that the last `build`, `add` or `update` could not read.
     """
 
-    def __init__(self, path: Path, version: Version, embedder: Embedder | None) -> None:
-        self.path = path
-        self.name = str(path)
+    def __init__(self, path: Path, name: str, version: Version) -> None:
+        self.path, self.name = path, name
         self.skipped: list[SkippedImage] = []
         self._now = version
-        self._embedder = embedder
+        self._embedder: Embedder | None = None
         self._loading = Lock()
 
     @classmethod
@@ -164,8 +163,8 @@ class Gallery:
             # No other process adds images before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
             sweep(folder, manifest)
-            built = cls(folder, Snapshot(folder, manifest), embedder)
-            built.skipped = new.skipped
+            built = cls(folder, str(folder), Snapshot(folder, manifest))
+            built._embedder, built.skipped = embedder, new.skipped
             return built
 
     @classmethod
@@ -180,16 +179,13 @@ class Gallery:
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
-            return MilvusGallery.open(path, embedder)
-        opened = cls(Path(path), Snapshot.open(Path(path)), None)
-        opened.use(embedder)
-        return opened
-
-    def use(self, embedder: Embedder | None) -> None:
-        """Embed images with this embedder, which must be the one that built the gallery."""
+            opened: Gallery = MilvusGallery.connect(path)
+        else:
+            opened = cls(Path(path), str(path), Snapshot.open(Path(path)))
         if embedder is not None:
-            self._check_embedder(embedder, "the embedder")
-            self._embedder = embedder
+            opened._check_embedder(embedder, "the embedder")
+            opened._embedder = embedder
+        return opened
 
     def refresh(self) -> None:
         """Read the current version, whichever embedder it was built by."""
@@ -236,7 +232,7 @@ class Gallery:
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
         return (
-            f"Gallery({self.name!r}: {spaced(len(self))} images, {self.dim} dimensions, "
+            f"Gallery({self.name!r}: {counted(len(self), 'image')}, {self.dim} dimensions, "
             f"{self.similarity}, index {kinds})"
         )
 
@@ -358,8 +354,8 @@ class Gallery:
         unlabeled = 0 if renew or new.has_labels else new.table["label"].null_count
         if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
             new.warn(
-                f"{spaced(unlabeled)} of the images have no class, others in the gallery "
-                f"{self.name} do. Pass labels=, a class folder or a table."
+                f"{counted(unlabeled, 'new image')} without a class in the gallery {self.name}, "
+                "which has classes. Pass labels=, a class folder or a table."
             )
         return self._write(new, renew=renew)
 
@@ -374,7 +370,7 @@ class Gallery:
         if known:
             names = some([os.fsdecode(path) for path in sorted(known)])
             raise UsageError(
-                f"{len(known)} of the images are already in the gallery {self.name}: {names}. "
+                f"{counted(len(known), 'image')} already in the gallery {self.name}: {names}. "
                 "Use update() to embed them again."
             )
 
@@ -646,5 +642,4 @@ def describe_index(index: str, count: int, recall: float | None = None, prefix: 
         accuracy += f", recall@10 {math.floor(1000 * recall) / 1000:.3f}"
         if recall < indexes.RECALL:
             accuracy += f", below {indexes.RECALL}; auto and Flat have a higher recall"
-    plural = "s" if count != 1 else ""
-    return f"index: {prefix}{index or indexes.EXACT} for {spaced(count)} image{plural}: {accuracy}"
+    return f"index: {prefix}{index or indexes.EXACT} for {counted(count, 'image')}: {accuracy}"

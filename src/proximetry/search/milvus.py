@@ -514,10 +514,6 @@ class MilvusGallery(Gallery):
 
     _now: Collection
 
-    def __init__(self, collection: Collection, embedder: Embedder | None) -> None:
-        super().__init__(collection.address.folder, collection, embedder)
-        self.name = str(collection.address)
-
     @classmethod
     def create(
         cls, embedder: Embedder, new: NewImages, path: str | os.PathLike[str], index: str
@@ -547,16 +543,15 @@ class MilvusGallery(Gallery):
                 raise
             shutil.rmtree(folder / STAGING, ignore_errors=True)
             client.load_collection(address.collection)
-            built = cls(Collection.open(address, client), embedder)
-            built.skipped = new.skipped
+            built = cls(folder, str(address), Collection.open(address, client))
+            built._embedder, built.skipped = embedder, new.skipped
             return built
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], embedder: Embedder | None = None) -> MilvusGallery:
+    def connect(cls, path: str | os.PathLike[str]) -> MilvusGallery:
         """See `Gallery.open`."""
-        opened = cls(Collection.open(Address.parse(path)), None)
-        opened.use(embedder)
-        return opened
+        address = Address.parse(path)
+        return cls(address.folder, str(address), Collection.open(address))
 
     def _newest(self) -> Collection:
         return Collection.open(self._now.address, self._now.client)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError, counted, some
 from proximetry._util.files import atomic_write
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -155,7 +155,8 @@ class NewImages:
         self.table = self.table.take(rows.arrow().array(readable))
         self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
         if required and not len(self.table):
-            raise ValueError(f"none of {len(self.skipped)} images can be read: {self.skipped[0]}")
+            count = counted(len(self.skipped), "image")
+            raise ValueError(f"no image can be read of {count}: {self.skipped[0]}")
 
     def _reuse(self, folder: Path) -> list[IntArray]:
         """Take the vectors that are staged, and return the other images in chunks.

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proximetry._util.errors import UsageError, need, shown
+from proximetry._util.errors import UsageError, counted, need, shown
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 
@@ -86,8 +86,8 @@ def serve(
         elif token:
             url += "?token=TOKEN"
             note = "TOKEN is the access token, which is printed to terminals only.\n"
-        images = len(app.state.service.view.current())
-        report(f"{gallery}: {images} images. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
+        images = counted(len(app.state.service.view.current()), "image")
+        report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
         # open_image has limits; clients must not fill the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
