@@ -232,14 +232,15 @@ def test_map_samples_large_galleries(tmp_path, monkeypatch):
         assert answer["images"] == 60
 
 
-def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog):
+def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, capfd):
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
     with client_of(own.path) as client:
         answer = wait_for_map(client)
         assert answer.status_code == 503
         assert "the map failed" in answer.json()["detail"]
-        assert str(tmp_path / "cache") in caplog.text
+        assert "the map failed" in caplog.text
+        assert str(tmp_path / "cache") in capfd.readouterr().err
         assert found(client.post("/search", data={"id": 0}))
         started = []
         monkeypatch.setattr(

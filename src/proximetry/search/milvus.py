@@ -98,10 +98,6 @@ class Address:
         return f"{self.collection}_building_{hashlib.sha256(builder.encode()).hexdigest()[:8]}"
 
 
-class MilvusError(ValueError):
-    """Milvus does not answer, or reports an error."""
-
-
 @contextmanager
 def _milvus_errors(address: Address) -> Iterator[None]:
     """Add the address to errors of Milvus."""
@@ -109,7 +105,7 @@ def _milvus_errors(address: Address) -> Iterator[None]:
     try:
         yield
     except exceptions.MilvusException as error:
-        raise MilvusError(f"{address}: Milvus reports: {error.message}") from error
+        raise ValueError(f"{address}: Milvus reports: {error.message}") from error
 
 
 class _Client:
@@ -132,7 +128,7 @@ class _Client:
                 reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
                 if address.local:
                     reason = "cannot be opened: another process uses it, or it is not a Milvus file"
-                raise MilvusError(f"{address}: {reason}") from error
+                raise ValueError(f"{address}: {reason}") from error
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
@@ -593,11 +589,6 @@ class MilvusGallery(Gallery):
         """Ask Milvus to reclaim the space of removed rows, which it also does on its own."""
         self._now.client.compact(self._now.name)
 
-    @property
-    def needs_compaction(self) -> bool:
-        """False: Milvus compacts automatically."""
-        return False
-
     def verify(self, progress: Progress | None = None) -> None:
         """Read every vector; raises ValueError for invalid ones."""
         for ids, vectors in self._now.blocks():
@@ -615,8 +606,7 @@ def exists(path: str) -> bool:
     address = Address.parse(path)
     if address.local and not Path(address.uri).exists():
         return False
-    client = _Client(address)
-    return bool(client.has_collection(address.collection))
+    return bool(_Client(address).has_collection(address.collection))
 
 
 def _check_new(address: Address, client: Any) -> None:

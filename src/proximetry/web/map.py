@@ -4,6 +4,7 @@ The process ends with the server, even if the server is killed.
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,6 @@ import time
 import zipfile
 import zlib
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock, Thread
@@ -52,7 +52,6 @@ class MapMaker:
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: BaseProcess | None = None
-        self._errors: Connection | None = None
         self._failed: dict[str, float] = {}
         self._gallery: Gallery | None = None
         self._map: GalleryMap | None = None
@@ -70,15 +69,18 @@ class MapMaker:
             MapError: it failed a moment ago.
         """
         with self._lock:
-            self._poll()
+            if self._process is not None and not self._process.is_alive():
+                if self._process.exitcode:  # it has printed a traceback
+                    log.warning("the map failed, exit code %s", self._process.exitcode)
+                    self._failed[self._version] = time.monotonic()
+                self._process = None
             if gallery is not self._gallery:  # the same ids may be other images now
                 self._gallery, self._map = gallery, None
             if self._map is None or self._map.version != version:
                 self._map = read_map(version) or self._map
             ready = self._map is not None and self._map.version == version
             if not ready and self._process is None:
-                failed = self._failed.get(version)
-                if failed is not None and time.monotonic() - failed < _RETRY:
+                if time.monotonic() - self._failed.get(version, -math.inf) < _RETRY:
                     raise MapError("the map failed; see the log of the server")
                 self._start(gallery, version)
             return self._map
@@ -98,26 +100,10 @@ class MapMaker:
             return
         if gallery.version == version:
             self._version, self.started = version, time.monotonic()
-            context = multiprocessing.get_context("spawn")
-            self._errors, sender = context.Pipe(duplex=False)
-            job = (sender, version, ids, vectors, gallery.similarity)
-            self._process = context.Process(target=_run, args=job, daemon=True)
+            self._process = multiprocessing.get_context("spawn").Process(
+                target=_run, args=(version, ids, vectors, gallery.similarity), daemon=True
+            )
             self._process.start()
-            sender.close()
-
-    def _poll(self) -> None:
-        """Report a failure if the process has ended."""
-        if self._process is None or self._process.is_alive():
-            return
-        if self._process.exitcode:
-            assert self._errors is not None
-            reason = f"its process ended with code {self._process.exitcode}"
-            with suppress(EOFError):
-                reason = self._errors.recv()
-            # Not for clients: it may name files of this machine.
-            log.warning("the map failed: %s", reason)
-            self._failed[self._version] = time.monotonic()
-        self._process = None
 
 
 def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -128,17 +114,13 @@ def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.fl
     return ids, gallery.vectors(ids)
 
 
-def _run(errors: Connection, *job: Any) -> None:
-    """Compute a map in the child process, and send an error to the server."""
+def _run(*job: Any) -> None:
+    """Compute a map in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     Thread(target=_exit_with_parent, daemon=True).start()
     with suppress(OSError, AttributeError):
         os.nice(10)
-    try:
-        compute(*job)
-    except Exception as error:
-        errors.send(f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from error
+    compute(*job)
 
 
 def _exit_with_parent() -> None:
