@@ -55,8 +55,8 @@ def quick_maps(request, monkeypatch):
     if "real_maps" not in request.fixturenames:
         monkeypatch.setattr(metrics, "map_embeddings", random_points)
 
-        def start_here(self, gallery, version):
-            gallery_map.compute(version, *gallery_map.sample(gallery), gallery.similarity)
+        def start_here(self, gallery):
+            gallery_map.compute(gallery.version, *gallery_map.sample(gallery), gallery.similarity)
 
         monkeypatch.setattr(gallery_map.MapMaker, "_start", start_here)
 

@@ -24,7 +24,6 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError, closest, shorten, shown
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
-from proximetry.search import Gallery
 from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import parse_conditions
 from proximetry.web.guard import MOST_BYTES
@@ -194,8 +193,7 @@ class Service:
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
         self._map: tuple[tuple[str, str], bytes] | None = None
         self.searcher.warm_up()
-        about = self.view.about()
-        self.maps.get(about.gallery, about.version)
+        self.maps.get(self.view.about().gallery)
 
     def close(self) -> None:
         """End all threads and processes."""
@@ -214,12 +212,12 @@ class Service:
         classes = [Class(name=name, images=count) for name, count in about.classes.items()]
         return GalleryInfo(
             name=self.view.path.resolve().name,
-            version=about.version,
+            version=gallery.version,
             images=len(gallery),
             dim=gallery.dim,
             similarity=gallery.similarity,
             index=gallery.index,
-            columns=_columns(gallery),
+            columns=[name for name in gallery.columns if name != "path"],
             classes=classes[:_MOST_CLASSES],
             class_count=len(classes),
             suggested=about.suggested,
@@ -233,24 +231,21 @@ class Service:
         """Return status and content of the map, serialized once per version."""
         about = self.view.about()
         gallery = about.gallery
-        current = self.maps.get(gallery, about.version)
+        current = self.maps.get(gallery)
         if current is None:
             seconds = round(time.monotonic() - self.maps.started, 1)
             state = Map(state="computing", seconds=seconds, images=len(gallery))
             return 202, state.model_dump_json().encode()
-        key = current.version, about.version
+        key = current.version, gallery.version
         if self._map is None or self._map[0] != key:
             there = np.isin(current.ids, gallery.ids())  # some may have been removed since
             ids, points = current.ids[there], current.points[there].astype(float).round(4)
             number = {name: row for row, name in enumerate(about.classes)}
-            try:
-                labels = gallery.rows(ids, ["label"])["label"]
-            except UsageError:  # some were removed a moment ago
-                return self.map()
+            labels = gallery.rows(ids, ["label"])["label"]
             drawn = Map(
                 state="ready",
                 images=len(gallery),
-                outdated=current.version != about.version,
+                outdated=current.version != gallery.version,
                 ids=ids.tolist(),
                 x=points[:, 0].tolist(),
                 y=points[:, 1].tolist(),
@@ -261,17 +256,10 @@ class Service:
         return 200, self._map[1]
 
 
-def _columns(gallery: Gallery) -> list[str]:
-    """Return the columns for filters; paths are private."""
-    return [name for name in gallery.columns if name != "path"]
-
-
-def _conditions(gallery: Gallery, words: list[str]) -> Conditions:
+def _conditions(words: list[str]) -> Conditions:
     parsed = parse_conditions(words)
-    for name in parsed:
-        if name not in _columns(gallery):
-            known = ", ".join(_columns(gallery))
-            raise UsageError(f"the gallery has no column {shown(name)}. Columns: {known}.")
+    if "path" in parsed:
+        raise UsageError("no column 'path' to filter by: paths are private")
     return tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
 
 
@@ -396,10 +384,7 @@ def _parse_form(form: FormData) -> SearchForm:
 
 
 async def _search(service: Service, query: SearchForm, image: UploadFile | None) -> Answer:
-    try:
-        where = _conditions(service.view.opened, query.where)
-    except UsageError:  # the current version may have the column
-        where = _conditions(await service.run(service.view.current), query.where)
+    where = _conditions(query.where)
     try:
         if image is not None:
             return await service.searcher.search_image(image.file.read, query.k, where)
@@ -489,9 +474,9 @@ def _add_page(app: FastAPI) -> None:
     }
 
     def send(request: Request, name: str) -> Response:
-        content = files.get(name)
-        if content is None:
+        if name not in files:
             raise HTTPException(404, "not found")
+        content = files[name]
         mark = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         headers = {"Cache-Control": "no-cache", "ETag": mark}
         if request.headers.get("if-none-match") == mark:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, cache_folder, writing
 
 if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
@@ -53,36 +52,33 @@ class MapMaker:
         self._lock = Lock()
         self._process: BaseProcess | None = None
         self._failed: dict[str, float] = {}
-        self._gallery: Gallery | None = None
+        self._embedder: Any = None
         self._map: GalleryMap | None = None
         self._version = ""
         self.started = 0.0
 
-    def get(self, gallery: "Gallery", version: str) -> GalleryMap | None:
-        """Return the map of a version; until it is ready that of an earlier one, or None.
-
-        Args:
-            gallery: the gallery, another object if it was rebuilt.
-            version: its current version.
+    def get(self, gallery: "Gallery") -> GalleryMap | None:
+        """Return the map of a gallery; until it is ready that of an earlier version, or None.
 
         Raises:
             MapError: it failed a moment ago.
         """
+        version = gallery.version
         with self._lock:
             if self._process is not None and not self._process.is_alive():
                 if self._process.exitcode:  # it has printed a traceback
                     log.warning("the map failed, exit code %s", self._process.exitcode)
                     self._failed[self._version] = time.monotonic()
                 self._process = None
-            if gallery is not self._gallery:  # the same ids may be other images now
-                self._gallery, self._map = gallery, None
+            if gallery.embedder is not self._embedder:  # rebuilt: the same ids are other images
+                self._embedder, self._map = gallery.embedder, None
             if self._map is None or self._map.version != version:
                 self._map = read_map(version) or self._map
             ready = self._map is not None and self._map.version == version
             if not ready and self._process is None:
                 if time.monotonic() - self._failed.get(version, -math.inf) < _RETRY:
                     raise MapError("the map failed; see the log of the server")
-                self._start(gallery, version)
+                self._start(gallery)
             return self._map
 
     def close(self) -> None:
@@ -93,17 +89,13 @@ class MapMaker:
                 self._process.join()
                 self._process = None
 
-    def _start(self, gallery: "Gallery", version: str) -> None:
-        try:
-            ids, vectors = sample(gallery)
-        except UsageError:  # some were removed a moment ago
-            return
-        if gallery.version == version:
-            self._version, self.started = version, time.monotonic()
-            self._process = multiprocessing.get_context("spawn").Process(
-                target=_run, args=(version, ids, vectors, gallery.similarity), daemon=True
-            )
-            self._process.start()
+    def _start(self, gallery: "Gallery") -> None:
+        self._version, self.started = gallery.version, time.monotonic()
+        job = (gallery.version, *sample(gallery), gallery.similarity)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_run, args=job, daemon=True
+        )
+        self._process.start()
 
 
 def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from proximetry._util.errors import UsageError
 from proximetry._util.machine import cores
-from proximetry.search import Gallery, SearchResult
+from proximetry.models import Embedder
+from proximetry.search import SearchResult
 from proximetry.web.view import View
 
 log = logging.getLogger("proximetry.web")
@@ -55,11 +56,11 @@ class Answer(NamedTuple):
 class _Job(NamedTuple):
     """The query of one client: pixels for the network, or an image of the gallery."""
 
-    future: asyncio.Future[Answer]
+    future: Future[Answer]
     since: float
-    gallery: Gallery | None  # the one whose embedder takes the pixels; None without pixels
+    embedder: Embedder | None  # the one that takes the pixels; None without pixels
     pixels: Tensor | None  # uint8 [3, H, W]
-    item: int | None  # an id
+    item: Any  # an id
     k: int  # number of results
     where: Conditions
 
@@ -96,23 +97,23 @@ class Searcher:
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
         """Search for the images nearest to an upload; raises ImageError."""
 
-        def decode() -> tuple[Gallery, Tensor]:
-            gallery = self._view.current()
+        def decode() -> tuple[Embedder, Tensor]:
+            embedder = self._view.current().embedder
             # The limit is checked before anything is decoded.
-            return gallery, gallery.embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
+            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
 
         loop = asyncio.get_running_loop()
-        gallery, pixels = await loop.run_in_executor(self._decoders, decode)
-        return await self._submit(gallery, pixels, None, k, where)
+        embedder, pixels = await loop.run_in_executor(self._decoders, decode)
+        return await self._submit(embedder, pixels, None, k, where)
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
         """Search for the images nearest to one of the gallery, which is excluded."""
         return await self._submit(None, None, item, k, where)
 
     async def _submit(self, *query: Any) -> Answer:
-        job = _Job(asyncio.get_running_loop().create_future(), time.perf_counter(), *query)
+        job = _Job(Future(), time.perf_counter(), *query)
         self._jobs.put(job)
-        return await job.future
+        return await asyncio.wrap_future(job.future)
 
     def _work(self) -> None:
         ending = False
@@ -121,37 +122,35 @@ class Searcher:
             while len(waiting) < _BATCH and not self._jobs.empty():
                 waiting.append(self._jobs.get())
             ending = None in waiting
-            jobs = [job for job in waiting if job is not None]
-            if not jobs:
-                continue
+            # Without those of clients that have disconnected.
+            jobs = [job for job in waiting if job and job.future.set_running_or_notify_cancel()]
             try:
-                answers = self._answer(jobs)
+                self._answer(jobs)
             except Exception as error:  # a defect; later queries are answered
                 log.exception("a search failed")
-                answers = [error] * len(jobs)
-            loop = jobs[0].future.get_loop()
-            loop.call_soon_threadsafe(_deliver, jobs, answers)
+                for job in jobs:
+                    if not job.future.done():
+                        job.future.set_exception(error)
 
-    def _answer(self, jobs: list[_Job]) -> list[Answer | Exception]:
+    def _answer(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
         gallery = self._view.current()
-        answers: list[Answer | Exception | None] = [None] * len(jobs)
         vectors: dict[int, Tensor] = {}
         known: dict[int, dict[str, Any]] = {}
-        images = []
-        items = {number: job.item for number, job in enumerate(jobs) if job.item is not None}
-        for number, entry in self._look_up(gallery, items).items():
-            if entry is None:
-                answers[number] = GoneError(items[number])
-            else:
-                vectors[number], known[number] = entry
+        images: dict[int, Tensor] = {}
         for number, job in enumerate(jobs):
-            if job.pixels is not None and job.gallery is not gallery:
-                answers[number] = ChangedError()
-            elif job.pixels is not None:
-                images.append(number)
+            if job.pixels is None:
+                try:
+                    vectors[number] = torch.from_numpy(gallery.vectors([job.item])[0])
+                    (known[number],) = self._view.items(gallery, [job.item])
+                except UsageError:
+                    job.future.set_exception(GoneError(job.item))
+            elif job.embedder is gallery.embedder:
+                images[number] = job.pixels
+            else:
+                job.future.set_exception(ChangedError())
         if images:
-            pixels = torch.stack([p for i in images if (p := jobs[i].pixels) is not None])
+            pixels = torch.stack([*images.values()])
             embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
             vectors |= dict(zip(images, embedded, strict=True))
         searching = time.perf_counter()
@@ -167,12 +166,12 @@ class Searcher:
                 )
             except UsageError as error:
                 for number in members:
-                    answers[number] = error
+                    jobs[number].future.set_exception(error)
                 continue
             lists = self._lists(result, [jobs[number] for number in members])
             done = time.perf_counter()
             for number, matches in zip(members, lists, strict=True):
-                answers[number] = Answer(
+                answer = Answer(
                     matches,
                     known.get(number),
                     gallery.similarity,
@@ -181,7 +180,7 @@ class Searcher:
                     searching - started,
                     done - searching,
                 )
-        return [answer or RuntimeError("no answer") for answer in answers]
+                jobs[number].future.set_result(answer)
 
     def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
         """Yield the results of each query, without the query itself."""
@@ -196,34 +195,6 @@ class Searcher:
                 match |= {"rank": place + 1, "similarity": round(near[rank], 6)}
             yield matches
 
-    def _look_up(
-        self, gallery: Gallery, items: dict[int, Any]
-    ) -> dict[int, tuple[Tensor, dict[str, Any]] | None]:
-        """Return vectors and metadata of images; None for unknown ids."""
-        try:
-            ids = list(items.values())
-            vectors = torch.from_numpy(gallery.vectors(ids))
-            entries = zip(vectors, self._view.items(gallery, ids), strict=True)
-            return dict(zip(items, entries, strict=True))
-        except UsageError:
-            if len(items) == 1:
-                return dict.fromkeys(items)
-            return {
-                number: entries
-                for one in items
-                for number, entries in self._look_up(gallery, {one: items[one]}).items()
-            }
 
-
-def _deliver(jobs: list[_Job], answers: list[Answer | Exception]) -> None:
-    for job, answer in zip(jobs, answers, strict=True):
-        if job.future.done():  # the client has disconnected
-            continue
-        if isinstance(answer, Exception):
-            job.future.set_exception(answer)
-        else:
-            job.future.set_result(answer)
-
-
-def _device(embedder: Any) -> torch.device:
-    return next(embedder.parameters()).device  # type: ignore[no-any-return]
+def _device(embedder: Embedder) -> torch.device:
+    return next(embedder.parameters()).device

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from proximetry._util.errors import UsageError
 from proximetry.data.images import thumbnail
 from proximetry.data.shards import file_state, split_shard_path
 from proximetry.search import Gallery
@@ -41,36 +41,35 @@ EncodedImage = tuple[bytes, str]
 class About(NamedTuple):
     """A description of one version of a gallery."""
 
-    gallery: Gallery  # the gallery, which may have a newer version by now
-    version: str  # the version
+    gallery: Gallery
     home: str  # the common folder of its images, which is never sent
     classes: dict[str, int]  # by name, the number of images; most frequent first
     suggested: list[int]  # ids for the start page
 
 
 class View:
-    """A gallery that follows the changes of other processes; thread-safe."""
+    """A gallery that follows the changes of other processes; thread-safe.
+
+    Each version is a `Gallery` object that never changes; versions of one build share an embedder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = Lock()
         self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
-        self.opened = Gallery.open(path)  # as last read
+        self._gallery = Gallery.open(path)
         self._build = _build(path)
         self._checked = time.monotonic()
         self._describing = Lock()
         self._about: About | None = None
 
     def current(self) -> Gallery:
-        """Return the gallery at its current version; another object if it was rebuilt.
-
-        It may read files, so it is not for the event loop.
-        """
+        """Return the current version; it may read files, so it is not for the event loop."""
         with self._lock:
             if time.monotonic() - self._checked >= _CHECK_EVERY:
                 self._follow()
                 self._checked = time.monotonic()
-            return self.opened
+            return self._gallery
 
     def _follow(self) -> None:
         try:
@@ -79,10 +78,11 @@ class View:
                 return
             build = _build(self.path)
             if build == self._build:
-                self.opened.refresh()
+                newer = copy(self._gallery)
+                newer.refresh()
             else:
-                self.opened, self._build = Gallery.open(self.path), build
-            self._state = state
+                newer = Gallery.open(self.path)
+            self._gallery, self._build, self._state = newer, build, state
         except (OSError, ValueError) as error:
             if self._state:  # logged once, until it can be read again
                 log.warning("the last version of the gallery is served: %s", error)
@@ -92,7 +92,7 @@ class View:
         """Return the description of the current version, computed once per version."""
         with self._describing:
             gallery, about = self.current(), self._about
-            if about is None or about.gallery is not gallery or about.version != gallery.version:
+            if about is None or about.gallery is not gallery:
                 self._about = about = _describe(gallery)
             return about
 
@@ -162,18 +162,13 @@ _encode_cached = lru_cache(maxsize=_CACHED)(_encode)
 
 
 def _describe(gallery: Gallery) -> About:
-    version, ids = gallery.version, gallery.ids()
     draw = np.random.default_rng(0)
-    sample = np.sort(draw.permutation(ids)[:_SAMPLED])
-    try:
-        paths = gallery.rows(sample, ["path"])["path"]
-    except UsageError:  # some were removed a moment ago
-        return _describe(gallery)
+    sample = np.sort(draw.permutation(gallery.ids())[:_SAMPLED])
+    paths = gallery.rows(sample, ["path"])["path"]
     counts = gallery.count_labels()
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
     return About(
         gallery,
-        version,
         os.path.commonpath(folders) if folders else "",
         {
             plain(name): counts[name]
