@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from proximetry._util.errors import UsageError, shorten
 from proximetry._util.files import atomic_path, atomic_write
-from proximetry._util.tensors import chunks
 from proximetry.data.images import ImageError, thumbnail
 from proximetry.search.result import REMOVED, SearchResult
 
@@ -113,38 +113,34 @@ def _data_uri(path: str) -> str:
 
 
 def _draw(results: Sequence[Sequence[_Cell]]) -> Image.Image:
-    font = ImageFont.load_default(12)
+    cells: dict[tuple[int, int], _Cell] = {}  # by row and column
+    rows = 0
+    for query, *matches in results:  # in several lines if there are many
+        cells[rows, 0] = query
+        for number, match in enumerate(matches):
+            cells[rows + number // _COLUMNS, 1 + number % _COLUMNS] = match
+        rows += max(1, math.ceil(len(matches) / _COLUMNS))
+    columns = 1 + max(column for _, column in cells)
     side, height = THUMBNAIL + _MARGIN, THUMBNAIL + 3 * _LINE + 2 * _MARGIN
-    rows: list[list[_Cell | None]] = []
-    for query, *found in results:  # in several lines if there are many
-        parts = [found[part] for part in chunks(len(found), _COLUMNS)] or [[]]
-        rows += [[query if i == 0 else None, *part] for i, part in enumerate(parts)]
-    columns = max(map(len, rows))
-    sheet = Image.new("RGB", (columns * side + 2 * _MARGIN, len(rows) * height + _MARGIN), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, cells in enumerate(rows):
-        for column, cell in enumerate(cells):
-            if cell is None:
-                continue
-            # The query stands a little apart.
-            left, top = _MARGIN + column * side + _MARGIN * (column > 0), _MARGIN + row * height
-            image = _thumbnail(cell.path)
-            if image is None:
-                draw.rectangle((left, top, left + THUMBNAIL, top + THUMBNAIL), outline="#bbb")
-                draw.text((left + 40, top + THUMBNAIL // 2), "not readable", "#777", font)
-            else:
-                place = (THUMBNAIL - image.width) // 2, (THUMBNAIL - image.height) // 2
-                sheet.paste(image, (left + place[0], top + place[1]))
-            if column == 0:
-                draw.rectangle(
-                    (left - 3, top - 3, left + THUMBNAIL + 2, top + THUMBNAIL + 2),
-                    outline="#3366cc",
-                    width=2,
-                )
-            for number, line in enumerate(cell.lines):
-                text = _CONTROL.sub(" ", line.encode("utf-8", "replace").decode())
-                while draw.textlength(text, font) > THUMBNAIL:
-                    text = shorten(text, len(text.replace("…", "")) - 1)
-                color = "#777" if number == len(cell.lines) - 1 else "black"
-                draw.text((left, top + THUMBNAIL + 4 + number * _LINE), text, color, font)
+    sheet = Image.new("RGB", (columns * side + 2 * _MARGIN, rows * height + _MARGIN), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for (row, column), cell in cells.items():
+        # The query stands a little apart.
+        left, top = _MARGIN + column * side + _MARGIN * (column > 0), _MARGIN + row * height
+        image = _thumbnail(cell.path)
+        if image is None:
+            draw.rectangle((left, top, left + THUMBNAIL, top + THUMBNAIL), outline="#bbb")
+            draw.text((left + 40, top + THUMBNAIL // 2), "not readable", "#777", font)
+        else:
+            x, y = (THUMBNAIL - image.width) // 2, (THUMBNAIL - image.height) // 2
+            sheet.paste(image, (left + x, top + y))
+        if column == 0:
+            frame = (left - 3, top - 3, left + THUMBNAIL + 2, top + THUMBNAIL + 2)
+            draw.rectangle(frame, outline="#3366cc", width=2)
+        for number, line in enumerate(cell.lines):
+            text = _CONTROL.sub(" ", line.encode("utf-8", "replace").decode())
+            while draw.textlength(text, font) > THUMBNAIL:
+                text = shorten(text, len(text.replace("…", "")) - 1)
+            color = "#777" if number == len(cell.lines) - 1 else "black"
+            draw.text((left, top + THUMBNAIL + 4 + number * _LINE), text, color, font)
     return sheet
