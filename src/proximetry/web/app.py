@@ -28,14 +28,7 @@ from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import parse_conditions
 from proximetry.web.guard import MOST_BYTES
 from proximetry.web.map import MOST, MapError, MapMaker
-from proximetry.web.searcher import (
-    MOST_PIXELS,
-    Answer,
-    ChangedError,
-    Conditions,
-    GoneError,
-    Searcher,
-)
+from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
 from proximetry.web.view import SIZES, View, plain
 
 T = TypeVar("T")
@@ -347,9 +340,13 @@ def _add_search(app: FastAPI, service: Service) -> None:
             image = form.get("image") or None
             if isinstance(image, str):
                 raise UsageError("image must be a file")
-            if (image is None) == (query.id is None):
+            where = _conditions(query.where)
+            if image is not None and query.id is None:
+                answer = await service.searcher.search_image(image.file.read, query.k, where)
+            elif image is None and query.id is not None:
+                answer = await service.searcher.search_item(query.id, query.k, where)
+            else:
                 raise UsageError("pass an image, or the id of one in the gallery")
-            answer = await _search(service, query, image)
         finally:
             await form.close()
         spent = {"wait": answer.wait, "model": answer.model, "search": answer.search}
@@ -383,30 +380,11 @@ def _parse_form(form: FormData) -> SearchForm:
         ) from None
 
 
-async def _search(service: Service, query: SearchForm, image: UploadFile | None) -> Answer:
-    where = _conditions(query.where)
-    try:
-        if image is not None:
-            return await service.searcher.search_image(image.file.read, query.k, where)
-        assert query.id is not None
-        return await service.searcher.search_item(query.id, query.k, where)
-    except GoneError:
-        raise HTTPException(404, f"no image has the id {query.id}") from None
-    except ChangedError:
-        raise HTTPException(
-            503, "the gallery was rebuilt just now; try again", {"Retry-After": "1"}
-        ) from None
-
-
 def _add_items(app: FastAPI, service: Service) -> None:
     @app.get("/items/{item}", summary="Metadata of an image", responses=_NOT_FOUND)
     async def get_item(item: ItemId) -> Item:
-        try:
-            gallery = await service.run(service.view.current)
-            (record,) = await service.run(service.view.items, gallery, [item])
-            return Item(**record)
-        except UsageError:
-            raise HTTPException(404, f"no image has the id {item}") from None
+        gallery = await service.run(service.view.current)
+        return Item(**await service.run(service.view.item, gallery, item))
 
     @app.get(
         "/items/{item}/image",
@@ -432,8 +410,6 @@ def _add_items(app: FastAPI, service: Service) -> None:
         except ImageError as error:
             reason = shorten(error.reason, 300)
             raise HTTPException(410, f"image {item} cannot be shown: {reason}") from None
-        except UsageError:
-            raise HTTPException(404, f"no image has the id {item}") from None
         headers = {"Cache-Control": "private, no-cache", "ETag": etag}
         if image is None:
             return Response(None, 304, headers)

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
+from fastapi import HTTPException
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
@@ -31,14 +32,6 @@ MOST_PIXELS = 50_000_000
 _BATCH = 64
 
 Conditions = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-class GoneError(LookupError):
-    """No image of the gallery has this id."""
-
-
-class ChangedError(RuntimeError):
-    """The gallery was rebuilt while a query waited."""
 
 
 class Answer(NamedTuple):
@@ -95,7 +88,7 @@ class Searcher:
         )
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to an upload; raises ImageError."""
+        """Search for the images nearest to an upload; raises ImageError and HTTPException."""
 
         def decode() -> tuple[Embedder, Tensor]:
             embedder = self._view.current().embedder
@@ -141,14 +134,15 @@ class Searcher:
         for number, job in enumerate(jobs):
             if job.pixels is None:
                 try:
+                    known[number] = self._view.item(gallery, job.item)
                     vectors[number] = torch.from_numpy(gallery.vectors([job.item])[0])
-                    (known[number],) = self._view.items(gallery, [job.item])
-                except UsageError:
-                    job.future.set_exception(GoneError(job.item))
+                except HTTPException as error:
+                    job.future.set_exception(error)
             elif job.embedder is gallery.embedder:
                 images[number] = job.pixels
             else:
-                job.future.set_exception(ChangedError())
+                changed = "the gallery was rebuilt just now; try again"
+                job.future.set_exception(HTTPException(503, changed, {"Retry-After": "1"}))
         if images:
             pixels = torch.stack([*images.values()])
             embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()

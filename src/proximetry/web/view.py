@@ -14,7 +14,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+from fastapi import HTTPException
 
+from proximetry._util.errors import UsageError
 from proximetry.data.images import thumbnail
 from proximetry.data.shards import file_state, split_shard_path
 from proximetry.search import Gallery
@@ -96,9 +98,9 @@ class View:
                 self._about = about = _describe(gallery)
             return about
 
-    def items(self, gallery: Gallery, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the metadata of images; raise UsageError for an unknown id."""
-        return self.records(ids, gallery.rows(ids))
+    def item(self, gallery: Gallery, item: int) -> dict[str, Any]:
+        """Return the metadata of an image; raises HTTPException for an unknown id."""
+        return self.records([item], _row(gallery, item, gallery.columns))[0]
 
     def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
@@ -125,10 +127,10 @@ class View:
         The ETag depends on the file, not on the id: every gallery has an image 0.
 
         Raises:
-            UsageError: unknown id.
+            HTTPException: unknown id.
             ImageError: the file is missing, or not an image any more.
         """
-        (path,) = self.current().rows([item], ["path"])["path"]
+        (path,) = _row(self.current(), item, ["path"])["path"]
         try:
             state = file_state(split_shard_path(path)[0])
         except OSError:
@@ -140,6 +142,13 @@ class View:
             return current, None
         encode = _encode if size > _THUMBNAIL else _encode_cached
         return current, encode(path, size, state)
+
+
+def _row(gallery: Gallery, item: int, columns: Sequence[str]) -> dict[str, list[Any]]:
+    try:
+        return gallery.rows([item], columns)
+    except UsageError:
+        raise HTTPException(404, f"no image has the id {item}") from None
 
 
 def _build(path: Path) -> tuple[str, tuple[int, ...]]:
