@@ -72,6 +72,8 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
     if similarity == "cosine":
         vectors = normalize(torch.from_numpy(vectors)).numpy()
     queries = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
+    if similarity == "cosine":
+        queries = normalize(torch.from_numpy(queries)).numpy()
     store, parts = make_store(vectors, similarity, {1000, 5990})
     found = store.search(parts, queries, 10)
     # In float64, as in float32 neighbors of almost the same distance may change places.
@@ -81,9 +83,6 @@ def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
         k=10,
         similarity=similarity,
     )
-    if similarity == "cosine":
-        queries = normalize(torch.from_numpy(queries)).numpy()
-        found = store.search(parts, queries, 10)
     assert np.array_equal(found.positions, expected.ids)
     assert found.positions[7].tolist() == [7, 3007, *range(4000, 4008)]
     assert len(set(found.scores[7].tolist())) == 1

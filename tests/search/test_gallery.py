@@ -70,19 +70,15 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     (unchanged,) = found.update(files[:1])  # keeps its class
     (relabeled,) = found.update(files[1:2], labels=["d"])
     assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
+    table = rows.table({"path": files[4:], "label": ["a", None], "year": [1990, None]})
+    found.update(table)
+    ids = found.update(files[4:])
+    assert found.rows(ids) == {"path": files[4:], "label": ["a", None], "year": [1990, None]}
     for wrong in (["x", "y"], "x"):
         with pytest.raises(UsageError, match="labels"):
             found.add(files[5:], labels=wrong)
     with pytest.raises(UsageError, match="labels"):
         found.add(Catalog.from_folder(images), labels=["x"])
-
-
-def test_update_keeps_columns_of_files(embedder, images, tmp_path):
-    files = [str(path) for path in sorted(images.rglob("*.png"))[:2]]
-    table = rows.table({"path": files, "label": ["a", None], "year": [1990, None]})
-    found = Gallery.build(embedder, table, tmp_path / "g")
-    ids = found.update(files)
-    assert found.rows(ids) == {"path": files, "label": ["a", None], "year": [1990, None]}
 
 
 def test_galleries_without_file_sizes_open(gallery, monkeypatch, images):
@@ -677,16 +673,19 @@ def test_duplicates_with_an_index_are_complete(
     assert sorted(pairs) == [[i, i + 300] for i in range(10)] + copies
 
 
-def test_euclidean_duplicates_need_a_threshold(tmp_path):
-    vectors = make_vectors(20)
+def test_euclidean_duplicates(images, tmp_path):
+    embedder, vectors = make_embedder(normalize=False), make_vectors(20)
     vectors[7] = vectors[2] + 0.01
-    found = Gallery.build(
-        make_embedder(normalize=False), make_table(0, 20), tmp_path / "g", vectors=vectors
-    )
+    found = Gallery.build(embedder, make_table(0, 20), tmp_path / "g", vectors=vectors)
     with pytest.raises(ValueError, match="threshold"):
         found.duplicates()
     assert found.duplicates(0.1).pairs.tolist() == [[2, 7]]
     np.testing.assert_allclose(found.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)
+    files = sorted(images.rglob("*.png"))
+    files.append(shutil.copy(files[0], tmp_path / "copy.png"))
+    measured = Gallery.build(embedder, files, tmp_path / "h").duplicates()
+    assert measured.chosen.startswith("distance")
+    assert [0, 48] in measured.pairs.tolist()
 
 
 def test_expansion_and_reranking_keep_plain_similarities(gallery):

@@ -236,37 +236,25 @@ def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Gallery.build(embedder, catalog, address)
     monkeypatch.setattr(milvus.Collection, "finish", stop)  # whole, but not yet there
+    monkeypatch.setattr(milvus.Collection, "drop", lambda self: None)  # killed, it has no time to
     with pytest.raises(KeyboardInterrupt):
         Gallery.build(embedder, catalog, address)
     assert len(done) == 40 + 18  # thirty were embedded the first time
+    parsed = milvus.Address.parse(address)
     with pytest.raises(UsageError, match="no gallery milvus:"):
         Gallery.open(address)
+    with pytest.raises(UsageError, match="not a gallery"):
+        Gallery.open(address.replace(parsed.collection, parsed.building))
     monkeypatch.undo()
     monkeypatch.setattr(type(embedder), "encode", stop)
-    folder = milvus.Address.parse(address).folder
     built = Gallery.build(embedder, catalog, address)
     assert len(built) == 48
-    assert not (folder / "staging").exists()
+    assert not (parsed.folder / "staging").exists()
+    assert parsed.building not in built._now.client.list_collections()
 
 
 def stop(*args, **options):
     raise KeyboardInterrupt
-
-
-def test_killed_build_is_not_a_gallery(embedder, address, monkeypatch):
-    monkeypatch.setattr(milvus.Collection, "finish", stop)
-    monkeypatch.setattr(milvus.Collection, "drop", lambda self: None)  # it has no time to
-    with pytest.raises(KeyboardInterrupt):
-        Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
-    left = milvus.Address.parse(address).building
-    with pytest.raises(UsageError, match="no gallery milvus:"):
-        Gallery.open(address)
-    with pytest.raises(UsageError, match="not a gallery"):
-        Gallery.open(address.replace(milvus.Address.parse(address).collection, left))
-    monkeypatch.undo()
-    built = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
-    assert len(built) == 5
-    assert left not in built._now.client.list_collections()
 
 
 def test_failed_addition_is_undone(embedder, address, monkeypatch):
