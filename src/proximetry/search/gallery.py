@@ -459,7 +459,7 @@ class Gallery:
             merged = write_segment(
                 self.path,
                 manifest,
-                now.rows.take(rows.arrow().array(positions)),
+                now.table.take(rows.arrow().array(positions)),
                 now.ids(positions),
                 blocks,
                 indexes.resolve(index, len(positions)),

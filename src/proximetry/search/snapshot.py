@@ -80,7 +80,7 @@ def write_segment(
             header = {"descr": "<f4", "fortran_order": False, "shape": (count, manifest.dim)}
             np.lib.format.write_array_header_1_0(stream, header)
             for block in blocks:
-                stream.write(np.ascontiguousarray(block, np.float32))
+                stream.write(np.ascontiguousarray(block, np.float32).data)
         vectors = _open_array(paths["vectors"], (count, manifest.dim), np.float32)
         squares = np.concatenate(
             [np.empty(0)]
@@ -90,15 +90,16 @@ def write_segment(
         np.save(paths["ids"], ids)
         with paths["rows"].open("wb") as stream:
             rows.write(table, stream)
-        part = Part(vectors, None, 0)
-        if manifest.similarity == "euclidean":
-            part = part._replace(squares=squares.astype(np.float32))
-            np.save(paths["squares"], part.squares)
+        lengths = squares.astype(np.float32) if manifest.similarity == "euclidean" else None
+        if lengths is not None:
+            np.save(paths["squares"], lengths)
         effort, recall = 1, None
         if index:
             indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
             store = Store([vectors], np.array([0, count]), manifest.similarity, _above(longest))
-            effort, recall = _calibrate(indexes.Index(paths["index"], index), store, part)
+            effort, recall = _calibrate(
+                indexes.Index(paths["index"], index), store, Part(vectors, lengths, 0)
+            )
         files = {kind: _seal(file) for kind, file in paths.items() if file.exists()}
     for changed in (home, home.parent):
         sync_folder(changed)
@@ -261,7 +262,7 @@ class Snapshot:
         return max(1, len(self))
 
     @cached_property
-    def rows(self) -> Any:
+    def table(self) -> Any:
         """The metadata of all rows."""
         return rows.stack([rows.table({"path": []}), *(segment.rows for segment in self.segments)])
 
@@ -272,7 +273,9 @@ class Snapshot:
 
     def select(self, where: rows.Where) -> Any:
         """Return a mask of the rows that meet the conditions."""
-        return rows.select(self.rows, where) & self.alive if where and self.segments else self.alive
+        return (
+            rows.select(self.table, where) & self.alive if where and self.segments else self.alive
+        )
 
     def chosen(self, allowed: Any) -> IntArray:
         """Return the positions of the allowed rows, rising."""
@@ -317,22 +320,22 @@ class Snapshot:
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and their positions."""
-        paths = self.rows["path"]
+        paths = self.table["path"]
         mask = rows.contains(paths, table["path"].combine_chunks()) & self.alive
         return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
 
     def check_fits(self, table: Any) -> None:
         """Reject rows whose columns have other types than here."""
-        rows.stack([self.rows.slice(0, 0), table.slice(0, 0)])
+        rows.stack([self.table.slice(0, 0), table.slice(0, 0)])
 
     @property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        return [name for name in self.rows.column_names if name not in rows.STAMP]
+        return [name for name in self.table.column_names if name not in rows.STAMP]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
-        labels = self.rows["label"].filter(self.alive).drop_null()
+        labels = self.table["label"].filter(self.alive).drop_null()
         pairs = rows.arrow("pyarrow.compute").value_counts(labels)
         names = rows.values(pairs.field("values"))
         return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
@@ -340,7 +343,7 @@ class Snapshot:
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and time of modification of the images below a folder, as embedded."""
         prefix = rows.encode(os.path.join(folder, ""))
-        below = rows.arrow("pyarrow.compute").starts_with(self.rows["path"], prefix)
+        below = rows.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
         positions = np.flatnonzero(np.asarray(below) & self.alive)
         return zip(*self.take(positions, ["path", *rows.STAMP]).values(), strict=True)
 

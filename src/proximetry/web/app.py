@@ -135,13 +135,6 @@ class Class(BaseModel):
     images: int
 
 
-class Limits(BaseModel):
-    """The largest upload."""
-
-    bytes: int
-    pixels: int
-
-
 class GalleryInfo(BaseModel):
     """The gallery and its embedder."""
 
@@ -158,13 +151,7 @@ class GalleryInfo(BaseModel):
     backbone: str
     image_size: list[int]
     metrics: dict[str, Any] | None = Field(description="Of the run that trained the embedder.")
-    limits: Limits
-
-
-class Health(BaseModel):
-    """The state of the server."""
-
-    status: Literal["ok"]
+    limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
 
 ItemId = Annotated[int, PathParameter(ge=0, le=_LARGEST_ID, description="The id of an image.")]
@@ -217,7 +204,7 @@ class Service:
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop),
             metrics=plain(embedder.metrics),
-            limits=Limits(bytes=MOST_BYTES, pixels=MOST_PIXELS),
+            limits={"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
         )
 
     def map(self) -> tuple[int, bytes]:
@@ -435,10 +422,10 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
         return await service.run(service.describe)
 
     @app.get("/healthz", summary="Whether searches are answered")
-    async def health() -> Health:
+    async def health() -> dict[str, str]:
         if not service.searcher.alive:
             raise HTTPException(503, "searches are not answered any more")
-        return Health(status="ok")
+        return {"status": "ok"}
 
 
 def _add_page(app: FastAPI) -> None:

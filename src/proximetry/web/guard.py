@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable
 from html import escape
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError, readable_size, shown
@@ -50,7 +51,6 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{name}</title>
 <h1>{name}</h1><p>{detail}</p></html>
 """
-_FIXED = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
 
 def check_token(token: str) -> str:
@@ -74,10 +74,10 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] = ()) -> None:
         self._app = app
-        self._token = None if token is None else check_token(token).encode()
+        self._token = None if token is None else check_token(token)
         self._hosts = {*_LOOPBACK, *hosts}
         # Cookies are shared by all ports of a host, so names must differ.
-        self._cookie = b"proximetry-" + hashlib.sha256(self._token or b"").hexdigest()[:8].encode()
+        self._cookie = f"proximetry-{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
         self._requests = self._searches = self._bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,26 +87,30 @@ class Guard:
             return
         if scope["type"] != "http":
             return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
+        headers = Headers(scope=scope)
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                lines = [*message.get("headers", []), *_FIXED]
-                if not any(name == b"cache-control" for name, _ in lines):
-                    lines.append((b"cache-control", b"no-store"))
-                message["headers"] = lines
+                sent = MutableHeaders(scope=message)
+                sent.update(_HEADERS)
+                sent.setdefault("Cache-Control", "no-store")
             await send(message)
 
         try:
             self._check(scope, headers)
+            await self._admit(scope, headers, receive, guarded)
         except HTTPException as error:
-            await _answer(guarded, error, html=b"text/html" in headers.get(b"accept", b""))
-            return
-        await self._admit(scope, headers, receive, guarded)
+            body = json.dumps({"detail": error.detail})
+            answer = Response(body, error.status_code, error.headers, "application/json")
+            if "text/html" in headers.get("accept", ""):
+                name = HTTPStatus(error.status_code).phrase
+                page = _PAGE.format(name=name, detail=escape(error.detail))
+                answer = HTMLResponse(page, error.status_code, error.headers)
+            await answer(scope, receive, guarded)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """Reject a request that is not allowed, and redirect one that has the token in its URL."""
-        host = headers.get(b"host", b"").decode("latin-1")
+        host = headers.get("host", "")
         name = re.sub(r":\d*$", "", host).lower()
         if self._token is None and name not in self._hosts:
             raise HTTPException(
@@ -119,18 +123,18 @@ class Guard:
         if self._token is not None:
             self._check_token(scope, headers)
 
-    def _check_token(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check_token(self, scope: Scope, headers: Headers) -> None:
         if scope["path"] == "/healthz":  # which reveals nothing
             return
         if scope["path"] == "/" and scope["method"] == "GET":
             tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-            if any(self._is_token(one.encode()) for one in tokens):
+            if any(map(self._is_token, tokens)):
                 raise HTTPException(303, "signed in", self._sign_in(scope["scheme"]))
-        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and self._is_token(bearer.strip()):
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self._is_token(bearer.strip()):
             return
-        for pair in headers.get(b"cookie", b"").split(b";"):
-            name, _, value = pair.strip().partition(b"=")
+        for pair in headers.get("cookie", "").split(";"):
+            name, _, value = pair.strip().partition("=")
             if name == self._cookie and self._is_token(value):
                 return
         raise HTTPException(
@@ -142,32 +146,26 @@ class Guard:
 
     def _sign_in(self, scheme: str) -> dict[str, str]:
         """Return headers that set the cookie and lead to the page, away from the token."""
-        assert self._token is not None
         # Strict would withhold the cookie from whoever follows a link on another site.
-        cookie = f"{self._cookie.decode()}={self._token.decode()}; Path=/; HttpOnly; SameSite=Lax"
+        cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Lax"
         secure = "; Secure" if scheme == "https" else ""
         return {"Location": "./", "Set-Cookie": cookie + secure}  # relative: a proxy has a path
 
-    def _is_token(self, value: bytes) -> bool:
-        return self._token is not None and hmac.compare_digest(value, self._token)
+    def _is_token(self, value: str) -> bool:
+        return self._token is not None and hmac.compare_digest(value.encode(), self._token.encode())
 
-    async def _admit(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
-    ) -> None:
+    async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request on, unless it is too large or there are too many."""
         searches = scope["path"] == "/search"
         size = 0
         if scope["method"] not in ("GET", "HEAD"):
-            declared = headers.get(b"content-length", b"")
+            declared = headers.get("content-length", "")
             size = int(declared) if declared.isdigit() else MOST_BYTES
         if size > MOST_BYTES:
-            await _answer(send, _too_large())
-            return
+            raise _too_large()
         full = self._requests >= MOST_REQUESTS or self._bytes + size > _ALL_BYTES
         if (full or (searches and self._searches >= MOST_SEARCHES)) and scope["path"] != "/healthz":
-            busy = HTTPException(503, "the server is busy; try again soon", {"Retry-After": "1"})
-            await _answer(send, busy)
-            return
+            raise HTTPException(503, "the server is busy; try again soon", {"Retry-After": "1"})
         self._requests += 1
         self._searches += searches
         self._bytes += size
@@ -210,26 +208,12 @@ def _too_large(*, close: bool = False) -> HTTPException:
     return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
 
 
-def _same_origin(headers: dict[bytes, bytes]) -> bool:
+def _same_origin(headers: Headers) -> bool:
     """Return whether a request comes from a page of this server, or from no page at all.
 
     Browsers send Sec-Fetch-Site to HTTPS and loopback addresses only, but Origin to all.
     """
-    if b"sec-fetch-site" in headers:
-        return headers[b"sec-fetch-site"] in (b"same-origin", b"none")
-    origin = headers.get(b"origin")
-    return origin is None or origin.partition(b"://")[2] == headers.get(b"host")
-
-
-async def _answer(send: Send, error: HTTPException, *, html: bool = False) -> None:
-    if html:
-        name = HTTPStatus(error.status_code).phrase
-        body = _PAGE.format(name=name, detail=escape(error.detail)).encode()
-    else:
-        body = json.dumps({"detail": error.detail}).encode()
-    kind = "text/html; charset=utf-8" if html else "application/json"
-    headers: dict[str, Any] = {"Content-Type": kind, **(error.headers or {})}
-    headers["Content-Length"] = str(len(body))
-    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": lines})
-    await send({"type": "http.response.body", "body": body})
+    if "sec-fetch-site" in headers:
+        return headers["sec-fetch-site"] in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
