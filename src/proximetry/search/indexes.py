@@ -34,7 +34,7 @@ MOST_EFFORT = 32
 # Fewer rows are scanned in less time than an index needs to be set up.
 LEAST_INDEXED = 10_000
 _BLOCK = 16_384
-# Training points per centroid; 256, as faiss has it, is no better.
+# Training points per list; 256, as faiss has it, is no better.
 _POINTS = 64
 
 _KNOWN = re.compile(
@@ -127,13 +127,6 @@ def build(
     faiss = load_faiss()
     built, binary = _make(index, vectors.shape[1], similarity), index == BINARY
     if not built.is_trained:
-        inner = built
-        if isinstance(inner, faiss.IndexPreTransform):
-            inner = faiss.downcast_index(inner.index)
-        owners: list[Any] = [inner, getattr(inner, "pq", None)]
-        for owner in owners:
-            if hasattr(owner, "cp"):
-                owner.cp.max_points_per_centroid = _POINTS
         sample, points = vectors, _POINTS * max(_training(index), 1024)
         if len(vectors) > points:
             chosen = np.random.default_rng(0).choice(len(vectors), points, replace=False)

@@ -263,14 +263,8 @@ class Collection:
         self.columns = [*_TEXTS, *map(_from_utf8, further)]
 
     @classmethod
-    def open(cls, address: Address, client: Any = None) -> Collection:
+    def open(cls, address: Address, client: Any) -> Collection:
         """Open a complete gallery."""
-        missing = UsageError(f"no gallery {address}. `proximetry index` builds one.")
-        if client is None and address.local and not Path(address.uri).exists():
-            raise missing
-        loaded, client = client is not None, client or _Client(address)
-        if not client.has_collection(address.collection):
-            raise missing
         properties = client.describe_collection(address.collection).get("properties") or {}
         version = properties.get(f"{_OURS}version")
         if version is None:
@@ -284,8 +278,7 @@ class Collection:
             opened = cls(address, client, address.collection, properties)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the properties of {address} are damaged: {error}") from error
-        if not loaded:
-            client.load_collection(opened.name)
+        client.load_collection(opened.name)
         return opened
 
     @classmethod
@@ -538,7 +531,6 @@ class MilvusGallery(Gallery):
                     collection.drop()
                 raise
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            client.load_collection(address.collection)
             built = cls(folder, str(address), Collection.open(address, client))
             built._embedder, built.skipped = embedder, new.skipped
             return built
@@ -547,7 +539,10 @@ class MilvusGallery(Gallery):
     def connect(cls, path: str | os.PathLike[str]) -> MilvusGallery:
         """See `Gallery.open`."""
         address = Address.parse(path)
-        return cls(address.folder, str(address), Collection.open(address))
+        client = _find(address)
+        if client is None:
+            raise UsageError(f"no gallery {address}. `proximetry index` builds one.")
+        return cls(address.folder, str(address), Collection.open(address, client))
 
     def _newest(self) -> Collection:
         return Collection.open(self._now.address, self._now.client)
@@ -603,10 +598,15 @@ class MilvusGallery(Gallery):
 
 def exists(path: str) -> bool:
     """Return whether there is a collection at an address."""
-    address = Address.parse(path)
+    return _find(Address.parse(path)) is not None
+
+
+def _find(address: Address) -> _Client | None:
+    """Connect to Milvus if the collection is there."""
     if address.local and not Path(address.uri).exists():
-        return False
-    return bool(_Client(address).has_collection(address.collection))
+        return None
+    client = _Client(address)
+    return client if client.has_collection(address.collection) else None
 
 
 def _check_new(address: Address, client: Any) -> None:
