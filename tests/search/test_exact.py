@@ -62,32 +62,6 @@ def test_exact_search_equals_retrieve_including_ties(seed, count, n, k, similari
     np.testing.assert_allclose(scores, expected.similarities, rtol=2e-7)
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
-@pytest.mark.parametrize("dim", [3, 64])
-def test_random_vectors_with_copies_equal_retrieve(similarity, dim):
-    draw = np.random.default_rng(0)
-    vectors = draw.standard_normal((6000, dim)).astype(np.float32)
-    vectors[3000:3500] = vectors[:500]
-    vectors[4000:4100] = vectors[7]  # more copies than any list holds
-    if similarity == "cosine":
-        vectors = normalize(torch.from_numpy(vectors)).numpy()
-    queries = np.concatenate([vectors[:40], draw.standard_normal((40, dim)).astype(np.float32)])
-    if similarity == "cosine":
-        queries = normalize(torch.from_numpy(queries)).numpy()
-    store, parts = make_store(vectors, similarity, {1000, 5990})
-    found = store.search(parts, queries, 10)
-    # In float64, as in float32 neighbors of almost the same distance may change places.
-    expected = retrieve(
-        vectors.astype(np.float64),
-        queries=queries.astype(np.float64),
-        k=10,
-        similarity=similarity,
-    )
-    assert np.array_equal(found.positions, expected.ids)
-    assert found.positions[7].tolist() == [7, 3007, *range(4000, 4008)]
-    assert len(set(found.scores[7].tolist())) == 1
-
-
 @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-25, 1e-6, 1.0, 1e6]))
 def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
     draw = np.random.default_rng(seed)
