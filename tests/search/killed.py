@@ -60,44 +60,46 @@ def state(folder):
     return ids.tolist(), known["path"], vectors.tobytes()
 
 
+def kill_everywhere(home, start, change, check):
+    """Kill a change at every moment and check the result; return the number of moments."""
+    moments, ended = 0, False
+    while not ended:
+        moments += 1
+        folder = home / f"moment-{moments}"
+        if start.exists():
+            shutil.copytree(start, folder)
+        ended = completes(lambda: (kill_at(moments, folder), change(folder)))  # noqa: B023
+        check(folder)
+        shutil.rmtree(folder)
+    return moments
+
+
 def interrupt(change, before, home):
     """Kill a change at every moment; the state is that before or after, and the change resumes."""
     home.mkdir()
-    start = home / "start"
+    start, after = home / "start", home / "after"
     if before:
         build(start)
         for step in before:
             step(start)
-    after = home / "after"
-    if before:
         shutil.copytree(start, after)
     change(after)
-    expected = {"after": state(after)}
-    if before:
-        expected["before"] = state(start)
-    moments = 0
-    while True:
-        moments += 1
-        folder = home / f"moment-{moments}"
-        if before:
-            shutil.copytree(start, folder)
-        ended = completes(lambda: (kill_at(moments, folder), change(folder)))  # noqa: B023
+    states = [state(after), state(start) if before else None]
+
+    def check(folder):
         there = (folder / "gallery.json").exists()
-        assert there or not before
         found = state(folder) if there else None
-        names = [name for name, value in expected.items() if value == found]
-        assert names or not there, f"neither before nor after: {moments}"
-        if "after" not in names:
+        assert found in states, "neither before nor after"
+        if found != states[0]:
             change(folder)
-            assert state(folder) == expected["after"]
+            assert state(folder) == states[0]
         # The next change removes the files of the killed process.
         Gallery.open(folder).remove([])
         named = {info.name for info in Gallery.open(folder)._now.manifest.segments}
         assert {path.name for path in (folder / "segments").iterdir()} == named
         assert not list(folder.glob(".*"))
-        shutil.rmtree(folder)
-        if ended:
-            return moments
+
+    return kill_everywhere(home, start, change, check)
 
 
 def update_images(home):
@@ -106,16 +108,14 @@ def update_images(home):
     One more image changes before the update is repeated, so that batches differ: a vector then
     depends on its batch in its last bits.
     """
-    paths = [
+    files, others = (
         sorted(make_images(home / str(seed), 3, 2, seed=seed).rglob("*.png")) for seed in (0, 1)
-    ]
-    files, others = paths
-    start, embedder = home / "start", EMBEDDER
-    Gallery.build(embedder, files, start, batch_size=2)
-    old = embedder.encode(files).numpy()
+    )
+    Gallery.build(EMBEDDER, files, home / "start", batch_size=2)
+    old = EMBEDDER.encode(files).numpy()
     for file, other in zip(files, others, strict=True):
         shutil.copy(other, file)
-    new = embedder.encode(files).numpy()
+    new = EMBEDDER.encode(files).numpy()
 
     def vectors(folder):
         opened = Gallery.open(folder)
@@ -124,22 +124,18 @@ def update_images(home):
         known = dict(zip(opened.rows(ids)["path"], opened.vectors(ids), strict=True))
         return np.stack([known[str(file)] for file in files])
 
-    moments = 0
-    while True:
-        moments += 1
-        folder = home / f"moment-{moments}"
-        shutil.copytree(start, folder)
-        change = lambda: Gallery.open(folder).update(files, batch_size=2)  # noqa: B023, E731
-        ended = completes(lambda: (kill_at(moments, folder), change()))  # noqa: B023
+    def change(folder):
+        Gallery.open(folder).update(files, batch_size=2)
+
+    def check(folder):
         found = vectors(folder)
-        assert any(np.allclose(found, expected, atol=1e-6) for expected in (old, new)), moments
+        assert any(np.allclose(found, expected, atol=1e-6) for expected in (old, new))
         files[1].touch()
-        change()
+        change(folder)
         np.testing.assert_allclose(vectors(folder), new, atol=1e-6)
         assert not (folder / "staging").exists()
-        shutil.rmtree(folder)
-        if ended:
-            return moments
+
+    return kill_everywhere(home, home / "start", change, check)
 
 
 def at_random(home, times):
