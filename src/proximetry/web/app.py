@@ -236,13 +236,6 @@ class Service:
         return 200, self._map[1]
 
 
-def _conditions(words: list[str]) -> Conditions:
-    parsed = parse_conditions(words)
-    if "path" in parsed:
-        raise UsageError("no column 'path' to filter by: paths are private")
-    return tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
-
-
 def _problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
     content = json.dumps({"detail": detail})  # escapes lone surrogates
     return Response(content, status, headers, "application/json")
@@ -323,14 +316,11 @@ def _add_search(app: FastAPI, service: Service) -> None:
         # Parsing by FastAPI would take as long as all the rest.
         form = await request.form(max_files=1, max_fields=200)
         try:
-            query = _parse_form(form)
-            image = form.get("image") or None
-            if isinstance(image, str):
-                raise UsageError("image must be a file")
-            where = _conditions(query.where)
-            if image is not None and query.id is None:
+            query, where = _parse_form(form)
+            image = form.get("image")
+            if isinstance(image, UploadFile) and query.id is None:
                 answer = await service.searcher.search_image(image.file.read, query.k, where)
-            elif image is None and query.id is not None:
+            elif not image and query.id is not None:
                 answer = await service.searcher.search_item(query.id, query.k, where)
             else:
                 raise UsageError("pass an image, or the id of one in the gallery")
@@ -347,24 +337,27 @@ def _add_search(app: FastAPI, service: Service) -> None:
         return Matches.model_validate({**answer._asdict(), "found": found})
 
 
-def _parse_form(form: FormData) -> SearchForm:
-    """Validate the fields of a form; empty ones are ignored."""
+def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
+    """Validate the fields of a form, and parse its conditions; empty fields are ignored."""
     fields = ["image", *SearchForm.model_fields]
-    for name in form:
+    values: dict[str, Any] = {}
+    for name, value in form.multi_items():
         if name not in fields:
             raise UsageError(f"no field {shown(name)}{closest(name, fields)}")
-    values: dict[str, Any] = {name: form[name] for name in form if form[name]}
-    if "where" in form:
-        values["where"] = [one for one in form.getlist("where") if one]
-    for name in values:
-        if name != "image" and any(isinstance(one, UploadFile) for one in form.getlist(name)):
-            raise UsageError(f"{shorten(name, 40)} must not be a file")
+        if value and isinstance(value, UploadFile) != (name == "image"):
+            raise UsageError(f"{name} must {'' if name == 'image' else 'not '}be a file")
+        if value:
+            values[name] = [*values.get(name, []), value] if name == "where" else value
     try:
-        return SearchForm.model_validate(values)
+        query = SearchForm.model_validate(values)
     except ValidationError as error:
         raise RequestValidationError(
             [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         ) from None
+    parsed = parse_conditions(query.where)
+    if "path" in parsed:
+        raise UsageError("no column 'path' to filter by: paths are private")
+    return query, tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
 
 
 def _add_items(app: FastAPI, service: Service) -> None:
