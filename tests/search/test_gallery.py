@@ -572,6 +572,10 @@ def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind
     again = found.search(queries, 10)
     assert np.array_equal(again.ids[:, 0], ids)
     assert not np.isin(again.ids, gone).any()
+    some = found.search(queries, 3, where={"path": names(5, 30)})  # few, so they are scanned
+    allowed = np.setdiff1d(np.arange(5, 35), gone)
+    exact = retrieve(vectors[allowed], queries=queries, k=3)
+    assert np.array_equal(some.ids, allowed[exact.ids])
     found.verify()
     found.compact()
     assert [info.rows for info in found._now.manifest.segments] == [len(found)]
