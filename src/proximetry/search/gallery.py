@@ -5,11 +5,11 @@ Galleries on Milvus (`search/milvus.py`) share the code that searches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -158,7 +158,7 @@ class Gallery:
             segment = new.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new.report(describe_index(segment.index, segment.rows, segment.recall, prefix))
-            manifest = replace(manifest, next_id=segment.rows, segments=(segment,))
+            manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
             write_manifest(folder, manifest)
             # No other process adds images before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
@@ -187,6 +187,11 @@ class Gallery:
             opened._embedder = embedder
         return opened
 
+    @property
+    def version(self) -> str:
+        """An identifier of its state, which changes with every change."""
+        return self._now.manifest.version
+
     def refresh(self) -> None:
         """Read the current version, whichever embedder it was built by."""
         newest = self._newest()
@@ -202,11 +207,6 @@ class Gallery:
         return len(self._now)
 
     @property
-    def version(self) -> str:
-        """An identifier of its state, which changes with every change."""
-        return self._now.manifest.version
-
-    @property
     def dim(self) -> int:
         """The dimension of the vectors."""
         return self._now.manifest.dim
@@ -215,16 +215,6 @@ class Gallery:
     def similarity(self) -> Similarity:
         """The similarity of vectors: "cosine" or "euclidean"."""
         return self._now.manifest.similarity
-
-    @property
-    def index(self) -> str:
-        """The index as passed to `build`: "auto", "Flat", a factory string."""
-        return self._now.manifest.index
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the metadata columns."""
-        return self._now.columns
 
     def _indexes(self) -> list[str]:
         return [info.index or indexes.EXACT for info in self._now.manifest.segments]
@@ -246,6 +236,11 @@ class Gallery:
                 self._embedder = loaded
             return self._embedder
 
+    @property
+    def index(self) -> str:
+        """The index as passed to `build`: "auto", "Flat", a factory string."""
+        return self._now.manifest.index
+
     def _check_embedder(self, embedder: Embedder, name: str) -> None:
         if embedder.fingerprint() != self._now.manifest.embedder:
             raise UsageError(
@@ -257,6 +252,11 @@ class Gallery:
         """Return the ids of all images, or of those that match `where`, in rising order."""
         now = self._now
         return now.ids(now.chosen(now.select(where or {})))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the metadata columns."""
+        return self._now.columns
 
     def rows(
         self, ids: Sequence[int] | IntArray, columns: Iterable[str] | None = None
@@ -318,6 +318,7 @@ class Gallery:
         *,
         labels: Labels = None,
         vectors: Vectors | None = None,
+        replace: bool = False,
         bad_images: BadImages = "error",
         batch_size: int = 64,
         progress: Progress | None = None,
@@ -325,10 +326,29 @@ class Gallery:
     ) -> IntArray:
         """Add images and return their ids; arguments as those of `build`.
 
-        Raises UsageError for images that are already in the gallery; `update` replaces them.
+        Raises UsageError for images that are already in the gallery, unless `replace` is set:
+        see `update`.
         """
         new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
-        return self._extend(new, renew=False)
+        newest = self._newest()
+        self._check_same(newest)
+        if replace and new.only_files:
+            new.table = _with_known_columns(newest, new.table)
+        newest.check_fits(new.table)
+        if not replace:
+            self._check_unknown(newest, new.table)
+        if not new.embedded:
+            new.embed(self.embedder, newest.manifest.embedder, self.path)
+        self.skipped = new.skipped
+        if not len(new.table):
+            return np.arange(0)
+        unlabeled = 0 if replace or new.has_labels else new.table["label"].null_count
+        if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
+            new.warn(
+                f"{counted(unlabeled, 'new image')} without a class in the gallery {self.name}, "
+                "which has classes. Pass labels=, a class folder or a table."
+            )
+        return self._write(new, renew=replace)
 
     def update(self, images: Images, **options: Any) -> IntArray:
         """Embed images again that are in the gallery, add others, and return their new ids.
@@ -336,28 +356,7 @@ class Gallery:
         Files without `labels` keep the class and the other columns that they have in the gallery.
         Other arguments are those of `add`.
         """
-        return self._extend(NewImages(images, self.dim, **options), renew=True)
-
-    def _extend(self, new: NewImages, *, renew: bool) -> IntArray:
-        newest = self._newest()
-        self._check_same(newest)
-        if renew and new.only_files:
-            new.table = _with_known_columns(newest, new.table)
-        newest.check_fits(new.table)
-        if not renew:
-            self._check_unknown(newest, new.table)
-        if not new.embedded:
-            new.embed(self.embedder, newest.manifest.embedder, self.path)
-        self.skipped = new.skipped
-        if not len(new.table):
-            return np.arange(0)
-        unlabeled = 0 if renew or new.has_labels else new.table["label"].null_count
-        if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
-            new.warn(
-                f"{counted(unlabeled, 'new image')} without a class in the gallery {self.name}, "
-                "which has classes. Pass labels=, a class folder or a table."
-            )
-        return self._write(new, renew=renew)
+        return self.add(images, **options, replace=True)
 
     def _check_same(self, now: Version) -> None:
         if now.manifest.embedder != self._now.manifest.embedder:
@@ -388,7 +387,7 @@ class Gallery:
                 manifest = now.without(now.ids(np.array(sorted(old.values()))))
             segment = new.write(self.path, manifest)
             first = manifest.next_id
-            manifest = replace(
+            manifest = dataclasses.replace(
                 manifest,
                 next_id=first + segment.rows,
                 segments=(*manifest.segments, segment),
@@ -468,7 +467,7 @@ class Gallery:
             segments = (*segments, merged)
         before = now.ids(np.arange(start))
         deleted = write_deleted(self.path, np.intersect1d(now.deleted, before))
-        return replace(manifest, segments=segments, deleted=deleted)
+        return dataclasses.replace(manifest, segments=segments, deleted=deleted)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Compare every file of the current version with its checksum; raise ValueError."""

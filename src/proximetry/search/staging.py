@@ -80,12 +80,12 @@ class NewImages:
         self,
         images: Images,
         dim: int,
-        labels: Labels = None,
-        vectors: Vectors | None = None,
-        bad_images: BadImages = "error",
-        batch_size: int = 64,
-        progress: Progress | None = None,
-        report: Report | None = None,
+        labels: Labels,
+        vectors: Vectors | None,
+        bad_images: BadImages,
+        batch_size: int,
+        progress: Progress | None,
+        report: Report | None,
     ) -> None:
         source: Any = images
         self.table = source if hasattr(source, "column_names") else rows.make_rows(source, labels)
@@ -98,7 +98,7 @@ class NewImages:
         self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)
         self.progress, self.report = progress or no_progress, report or no_report
-        self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
+        self.warn = report or (lambda line: warnings.warn(line, stacklevel=3))
         self.skipped: list[SkippedImage] = []
         self._dim, self._bad_images, self._batch_size = dim, bad_images, batch_size
         self._stamps: list[Stamp | None] = [None] * len(self.table)
