@@ -82,18 +82,6 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
         found.add(Catalog.from_folder(images), labels=["x"])
 
 
-def test_galleries_without_file_sizes_open(gallery, monkeypatch, images):
-    monkeypatch.setattr(rows, "with_stamps", lambda table, stamps: table)
-    file = str(next(images.rglob("*.png")))
-    gallery.add([file, "/nowhere/x.png"], labels=["a", "b"], vectors=make_vectors(2))
-    monkeypatch.undo()
-    opened = Gallery.open(gallery.path)
-    assert opened.outdated(images) == ([], [])
-    assert opened.outdated("/nowhere") == (["/nowhere/x.png"], [])
-    opened.compact()
-    assert opened.columns == ["path", "label"]
-
-
 def test_shard_members_reject_path_traversal(images, tmp_path):
     image = next(images.rglob("*.png"))
     members = ["ant/../../private/photo.png", "ant//0.png", "ant/./1.png"]
@@ -327,19 +315,6 @@ def test_manifest_rejects_path_traversal_and_repeated_segments(gallery):
         manifest.write_manifest(gallery.path, changed)
         with pytest.raises(DamagedGalleryError, match=r"(invalid|duplicate) segment"):
             Gallery.open(gallery.path)
-
-
-def test_manifest_of_an_earlier_version_opens(gallery):
-    file = gallery.path / "gallery.json"
-    content = json.loads(file.read_text())
-    del content[CHECKSUM]
-    content["gallery"]["generation"] = 1
-    for name in ("effort", "recall"):
-        del content["gallery"]["segments"][0][name]
-    file.write_bytes(sealed_json(content))
-    opened = Gallery.open(gallery.path)
-    opened.remove([3])
-    assert len(Gallery.open(gallery.path)) == 59
 
 
 def test_truncated_and_missing_files_are_detected(gallery):

@@ -79,8 +79,8 @@ class SegmentInfo:
     index: str  # the faiss index, "" for an exact scan
     longest: float  # the length of the longest vector
     files: Mapping[str, FileInfo]  # by the names of `FILES`
-    effort: int = 1  # the search effort of the index (`indexes.Index`)
-    recall: float | None = None  # its recall@10 with that effort, measured when it was built
+    effort: int  # the search effort of the index (`indexes.Index`)
+    recall: float | None  # its recall@10 with that effort, measured when it was built
 
     def paths(self, folder: Path) -> dict[str, Path]:
         """Return the files, by the names of `FILES`."""
@@ -167,7 +167,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def _parse(values: dict[str, Any]) -> Manifest:
     """Build a manifest; its names become paths, so they are validated."""
-    values.pop("generation", None)  # written by earlier versions
     segments = [
         SegmentInfo(**{**one, "files": {kind: FileInfo(**f) for kind, f in one["files"].items()}})
         for one in values["segments"]
