@@ -164,6 +164,9 @@ def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
     assert found.ids({"hue": None}).tolist() == [0, 1, 3]
     with pytest.raises(ValueError, match="double, got 'big'"):
         found.ids({"size": ["big", 9]})
+    for wrong in ([2**60 + 1, 1], ["large", "small"]):
+        with pytest.raises(UsageError, match="column types differ"):
+            found.add(table(4, size=wrong), vectors=make_vectors(2))
 
 
 def test_paths_that_are_not_utf8(embedder, images, tmp_path):

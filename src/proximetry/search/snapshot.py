@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -87,12 +88,12 @@ def write_segment(
             + [np.square(vectors[part].astype(np.float64)).sum(1) for part in chunks(count, 4096)]
         )
         longest = float(np.sqrt(squares.max(initial=0.0)))
-        np.save(paths["ids"], ids)
+        _save(paths["ids"], ids)
         with paths["rows"].open("wb") as stream:
             rows.write(table, stream)
         lengths = squares.astype(np.float32) if manifest.similarity == "euclidean" else None
         if lengths is not None:
-            np.save(paths["squares"], lengths)
+            _save(paths["squares"], lengths)
         effort, recall = 1, None
         if index:
             indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
@@ -109,6 +110,12 @@ def write_segment(
 def _above(longest: float) -> float:
     """Return a bound on the length of vectors whatever its rounding."""
     return longest * (1 + 1e-6)
+
+
+def _save(file: Path, array: npt.NDArray[Any]) -> None:
+    buffer = io.BytesIO()  # errors of np.save to a full disk do not say so
+    np.save(buffer, array)
+    file.write_bytes(buffer.getbuffer())
 
 
 def _seal(file: Path) -> FileInfo:
@@ -141,7 +148,7 @@ def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
         return None
     file = folder / f"deleted-{uuid4().hex}.npy"
     with writing(file):
-        np.save(file, ids)
+        _save(file, ids)
         return Deleted(file.name, len(ids), _seal(file))
 
 
@@ -325,8 +332,8 @@ class Snapshot:
         return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
 
     def check_fits(self, table: Any) -> None:
-        """Reject rows whose columns have other types than here."""
-        rows.stack([self.table.slice(0, 0), table.slice(0, 0)])
+        """Reject rows whose columns have other types than here, or values that do not convert."""
+        rows.stack([self.table, table])
 
     @property
     def columns(self) -> list[str]:
