@@ -232,7 +232,7 @@ class Snapshot:
             check_file(file, manifest.deleted.file)  # else removed images could come back
             self.deleted = _open_array(file, (manifest.deleted.count,), np.int64).copy()
         ids = self._ids[:-1]  # their order is relied upon
-        if (np.diff(ids, append=manifest.next_id) <= 0).any():
+        if (np.diff(ids, prepend=-1, append=manifest.next_id) <= 0).any():
             raise DamagedGalleryError(folder, "ids are not in rising order")
         self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
         self.store = Store(
@@ -335,7 +335,7 @@ class Snapshot:
         """Reject rows whose columns have other types than here, or values that do not convert."""
         rows.stack([self.table, table])
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
         return [name for name in self.table.column_names if name not in rows.STAMP]
