@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from proximetry.data import ImageError, open_image
 from proximetry.metrics._search.inputs import full_precision
 from proximetry.metrics._search.task import connected_components
 from proximetry.models import Embedder
-from proximetry.search.exact import FloatArray, Part, Scores, Store
+from proximetry.search.exact import FloatArray, Part, Scores, Store, take
 from proximetry.search.snapshot import prepare_vectors
 
 if TYPE_CHECKING:
@@ -65,37 +65,31 @@ class Duplicates:
 
 
 def compare_all(
-    store: Store, parts: Sequence[Part], least: float, progress: Progress
+    store: Store, positions: IntArray, least: float, progress: Progress
 ) -> tuple[IntArray, Scores]:
     """Return every pair of positions, smaller one first, with at least this score, exactly."""
-    tiles = []
-    for part in parts:
-        rows = np.arange(len(part.vectors))
-        rows = rows if part.allowed is None else rows[part.allowed]
-        for chunk in chunks(len(rows), _TILE):
-            tiles.append(part._replace(rows=rows[chunk], allowed=None))
+    tiles = [positions[part] for part in chunks(len(positions), _TILE)]
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
     scores: list[Scores] = [np.empty(0)]
     count, done, total = 0, 0, len(tiles) * (len(tiles) + 1) // 2
     with full_precision(torch.device("cpu")):
         for number, tile in enumerate(tiles):
-            queries = tile.vectors[tile.rows]
+            queries = take(store.vectors, store.starts, tile)
             limits = least + store.shifts(queries) - store.bounds(queries).max(initial=0)
             limits = torch.from_numpy(limits.astype(np.float32))[:, None]
             for other in tiles[number:]:
-                for scanned, products in other.products(queries):
-                    near = products >= limits
-                    if other is tile:
-                        near = near.triu(1 - scanned.start)
-                    first, second = (each.numpy() for each in near.nonzero(as_tuple=True))
-                    _check_count(count + len(first))
-                    candidates = np.stack(
-                        [tile.positions(first), other.positions(second + scanned.start)], 1
-                    )
-                    exact = store.scores(queries[first], candidates[:, 1:])[:, 0]
-                    pairs.append(candidates[exact >= least])
-                    scores.append(exact[exact >= least])
-                    count += len(pairs[-1])
+                vectors = take(store.vectors, store.starts, other)
+                squares = store.shifts(vectors).astype(np.float32)
+                part = Part(vectors, squares if store.similarity == "euclidean" else None, 0)
+                near = torch.cat([products for _, products in part.products(queries)], 1) >= limits
+                near = near.triu(1) if other is tile else near
+                first, second = (each.numpy() for each in near.nonzero(as_tuple=True))
+                _check_count(count + len(first))
+                candidates = np.stack([tile[first], other[second]], 1)
+                exact = store.scores(queries[first], candidates[:, 1:])[:, 0]
+                pairs.append(candidates[exact >= least])
+                scores.append(exact[exact >= least])
+                count += len(pairs[-1])
                 done += 1
                 progress(done, total)
     return np.concatenate(pairs), np.concatenate(scores)

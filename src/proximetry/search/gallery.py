@@ -574,8 +574,8 @@ class Gallery:
             info.index for info in now.manifest.segments
         )
         if isinstance(now, Snapshot) and small:
-            parts = now.parts(now.alive)
-            positions, scores = duplicates.compare_all(now.store, parts, least, progress)
+            alive = now.chosen(now.alive)
+            positions, scores = duplicates.compare_all(now.store, alive, least, progress)
         else:
             positions, scores = duplicates.compare_neighbors(now, least, progress)
         similarities = _as_similarities(scores, self.similarity)
