@@ -186,7 +186,7 @@ def edit(folder, **changes):
         ('{"format": 1, "format": 2}', "'format'"),
         ("hello", "is damaged"),
         ("", "is damaged"),
-        ("[]", "does not describe an embedder"),
+        ("[]", "does not describe a proximetry embedder"),
     ],
     ids=["brackets", "objects", "digits", "duplicate", "text", "empty", "list"],
 )

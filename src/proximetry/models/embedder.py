@@ -28,10 +28,10 @@ from proximetry.models.backbones import (
     build,
     check_patches,
     class_and_patches,
+    evaluating,
     load_timm,
     prepare,
 )
-from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
 from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.pooling import POOLING_LAYERS
@@ -43,7 +43,7 @@ from proximetry.models.preprocessing import (
     input_from_json,
 )
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
-from proximetry.models.weights import RANDOM, WeightsRecord, load_backbone
+from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
 _LARGEST_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
@@ -189,7 +189,11 @@ class Embedder(nn.Module):
             vectors = Tensors((input_dim,))
             return cls(_build(backbone, vectors), architecture, vectors, RANDOM)
         crop = (side, side) if side else None
-        model, preprocessing, record = load_backbone(backbone, weights, crop, resize, squash)
+        model = build(backbone, crop)
+        record, pixels = (
+            (RANDOM, {}) if weights == "none" else load_weights(model, backbone, weights)
+        )
+        preprocessing = replace(Preprocessing.from_timm(model, crop, resize, squash), **pixels)
         check_patches(model, backbone, preprocessing.crop)
         embedder = cls(model, architecture, preprocessing, record)
         if embedder._dropped and embedder.architecture.pooling not in ("pre-logits", "token"):

@@ -18,9 +18,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from proximetry import __version__
 from proximetry._util.errors import UsageError, shown, some
-from proximetry._util.files import atomic_write, read_json, sealed_json, written_for
+from proximetry._util.files import atomic_write, check_format, read_json, sealed_json, written_for
 
 FORMAT = "proximetry embedder"
 VERSION = 1
@@ -141,13 +140,7 @@ def read_description(folder: Path) -> dict[str, Any]:
             raise UsageError(f"there is no folder {folder}")
         raise UsageError(f"{folder} is not a saved embedder: it has no {DESCRIPTION}")
     content = read_json(path, LARGEST_DESCRIPTION)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} does not describe an embedder")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {shown(content.get('version'))}, and Proximetry "
-            f"{__version__} reads version {VERSION}. Install the version that wrote it."
-        )
+    check_format(path, content, FORMAT, VERSION)
     if not isinstance(content.get("architecture"), dict):
         raise ValueError(f"{path} is damaged: 'architecture' is missing")
     for name, kind in EXTRAS.items():

@@ -42,9 +42,8 @@ _BLOCKS = (
     channels="BGR",
     scale=1.0,
     mean=(104.0, 117.0, 128.0),
-    std=(1.0, 1.0, 1.0),
+    std=(1.0,) * 3,
     crop_pct=0.875,
-    interpolation="bilinear",
     classifier="last_linear",
 )
 class BNInception(Backbone):

@@ -11,11 +11,9 @@ _LAYERS = ((32, 2), (64, 1), (96, 2), (128, 1))
 
 @register_backbone(
     "small_convnet",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
     input_size=(3, 48, 48),
-    crop_pct=1.0,
-    interpolation="bilinear",
     classifier="classifier",
 )
 class SmallConvNet(Backbone):

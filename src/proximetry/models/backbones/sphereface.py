@@ -16,11 +16,9 @@ _STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))
     "sphereface20",
     pooling="flatten",
     scale=1.0,
-    mean=(127.5, 127.5, 127.5),
-    std=(128.0, 128.0, 128.0),
+    mean=(127.5,) * 3,
+    std=(128.0,) * 3,
     input_size=(3, 112, 96),
-    crop_pct=1.0,
-    interpolation="bilinear",
     classifier="fc6",
 )
 class SphereFace20(Backbone):
