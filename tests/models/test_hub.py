@@ -114,8 +114,8 @@ def test_model_card(server):
         "| test set | recall@1 | 0.6250 |",
         "| loss | proxy_anchor |",
         "| dataset | cub |",
-        "| center crops of test-time augmentation | 0.875 |",
-        f"`{embedder.fingerprint()}`",
+        "| tta_crops | 0.875 |",
+        f"| fingerprint | {embedder.fingerprint()} |",
         f"torch {torch.__version__}",
         f'Embedder.from_hub("{REPO}")',
     ):

@@ -111,7 +111,7 @@ class ProxyLoss(Declared):
 
         ``present`` [C] is 1 for the classes in the batch and 0 for the others.
         """
-        return 1.0 / self.proxies.num_classes
+        return 1.0 / len(present)
 
     def ramp(self) -> float | Tensor:
         """Return the warm-up factor of an added exclusive term at this step."""
@@ -138,7 +138,9 @@ class ProxyLoss(Declared):
             weights = sample_weights(embeddings, weights, in_range=self.check_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            weights = effective_weights(labels, weights, proxies.dtype)
+            if weights is None:
+                weights = torch.ones_like(labels, dtype=proxies.dtype)
+            weights = weights.to(proxies.dtype).masked_fill(labels == IGNORED, 0.0)
             # Zero ignored samples, so that NaN in them does not spread.
             ignored = weights == 0
             labels = labels.masked_fill(ignored, 0)
@@ -245,7 +247,8 @@ def check_labels(
     waits for the device.
     """
     check_embeddings(embeddings, dim)
-    labels = labels_like(embeddings, labels)
+    if not isinstance(labels, Tensor):
+        labels = labels_like(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:
@@ -299,9 +302,3 @@ def sample_weights(embeddings: Tensor, weights: Weights, in_range: bool = False)
                 "finite number of at least 0"
             )
     return weights
-
-
-def effective_weights(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each sample [B]: 1 without weights, 0 for `IGNORED`."""
-    plain = torch.ones_like(labels, dtype=dtype) if weights is None else weights.to(dtype)
-    return plain.masked_fill(labels == IGNORED, 0.0)

@@ -119,25 +119,20 @@ Command line: `proximetry evaluate hub:{repo_id} FOLDER`."""
 
 
 def _training(embedder: Embedder, dataset: str) -> str:
-    network = embedder.architecture
+    settings = embedder.architecture.to_json()
     rows = {
-        "backbone": _plain(network.backbone),
-        "initial weights": _plain(embedder.weights.origin),
-        "pooling": network.pooling,
-        "dimensions": str(embedder.dim),
-        "LayerNorm before the head": "yes" if network.layer_norm else "",
-        "unit length": "yes" if network.normalize else "no",
-        "flip test-time augmentation": "yes" if network.flip_tta else "no",
-        "center crops of test-time augmentation": ", ".join(map(str, network.tta_crops)),
+        **{name: value for name, value in settings.items() if value is not False},
+        "dim": embedder.dim,
+        "initial weights": embedder.weights.origin,
         "recipe": _recipe(embedder, "name"),
         "dataset": dataset if embedder.recipe else "",
         "loss": _recipe(embedder, "loss", "name"),
         "epochs": _recipe(embedder, "training", "epochs"),
         "seed": _recipe(embedder, "training", "seed"),
-        "fingerprint": f"`{embedder.fingerprint()}`",
+        "fingerprint": embedder.fingerprint(),
         "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    lines = [f"| {name} | {_plain(value)} |" for name, value in rows.items() if value != ""]
     recipe = ["\nThe full recipe is in `embedder.json`."] if embedder.recipe else []
     return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines, *recipe])
 
