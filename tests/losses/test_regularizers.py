@@ -76,8 +76,10 @@ def test_exclusive_term_is_regularfaces(block, classes, k, dim, seed):
     assert value.item() == pytest.approx(2.0 * exclusive(w.numpy()), rel=1e-9)
 
 
+@pytest.mark.parametrize("entries", [2**20, 16])
 @pytest.mark.parametrize("shape", [(9, 2, 4), (9, 4)])
-def test_exclusive_gradient_reaches_both_members_of_a_pair(shape):
+def test_exclusive_gradient_reaches_both_members_of_a_pair(shape, entries, monkeypatch):
+    monkeypatch.setattr(dense, "BLOCK_ENTRIES", entries)
     assert torch.autograd.gradcheck(ExclusiveRegularizer(), (draw(*shape).requires_grad_(),))
 
 

@@ -19,6 +19,14 @@ _PROGRAMS = 2048  # of a reduction over strips
 
 
 @triton.jit
+def _position(strip, width, rows):
+    """Return image, row and first column of every strip."""
+    strips_per_row = tl.cdiv(width, 4)
+    column = (strip % strips_per_row) * 4
+    return strip // (strips_per_row * rows), (strip // strips_per_row) % rows, column
+
+
+@triton.jit
 def _load_pixel(base, n, row, column, H, W, C, c, inside):
     """Load one pixel of every strip, [strips, channels]; zero outside the image."""
     valid = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
@@ -32,6 +40,15 @@ def _store_pixel(base, value, n, row, column, H, W, C, c, inside):
     offsets = ((n * H + row) * W + column).to(tl.int64) * C
     mask = (inside & (column < W))[:, None] & (c < C)[None, :]
     tl.store(base + offsets[:, None] + c[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_strip(base, a, b, d, e, n, row, first, H, W, C, c, inside):
+    """Store the four neighbors of every strip."""
+    _store_pixel(base, a, n, row, first, H, W, C, c, inside)
+    _store_pixel(base, b, n, row, first + 1, H, W, C, c, inside)
+    _store_pixel(base, d, n, row, first + 2, H, W, C, c, inside)
+    _store_pixel(base, e, n, row, first + 3, H, W, C, c, inside)
 
 
 @triton.jit
@@ -86,11 +103,8 @@ def _forward_depthwise(
     """y[n, i, j, c] = Σ x[n, i·S + k − PT, j·S + l − PL, c] · w[k, l, c]."""
     c, part = program_channels(C, BC)
     strip = part * BP + tl.arange(0, BP)
-    strips_per_row = tl.cdiv(WO, 4)
     inside = strip < strips
-    first = (strip % strips_per_row) * 4
-    row = (strip // strips_per_row) % HO
-    n = strip // (strips_per_row * HO)
+    n, row, first = _position(strip, WO, HO)
     a = tl.zeros((BP, BC), tl.float32)
     b = tl.zeros((BP, BC), tl.float32)
     d = tl.zeros((BP, BC), tl.float32)
@@ -103,10 +117,7 @@ def _forward_depthwise(
             b = _accumulate(b, v, j - S, K, w0, w1, w2, w3, w4)
             d = _accumulate(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
             e = _accumulate(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
-    _store_pixel(y, a, n, row, first, HO, WO, C, c, inside)
-    _store_pixel(y, b, n, row, first + 1, HO, WO, C, c, inside)
-    _store_pixel(y, d, n, row, first + 2, HO, WO, C, c, inside)
-    _store_pixel(y, e, n, row, first + 3, HO, WO, C, c, inside)
+    _store_strip(y, a, b, d, e, n, row, first, HO, WO, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -119,10 +130,8 @@ def _input_depthwise_strided(
     c, part = program_channels(C, BC)
     parity = part % 2
     strip = (part // 2) * BP + tl.arange(0, BP)
-    strips_per_row = tl.cdiv(W, 4)
-    first = (strip % strips_per_row) * 4
-    row = ((strip // strips_per_row) % half) * 2 + parity
-    n = strip // (strips_per_row * half)
+    n, row, first = _position(strip, W, half)
+    row = row * 2 + parity
     inside = (strip < strips) & (row < H)
     a = tl.zeros((BP, BC), tl.float32)
     b = tl.zeros((BP, BC), tl.float32)
@@ -143,10 +152,7 @@ def _input_depthwise_strided(
             b = _accumulate(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
             d = _accumulate(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
             e = _accumulate(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-    _store_pixel(dx, a, n, row, first, H, W, C, c, inside)
-    _store_pixel(dx, b, n, row, first + 1, H, W, C, c, inside)
-    _store_pixel(dx, d, n, row, first + 2, H, W, C, c, inside)
-    _store_pixel(dx, e, n, row, first + 3, H, W, C, c, inside)
+    _store_strip(dx, a, b, d, e, n, row, first, H, W, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -159,7 +165,6 @@ def _weight_depthwise(
     c, both = program_channels(C, BC)
     kh = both % K
     part = both // K
-    strips_per_row = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -168,9 +173,7 @@ def _weight_depthwise(
     for start in range(part * BP, strips, programs * BP):
         strip = start + tl.arange(0, BP)
         inside = strip < strips
-        first = (strip % strips_per_row) * 4
-        row = (strip // strips_per_row) % HO
-        n = strip // (strips_per_row * HO)
+        n, row, first = _position(strip, WO, HO)
         g0 = _load_pixel(dy, n, row, first, HO, WO, C, c, inside)
         g1 = _load_pixel(dy, n, row, first + 1, HO, WO, C, c, inside)
         g2 = _load_pixel(dy, n, row, first + 2, HO, WO, C, c, inside)

@@ -27,7 +27,7 @@ Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
 
-#: Entries of a block of proxies in `intra_class_distance`.
+#: Entries of a block of proxies.
 BLOCK_ENTRIES = 2**20
 
 
@@ -213,7 +213,7 @@ def intra_class_distance(weight: Tensor) -> Tensor:
     if k == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
-        rows = max(1, BLOCK_ENTRIES // weight[0].numel())
+        rows = block_rows(weight)
         if classes <= rows or torch.compiler.is_compiling():
             total = _pair_distances(weight)
         else:  # some classes at a time, recomputed in backward
@@ -221,6 +221,11 @@ def intra_class_distance(weight: Tensor) -> Tensor:
             parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
             total = torch.stack(parts).sum()
         return total / (classes * k * (k - 1))
+
+
+def block_rows(weight: Tensor) -> int:
+    """Return the number of rows of ``weight`` in a block of `BLOCK_ENTRIES`."""
+    return max(1, BLOCK_ENTRIES // weight[0].numel())
 
 
 def _pair_distances(weight: Tensor) -> Tensor:

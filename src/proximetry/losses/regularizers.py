@@ -1,13 +1,21 @@
 """Terms that can be added to any loss, most of them over its proxies."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from proximetry._util.tensors import l2_normalize, nearest_other_class
+from proximetry._util.tensors import (
+    chunks,
+    inverse_length,
+    l2_normalize,
+    nearest_other_class,
+    rescale,
+)
 from proximetry.losses.base import IGNORED, Labels, check_embeddings, check_labels
-from proximetry.losses.dense import add_rows_, intra_class_distance, weighted_mean
+from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
 
@@ -49,10 +57,40 @@ class ExclusiveRegularizer(_Term):
         if weight.shape[0] == 1:
             return weight.sum() * 0.0
         with torch.autocast(weight.device.type, enabled=False):
-            direction, _ = l2_normalize(weight.reshape(-1, weight.shape[-1]))
-            per_class = len(direction) // len(weight)
-            _, nearest = nearest_other_class(direction.detach(), per_class)
-            return self.weight * (direction * direction[nearest]).sum(1).mean()
+            flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
+            per_class = len(flat) // len(weight)
+            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], per_class)
+            total: Tensor = _PairCosines.apply(flat, nearest)  # type: ignore[no-untyped-call]
+            return self.weight * total / len(flat)
+
+
+class _PairCosines(torch.autograd.Function):
+    """Σ_i cos(W_i, W_nearest(i)); the gradient reaches both members of a pair."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, nearest: Tensor) -> Tensor:
+        inverse, _ = inverse_length(weight)
+        cosines = weight.new_empty(len(weight))
+        for rows in chunks(len(weight), block_rows(weight)):
+            other = nearest[rows]
+            dot = (weight[rows] * weight[other]).sum(1)
+            cosines[rows] = dot * inverse[rows] * inverse[other]
+        ctx.save_for_backward(weight, nearest, inverse, cosines)
+        return cosines.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, nearest, inverse, cosines = ctx.saved_tensors
+        # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
+        radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
+        gradient = weight * radial.neg_().unsqueeze(1)
+        for rows in chunks(len(weight), block_rows(weight)):
+            other = nearest[rows]
+            factor = (inverse[rows] * inverse[other]).unsqueeze(1)
+            gradient[rows] += weight[other] * factor
+            add_rows_(gradient, other, weight[rows] * factor)
+        return gradient.mul_(grad), None
 
 
 class CenterLoss(_Term):
