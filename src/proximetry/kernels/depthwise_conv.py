@@ -94,10 +94,21 @@ def _accumulate(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
     return total
 
 
+@triton.jit
+def _accumulate_strip(
+    a, b, d, e, v, i: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4
+):
+    """Add v · wᵢ, and with each neighbor STEP columns further, to the four of every strip."""
+    a = _accumulate(a, v, i, K, w0, w1, w2, w3, w4)
+    b = _accumulate(b, v, i + STEP, K, w0, w1, w2, w3, w4)
+    d = _accumulate(d, v, i + 2 * STEP, K, w0, w1, w2, w3, w4)
+    e = _accumulate(e, v, i + 3 * STEP, K, w0, w1, w2, w3, w4)
+    return a, b, d, e
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _forward_depthwise(
-    x, w, y,
-    N, H, W, C, HO, WO, strips, PT, PL,
+    x, w, y, N, H, W, C, HO, WO, strips, PT, PL,
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y[n, i, j, c] = Σ x[n, i·S + k − PT, j·S + l − PL, c] · w[k, l, c]."""
@@ -105,18 +116,13 @@ def _forward_depthwise(
     strip = part * BP + tl.arange(0, BP)
     inside = strip < strips
     n, row, first = _position(strip, WO, HO)
-    a = tl.zeros((BP, BC), tl.float32)
-    b = tl.zeros((BP, BC), tl.float32)
-    d = tl.zeros((BP, BC), tl.float32)
-    e = tl.zeros((BP, BC), tl.float32)
+    zero = tl.zeros((BP, BC), tl.float32)
+    a, b, d, e = zero, zero, zero, zero
     for k in tl.static_range(K):
         w0, w1, w2, w3, w4 = _weights(w, k, C, c, K)
         for j in tl.static_range(3 * S + K):
             v = _load_pixel(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
-            a = _accumulate(a, v, j, K, w0, w1, w2, w3, w4)
-            b = _accumulate(b, v, j - S, K, w0, w1, w2, w3, w4)
-            d = _accumulate(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
-            e = _accumulate(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
+            a, b, d, e = _accumulate_strip(a, b, d, e, v, j, -S, K, w0, w1, w2, w3, w4)
     _store_strip(y, a, b, d, e, n, row, first, HO, WO, C, c, inside)
 
 
@@ -133,10 +139,8 @@ def _input_depthwise_strided(
     n, row, first = _position(strip, W, half)
     row = row * 2 + parity
     inside = (strip < strips) & (row < H)
-    a = tl.zeros((BP, BC), tl.float32)
-    b = tl.zeros((BP, BC), tl.float32)
-    d = tl.zeros((BP, BC), tl.float32)
-    e = tl.zeros((BP, BC), tl.float32)
+    zero = tl.zeros((BP, BC), tl.float32)
+    a, b, d, e = zero, zero, zero, zero
     begin = (parity + PT) % 2
     # Column `first + t` gets dy at first / 2 + o through the kernel's column t + LEFT − 2 o, with
     # o descending from `last`.
@@ -148,10 +152,8 @@ def _input_depthwise_strided(
         w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K)
         for j in tl.static_range(last + (K - LEFT) // 2 + 1):
             v = _load_pixel(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
-            a = _accumulate(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            b = _accumulate(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            d = _accumulate(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
-            e = _accumulate(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            column = LEFT - 2 * (last - j)
+            a, b, d, e = _accumulate_strip(a, b, d, e, v, column, 1, K, w0, w1, w2, w3, w4)
     _store_strip(dx, a, b, d, e, n, row, first, H, W, C, c, inside)
 
 
