@@ -95,7 +95,7 @@ class Proxies(FullPrecision):
 
     @names.setter
     def names(self, names: Sequence[str] | None) -> None:
-        self.names_utf8 = _encode(names, self.num_classes).to(self.names_utf8.device)
+        self.names_utf8 = _encode(names, len(self.weight)).to(self.names_utf8.device)
 
     @torch.no_grad()
     def project_(self) -> "Proxies":

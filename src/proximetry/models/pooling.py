@@ -40,11 +40,10 @@ class GeM(nn.Module):
 
 
 POOLING_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "avg": lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    "avg": partial(nn.AdaptiveAvgPool2d, 1),
     "max": Maximum,
     "avg+max": partial(Maximum, add_mean=True),
     "gem": GeM,
     "gem-learned": partial(GeM, learned=True),
-    "flatten": nn.Flatten,
 }
-"""Layers of the poolings; for all others the backbone pools."""
+"""Layers of the poolings, whose result is flattened; for all others the backbone pools."""
