@@ -205,8 +205,8 @@ def read_json(path: Path, limit: int) -> Any:
     return content
 
 
-def check_format(path: Path, content: Any, name: str, version: int) -> None:
-    """Raise unless the content of a JSON file has this format, such as "proximetry gallery"."""
+def check_format(path: Path, content: Any, name: str, version: int) -> dict[str, Any]:
+    """Return the content of a JSON file; raise unless it has this format and version."""
     if not isinstance(content, dict) or content.get("format") != name:
         raise ValueError(f"{path} does not describe a {name}")
     if content.get("version") != version:
@@ -214,20 +214,12 @@ def check_format(path: Path, content: Any, name: str, version: int) -> None:
             f"{path} has format version {shown(content.get('version'))}, and Proximetry "
             f"{__version__} reads version {version}. Install the version that wrote it."
         )
+    return content
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise ValueError for duplicate keys and deep nesting."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in values:
-                raise ValueError(f"duplicate key {shown(name)}")
-            values[name] = value
-        return values
-
+    """Parse JSON; raise ValueError also for deep nesting."""
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
