@@ -35,11 +35,7 @@ class Gathered(nn.Module):
         self._shared = False
 
     def forward(
-        self,
-        embeddings: Tensor,
-        labels: Any,
-        weights: Weights | None = None,
-        **kwargs: Any,
+        self, embeddings: Tensor, labels: Any, weights: Weights | None = None, **kwargs: Any
     ) -> Tensor:
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
         problem: ValueError | None = None

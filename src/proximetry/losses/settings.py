@@ -94,14 +94,13 @@ class Setting:
     """Whether it cannot be changed after construction."""
 
 
-def setting(check: Check[Any], help: str, **options: Any) -> Any:
+def setting(check: Check[Any], help: str, default: Any = REQUIRED, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
     It becomes an attribute that is validated on assignment; annotated as ``InitVar[…]``, only an
-    argument of `Declared.build`. Options are those of `Setting`: ``default``, ``kw_only``,
-    ``alias``.
+    argument of `Declared.build`. Options are those of `Setting`: ``kw_only`` and ``alias``.
     """
-    return Setting(check, help, **options)
+    return Setting(check, help, default, **options)
 
 
 LOSS_SETTINGS: dict[str, dict[str, Setting]] = {}

@@ -97,11 +97,7 @@ class Preprocessing:
 
     @classmethod
     def from_timm(
-        cls,
-        model: Any,
-        crop: tuple[int, int] | None,
-        resize: int | None,
-        squash: bool | None,
+        cls, model: Any, crop: tuple[int, int] | None, resize: int | None, squash: bool | None
     ) -> Self:
         """Return the preprocessing of a timm model's pretrained configuration.
 
