@@ -176,21 +176,21 @@ class PairLoss(FullPrecision):
         for name in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
         pml = need("pytorch_metric_learning", "pairs", "a pair loss")
-        made, default_miner = (
+        module, default_miner = (
             (loss, None) if isinstance(loss, nn.Module) else PAIR_LOSSES[loss](pml, **values)
         )
-        self.loss: nn.Module = made
+        self.loss: nn.Module = module
         self.miner: nn.Module | None = default_miner if miner is None else miner
         self.memory, self.dim = memory, None
         if memory is not None:
             supported = pml.losses.CrossBatchMemory.supported_losses()
-            if type(made).__name__ not in supported:
+            if type(module).__name__ not in supported:
                 raise ValueError(
-                    f"the loss {type(made).__name__} has no cross-batch memory; "
+                    f"the loss {type(module).__name__} has no cross-batch memory; "
                     f"those with one are {', '.join(supported)}"
                 )
             self.dim = count("dim", dim)
-            self.loss = pml.losses.CrossBatchMemory(made, self.dim, memory, self.miner)
+            self.loss = pml.losses.CrossBatchMemory(module, self.dim, memory, self.miner)
             self.miner = None
             self.register_buffer("remembered", torch.zeros((), dtype=torch.long))
 
