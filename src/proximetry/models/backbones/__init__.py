@@ -267,8 +267,9 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
         )
     if pooling == "token" != features.pooling:
         raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
-    parameters = dict(model.named_parameters())
-    _drop_unused(model, {id(parameters[name]) for name in features.dropped})
+    if features.dropped:
+        parameters = dict(model.named_parameters())
+        _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
 
 
