@@ -5,7 +5,7 @@ Also their evaluation mode and their batch norm.
 
 import copy
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Container
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,14 +28,49 @@ class NoFeatureMapError(ValueError):
     """The pooling needs a feature map, and the backbone returns tokens."""
 
 
+default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
+BACKBONES: dict[str, "type[Backbone]"] = {}
+
+
 class Backbone(nn.Module):
-    """A network that ends in a feature map; subclasses define `forward_features`."""
+    """A network that ends in a feature map; subclasses define `forward_features`.
+
+    The arguments of a subclass register it with timm:
+
+        name: for timm and `Embedder.create`.
+        scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
+        pooling: meaning of pooling="auto".
+        config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
+    """
 
     num_features: int
     default_cfg: dict[str, Any]  # set by timm
-    # Both are set by `register_backbone`.
     pixel_format: ClassVar[dict[str, Any]]
     default_pooling: ClassVar[str]
+
+    def __init_subclass__(
+        cls,
+        name: str,
+        scale: float = 1 / 255,
+        channels: Channels = "RGB",
+        pooling: str = "avg",
+        **config: Any,
+    ) -> None:
+        from timm.models import build_model_with_cfg, register_model  # slow
+
+        super().__init_subclass__()
+        cls.pixel_format = {"scale": scale, "channels": channels}
+        cls.default_pooling = pooling
+        BACKBONES[name] = cls
+        default_cfgs[name] = {"crop_pct": 1.0, "interpolation": "bilinear", **config}
+
+        def make(pretrained: bool = False, **settings: Any) -> Backbone:
+            return build_model_with_cfg(
+                cls, name, pretrained, kwargs_filter=("in_chans",), **settings
+            )
+
+        make.__name__ = name
+        register_model(make)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last feature map."""
@@ -68,48 +103,6 @@ class ResidualMLP(nn.Module):
         """Map vectors [B, dim] to vectors [B, dim]."""
         change: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
         return x + change
-
-
-Kind = TypeVar("Kind", bound=type[Backbone])
-default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
-BACKBONES: dict[str, type[Backbone]] = {}
-
-
-def register_backbone(
-    name: str,
-    *,
-    scale: float = 1 / 255,
-    channels: Channels = "RGB",
-    pooling: str = "avg",
-    **config: Any,
-) -> Callable[[Kind], Kind]:
-    """Register a class with timm.
-
-    Args:
-        name: for timm and `Embedder.create`.
-        scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
-        pooling: meaning of pooling="auto".
-        config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
-    """
-    from timm.models import build_model_with_cfg, register_model  # slow
-
-    default_cfgs[name] = {"crop_pct": 1.0, "interpolation": "bilinear", **config}
-
-    def register(kind: Kind) -> Kind:
-        kind.pixel_format = {"scale": scale, "channels": channels}
-        kind.default_pooling = pooling
-        BACKBONES[name] = kind
-
-        def make(pretrained: bool = False, **settings: Any) -> Backbone:
-            return build_model_with_cfg(
-                kind, name, pretrained, kwargs_filter=("in_chans",), **settings
-            )
-
-        make.__name__ = name
-        register_model(make)
-        return kind
-
-    return register
 
 
 @cache
