@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from proximetry.data.datasets import datasets_table
-from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting
+from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting, loss_settings
 from proximetry.losses.pairs import USE
 from proximetry.recipe import loading
 from proximetry.recipe import schema as recipe
@@ -143,8 +143,12 @@ def forms() -> str:
 def pair_losses() -> str:
     """Return the table of the pair losses."""
     rows = [
-        (f"`{name}`", (inspect.getdoc(one.make) or "").rstrip("."), _defaults(one.settings))
-        for name, one in PAIR_LOSSES.items()
+        (
+            f"`{name}`",
+            (inspect.getdoc(make) or "").rstrip("."),
+            _defaults(loss_settings(f"pairs/{name}")),
+        )
+        for name, make in PAIR_LOSSES.items()
     ]
     return table(("name", "paper and miner", "settings"), rows)
 

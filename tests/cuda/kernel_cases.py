@@ -37,24 +37,27 @@ def moving(channels, act=nn.Identity, **options):
     return layer
 
 
-def agree(one, two, dtype=torch.float32):
-    scale = two.detach().float().norm().item() + 1e-30
-    assert (one.detach().float() - two.detach().float()).norm().item() / scale < TOLERANCE[dtype]
+def distance(one, two):
+    return ((one.double() - two.double()).norm() / (two.double().norm() + 1e-30)).item()
 
 
-def compare(fast, plain, layer, x):
-    """Value and all gradients of two functions of x and the parameters of a layer."""
-    y = plain(x.float())  # the reference does not round in between
-    slope = torch.randn_like(y).to(x.dtype)
-    parameters = list(layer.parameters())
-    expected = [y, *torch.autograd.grad(y, [x, *parameters], slope.float())]
-    y = fast(layer, x)
-    actual = [y, *torch.autograd.grad(y, [x, *parameters], slope)]
-    assert y.dtype == x.dtype
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    for one, two in zip(actual, expected, strict=True):
-        assert one.shape == two.shape
-        agree(one, two, x.dtype)
+def compare(fast, layer, x):
+    """Value, gradients and buffers over two batches; the twin computes in float64."""
+    twin = copy.deepcopy(layer).double()
+    for batch in (x, (x * 2 + 1).detach().requires_grad_()):
+        wide = batch.detach().double().requires_grad_()
+        y = twin(wide)
+        slope = torch.randn_like(y).to(x.dtype)
+        expected = [y, *torch.autograd.grad(y, [wide, *twin.parameters()], slope.double())]
+        y = fast(layer, batch)
+        actual = [y, *torch.autograd.grad(y, [batch, *layer.parameters()], slope)]
+        assert y.dtype == actual[1].dtype == x.dtype
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        for one, two in zip(actual, expected, strict=True):
+            assert one.shape == two.shape
+            assert distance(one, two) < TOLERANCE[x.dtype]
+    for name, buffer in twin.named_buffers():
+        assert distance(layer.get_buffer(name), buffer) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,36 +65,7 @@ def compare(fast, plain, layer, x):
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (1, 1, 1, 1)])
 def test_frozen_norm_is_torchs(shape, act, dtype):
     layer = freeze_batchnorm(moving(shape[1], act))
-    compare(fused_norm, layer, layer, images(*shape, dtype=dtype))
-
-
-def test_frozen_norm_without_scale_and_shift():
-    layer = freeze_batchnorm(moving(8, affine=False))
-    compare(fused_norm, layer, layer, images(2, 8, 3, 3))
-
-
-def compare_moving(layer, x, tolerance):
-    """Value, gradients and running statistics over two batches; the twin computes in float64."""
-    twin = copy.deepcopy(layer).double()
-    for batch in (x, (x * 2 + 1).detach().requires_grad_()):
-        wide = batch.detach().double().requires_grad_()
-        y = twin(wide)
-        slope = torch.randn_like(y).to(x.dtype)
-        expected = [y, *torch.autograd.grad(y, [wide, *twin.parameters()], slope.double())]
-        y = fused_norm(layer, batch)
-        actual = [y, *torch.autograd.grad(y, [batch, *layer.parameters()], slope)]
-        assert y.dtype == actual[1].dtype == x.dtype
-        assert y.is_contiguous(memory_format=torch.channels_last)
-        for one, two in zip(actual, expected, strict=True):
-            assert one.shape == two.shape
-            assert distance(one, two) < tolerance
-    for name, buffer in twin.named_buffers():
-        assert distance(layer.get_buffer(name), buffer) < 1e-5
-    assert layer.num_batches_tracked.item() == 2
-
-
-def distance(one, two):
-    return ((one.double() - two.double()).norm() / (two.double().norm() + 1e-30)).item()
+    compare(fused_norm, layer, images(*shape, dtype=dtype))
 
 
 # The second makes a program take several turns, and the parts be joined in several.
@@ -109,22 +83,25 @@ def share_among(monkeypatch, programs, parts):
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (2, 1, 1, 1), (2, 33, 1, 1)])
 def test_moving_norm_is_torchs(shape, act, dtype):
     layer = moving(shape[1], act, eps=0.1, momentum=0.3)
-    compare_moving(layer, images(*shape, dtype=dtype), TOLERANCE[dtype])
+    compare(fused_norm, layer, images(*shape, dtype=dtype))
+    assert layer.num_batches_tracked.item() == 2
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize(
     "options",
     [{"momentum": 0}, {"momentum": 1}, {"act": nn.ReLU, "affine": False}, {"act": nn.SiLU}],
 )
-def test_options_of_moving_norm(options):
-    compare_moving(moving(8, **options), images(2, 8, 3, 3), 1e-5)
+def test_options_of_norm(options, frozen):
+    layer = moving(8, **options)
+    compare(fused_norm, freeze_batchnorm(layer) if frozen else layer, images(2, 8, 3, 3))
 
 
 @FEW_PROGRAMS
 @pytest.mark.parametrize("batch", [1, 2, 6, 9])
 def test_moving_norm_of_many_rows(batch, programs, parts, monkeypatch):
     share_among(monkeypatch, programs, parts)
-    compare_moving(moving(24, nn.ReLU6), images(batch, 24, 8, 9), 1e-5)
+    compare(fused_norm, moving(24, nn.ReLU6), images(batch, 24, 8, 9))
 
 
 def test_moving_norm_whose_scale_and_shift_do_not_learn():
@@ -133,7 +110,8 @@ def test_moving_norm_whose_scale_and_shift_do_not_learn():
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
     expected = torch.autograd.grad(twin(x).square().sum(), x)
-    agree(*torch.autograd.grad(fused_norm(layer, x).square().sum(), x), *expected)
+    actual = torch.autograd.grad(fused_norm(layer, x).square().sum(), x)
+    assert distance(*actual, *expected) < 1e-5
 
 
 # An outlier where a part's sums are taken from costs them some digits, no more.
@@ -207,7 +185,7 @@ def test_a_recorded_norm_moves_its_statistics():
             loss = network(batch).square().sum()
             slopes.append(torch.autograd.grad(loss, [batch, *network.parameters()]))
         for one, two in zip(*slopes, strict=True):
-            agree(one, two)
+            assert distance(one, two) < 1e-5
     for one, two in zip(layer.buffers(), twin.buffers(), strict=True):
         assert torch.equal(one, two)
     assert layer.num_batches_tracked.item() == 3
@@ -221,14 +199,12 @@ def test_depthwise_is_torchs(kernel, stride, same, size):
     kind = Conv2dSame if same else nn.Conv2d
     padding = 0 if same else kernel // 2
     layer = kind(24, 24, kernel, stride, padding, groups=24, bias=False).to(DEVICE)
-    compare(fused_depthwise, layer, layer, images(2, 24, *size))
+    compare(fused_depthwise, layer, images(2, 24, *size))
 
 
 def test_depthwise_in_bfloat16():
     layer = nn.Conv2d(40, 40, 3, 2, 1, groups=40, bias=False).to(DEVICE)
-    x = images(2, 40, 7, 6, dtype=torch.bfloat16)
-    y = fused_depthwise(layer, x)
-    agree(y, layer(x.float()), torch.bfloat16)
+    compare(fused_depthwise, layer, images(2, 40, 7, 6, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -252,7 +228,7 @@ def test_fused_network_has_the_gradients_of_torch(frozen, monkeypatch):
     for network in (plain, fast):
         (network(x) * slope).sum().backward()
     for one, two in zip(fast.parameters(), plain.parameters(), strict=True):
-        agree(one.grad, two.grad)
+        assert distance(one.grad, two.grad) < 1e-5
     for one, two in zip(fast.buffers(), plain.buffers(), strict=True):
-        agree(one, two)
-    agree(fast.eval()(x), plain.eval()(x))
+        assert distance(one, two) < 1e-5
+    assert distance(fast.eval()(x), plain.eval()(x)) < 1e-5

@@ -9,7 +9,7 @@ from dataclasses import InitVar
 import pytest
 
 from proximetry import losses
-from proximetry.losses import checks, setting
+from proximetry.losses.settings import count, finite, positive, setting
 from tests.losses.cases import NAMES, make
 
 PAIRS = [f"pairs/{name}" for name in losses.PAIR_LOSSES]
@@ -139,15 +139,16 @@ def test_undeclared_setting_cannot_be_assigned(name, setting_name):
 def test_custom_loss_is_declared_registered_and_subclassed(monkeypatch):
     known = losses.LOSSES.copy()
     monkeypatch.setattr("proximetry.losses.base.LOSSES", known)
+    monkeypatch.setattr("proximetry.losses.base.LOSS_SETTINGS", {})
 
     class Plain(losses.ProxyLoss, name="plain"):
         form = losses.LossForm("mean", by="sample", join="softmax")
-        proxies_per_class: InitVar[int] = setting(checks.count, "proxies per class", default=3)
-        scale: float = setting(checks.positive, "scale", default=4.0)
+        proxies_per_class: InitVar[int] = setting(count, "proxies per class", default=3)
+        scale: float = setting(positive, "scale", default=4.0)
 
     class Sharper(Plain):
-        extra: float = setting(checks.finite, "a setting more", default=0.0)
-        scale: float = setting(checks.positive, "scale", default=8.0)
+        extra: float = setting(finite, "a setting more", default=0.0)
+        scale: float = setting(positive, "scale", default=8.0)
 
     assert known == {**losses.LOSSES, "plain": Plain}
     assert list(Sharper.settings()) == ["proxies_per_class", "scale", "extra", "engine"]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry._util.tensors import nearest_other_class
-from proximetry.losses import regularizers
+from proximetry.losses import dense, regularizers
+from proximetry.losses.dense import intra_class_distance
 from proximetry.losses.regularizers import (
     AngularCenterLoss,
     CenterLoss,
     ExclusiveRegularizer,
     IntraClassRegularizer,
     QuantizationLoss,
-    intra_class_distance,
 )
 from tests.losses import reference
 
@@ -30,7 +30,7 @@ def draw(*shape, seed=0):
 def test_intra_class_term_is_equation_3(entries, classes, k, dim, seed):
     w = draw(classes, k, dim, seed=seed).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regularizers, "BLOCK_ENTRIES", entries)
+        patch.setattr(dense, "BLOCK_ENTRIES", entries)
         value = intra_class_distance(w)
         assert value.item() == pytest.approx(reference.intra_class(w.detach().numpy()), rel=1e-9)
         if k > 1:
@@ -41,7 +41,7 @@ def test_intra_class_term_is_equation_3(entries, classes, k, dim, seed):
 
 
 def test_intra_class_gradcheck_in_blocks_and_backward_twice(monkeypatch):
-    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", 1)
+    monkeypatch.setattr(dense, "BLOCK_ENTRIES", 1)
     w = draw(4, 3, 3).requires_grad_()
     assert torch.autograd.gradcheck(intra_class_distance, (w,))
     assert torch.autograd.gradgradcheck(intra_class_distance, (w,))
@@ -76,13 +76,11 @@ def test_exclusive_term_is_regularfaces(block, classes, k, dim, seed):
     assert value.item() == pytest.approx(2.0 * exclusive(w.numpy()), rel=1e-9)
 
 
-def test_exclusive_gradient_reaches_both_members_of_a_pair(monkeypatch):
-    w = draw(9, 2, 4).requires_grad_()
-    assert torch.autograd.gradcheck(ExclusiveRegularizer(), (w,))
-    flat = draw(9, 4).requires_grad_()
-    for entries in (2**20, 16):
-        monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", entries)
-        assert torch.autograd.gradcheck(ExclusiveRegularizer(), (flat,))
+@pytest.mark.parametrize("entries", [2**20, 16])
+@pytest.mark.parametrize("shape", [(9, 2, 4), (9, 4)])
+def test_exclusive_gradient_reaches_both_members_of_a_pair(shape, entries, monkeypatch):
+    monkeypatch.setattr(dense, "BLOCK_ENTRIES", entries)
+    assert torch.autograd.gradcheck(ExclusiveRegularizer(), (draw(*shape).requires_grad_(),))
 
 
 def test_exclusive_with_ties_zero_vectors_and_one_class():
@@ -178,7 +176,7 @@ def test_regularizers_reject_invalid_arguments(call, message):
 @pytest.mark.parametrize("entries", [1, 2**20])
 @pytest.mark.parametrize("term", [IntraClassRegularizer(), ExclusiveRegularizer()])
 def test_autocast_changes_nothing(term, entries, monkeypatch):
-    monkeypatch.setattr(regularizers, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(dense, "BLOCK_ENTRIES", entries)
     w = draw(6, 2, 5).float().requires_grad_()
     value = term(w)
     (gradient,) = torch.autograd.grad(value, w)

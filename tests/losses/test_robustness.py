@@ -231,13 +231,19 @@ def test_parameters_and_buffers_stay_in_full_precision(make_it, dtype):
     assert {value.dtype for value in widened} <= {torch.float64, torch.int64, torch.uint8}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_as_one_graph(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "aot_eager") for name in NAMES),
+        pytest.param("mpa", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_as_one_graph(name, backend):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=2, engine="dense").eval()
     expected = value_and_gradients(loss, x, y)
     torch.compiler.reset()  # the losses share one forward, and eight variants of it are the limit
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
     inside = x.clone().requires_grad_()
     loss.zero_grad(set_to_none=True)
     value = compiled(inside, y)

@@ -178,6 +178,8 @@ def test_frozen_batchnorm_keeps_statistics_in_train_mode(name):
         model.train()
         assert model.training
         assert norms(model)
+        model.encode([np.full((64, 64, 3), gray, np.uint8) for gray in (0, 200)])
+        assert model.training
         model(torch.randn(4, 3, 64, 64) * 3 + 1)
         for part, (mean, variance) in zip(norms(model), before, strict=True):
             assert torch.equal(part.running_mean, mean)

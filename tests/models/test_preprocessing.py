@@ -129,7 +129,7 @@ def test_border_crop_mode_warns_and_crops_the_center():
     ("values", "message"),
     [
         ({"resize": 0}, "resize"),
-        ({"resize": 200}, "resize 200"),
+        ({"resize": 200}, "resize 200×200"),
         ({"resize": (256, 200)}, "resize 256×200"),
         ({"resize": (256, 256, 256)}, "resize"),
         ({"crop": 224}, "crop"),

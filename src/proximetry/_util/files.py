@@ -11,9 +11,11 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from proximetry import __version__
 from proximetry._util.errors import UsageError, readable_size, shorten, shown
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
     The content is flushed before the rename, so a killed process or a power failure leaves either
     the old file or the new one. Without ``durable`` a power failure may damage the file.
     """
-    part = _part_of(file)
+    # A name may have 255 bytes at most.
+    part = file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
     try:
         with writing(file):
             yield part
@@ -91,11 +94,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _part_of(file: Path) -> Path:
-    # A name may have 255 bytes at most.
-    return file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
 
 
 def written_for(path: Path) -> str:
@@ -166,7 +164,6 @@ def _owner(lock: Path) -> str:
 
 def check_writable(file: Path) -> None:
     """Raise for a file that `atomic_path` could not write; leaves nothing behind."""
-    part = _part_of(file)
     try:
         if file.is_dir():
             raise UsageError(f"{file} is a folder; name a file in it")
@@ -174,8 +171,8 @@ def check_writable(file: Path) -> None:
             raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")
         if file.exists() and not file.is_file():  # a device or a pipe, which a rename would replace
             raise UsageError(f"{file} is no file that can be replaced; name another one")
-        part.touch()
-        part.unlink()
+        with TemporaryFile(dir=file.parent):
+            pass
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
@@ -208,18 +205,21 @@ def read_json(path: Path, limit: int) -> Any:
     return content
 
 
+def check_format(path: Path, content: Any, name: str, version: int) -> dict[str, Any]:
+    """Return the content of a JSON file; raise unless it has this format and version."""
+    if not isinstance(content, dict) or content.get("format") != name:
+        raise ValueError(f"{path} does not describe a {name}")
+    if content.get("version") != version:
+        raise ValueError(
+            f"{path} has format version {shown(content.get('version'))}, and Proximetry "
+            f"{__version__} reads version {version}. Install the version that wrote it."
+        )
+    return content
+
+
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise ValueError for duplicate keys and deep nesting."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in values:
-                raise ValueError(f"duplicate key {shown(name)}")
-            values[name] = value
-        return values
-
+    """Parse JSON; raise ValueError also for deep nesting."""
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -38,7 +38,13 @@ def cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of memory a program can use without swapping, within a container's limit."""
-    available = _host_memory()
+    available = 1 << 33  # on Windows
+    with suppress(OSError, ValueError, AttributeError):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        available = int(line.split()[1]) * 1024
     for limit, usage, cache in _CGROUP_MEMORY:
         with suppress(OSError, ValueError):  # no container, or no limit: "max"
             most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
@@ -46,16 +52,6 @@ def available_memory() -> int:
             freeable = int(dict(line.split() for line in lines).get(cache, 0))
             available = min(available, max(0, most - used + freeable))
     return available
-
-
-def _host_memory() -> int:
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 1 << 33  # on Windows
 
 
 _settings = Lock()

@@ -23,7 +23,7 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
     document: dict[str, Any] = {}
     for one in [*LOSSES, *pairs] if name is None else [name]:
         settings = loss_settings(one)  # an unknown name is an error
-        source: Any = LOSSES.get(one) or pairs[one].make
+        source: Any = LOSSES.get(one) or pairs[one]
         about, *more = (inspect.getdoc(source) or "").replace("``", "").split("\n\n")
         document[one] = {
             "about": about,

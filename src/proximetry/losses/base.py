@@ -1,31 +1,50 @@
-"""The base class of proxy losses: proxies, engine and forward."""
+"""The base class of proxy losses (proxies, engine and forward), and the checks of a batch."""
 
+from collections.abc import Sequence
 from dataclasses import InitVar
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from proximetry._util.errors import closest
+from proximetry._util.labels import as_labels
 from proximetry._util.tensors import l2_normalize
-from proximetry.losses import checks
 from proximetry.losses.dense import (
     LossForm,
     Parts,
     Problem,
     class_similarities,
     dense,
+    intra_class_distance,
     join_by_sample,
     pull_by_class,
     weighted_mean,
 )
 from proximetry.losses.proxies import Init, Proxies
-from proximetry.losses.regularizers import intra_class_distance
-from proximetry.losses.settings import Declared, setting
+from proximetry.losses.settings import (
+    LOSS_SETTINGS,
+    Declared,
+    check_settings,
+    count,
+    one_of,
+    setting,
+)
 from proximetry.losses.streamed import streamed
 
+Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
+"""Class indices [B], or `IGNORED`."""
+Weights = Tensor | NDArray[np.floating[Any]] | Sequence[float]
+"""Sample weights [B]."""
 Engine = Literal["auto", "dense", "streamed"]
 Reduction = Literal["mean", "sum", "none"]
-_reduction = checks.one_of(*get_args(Reduction))
+_reduction = one_of(*get_args(Reduction))
+
+#: The label of samples that a loss ignores.
+IGNORED = -1
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 #: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
 DENSE_ENTRIES = 2**20
@@ -40,10 +59,10 @@ class ProxyLoss(Declared):
     Settings may be changed between steps; a bad value raises on assignment, not steps later.
     """
 
-    num_classes: InitVar[int] = setting(checks.count, "number of classes C")
-    dim: InitVar[int] = setting(checks.count, "embedding dimension D")
+    num_classes: InitVar[int] = setting(count, "number of classes C")
+    dim: InitVar[int] = setting(count, "embedding dimension D")
     engine: Engine = setting(
-        checks.one_of(*get_args(Engine)),
+        one_of(*get_args(Engine)),
         "how the loss is computed, with the same result",
         default="auto",
         kw_only=True,
@@ -68,7 +87,7 @@ class ProxyLoss(Declared):
             old = LOSSES.get(name, cls)
             if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"a loss named {name!r} exists already: {old.__name__}")
-            LOSSES[name] = cls
+            LOSSES[name], LOSS_SETTINGS[name] = cls, cls.settings()
 
     def build(self, arguments: dict[str, Any]) -> None:
         """Make the proxies, K of them for each class where the loss has ``proxies_per_class``."""
@@ -92,7 +111,7 @@ class ProxyLoss(Declared):
 
         ``present`` [C] is 1 for the classes in the batch and 0 for the others.
         """
-        return 1.0 / self.proxies.num_classes
+        return 1.0 / len(present)
 
     def ramp(self) -> float | Tensor:
         """Return the warm-up factor of an added exclusive term at this step."""
@@ -101,8 +120,8 @@ class ProxyLoss(Declared):
     def forward(
         self,
         embeddings: Tensor,
-        labels: checks.Labels,
-        weights: checks.Weights | None = None,
+        labels: Labels,
+        weights: Weights | None = None,
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
@@ -113,16 +132,15 @@ class ProxyLoss(Declared):
         return per-class terms [C] whose mean is the loss.
         """
         _reduction("reduction", reduction)
-        labels = checks.batch(embeddings, labels, self.proxies.dim)
+        classes, _, dim = self.proxies.weight.shape
+        labels = check_labels(embeddings, labels, dim, classes if self.check_labels else None)
         if weights is not None:
-            weights = checks.sample_weights(embeddings, weights)
-        if self.check_labels and not torch.compiler.is_compiling():
-            checks.label_range(labels, self.proxies.num_classes)
-            if weights is not None:
-                checks.weight_range(weights)
+            weights = sample_weights(embeddings, weights, in_range=self.check_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            weights = checks.effective_weights(labels, weights, proxies.dtype)
+            if weights is None:
+                weights = torch.ones_like(labels, dtype=proxies.dtype)
+            weights = weights.to(proxies.dtype).masked_fill(labels == IGNORED, 0.0)
             # Zero ignored samples, so that NaN in them does not spread.
             ignored = weights == 0
             labels = labels.masked_fill(ignored, 0)
@@ -197,3 +215,90 @@ class ProxyLoss(Declared):
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
             return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
+
+
+def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
+    """Return a proxy loss by name; raise ValueError for unknown names, settings and values."""
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}{closest(name, LOSSES)}")
+    check_settings(name, settings)
+    return LOSSES[name](num_classes, dim, **settings)
+
+
+def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
+    """Raise unless ``embeddings`` is a floating-point batch [B, D]."""
+    if not isinstance(embeddings, Tensor):
+        raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
+    shape = list(embeddings.shape)
+    if len(shape) != 2 or shape[0] == 0:
+        raise ValueError(f"embeddings must be [batch, dim] and not empty, got shape {shape}")
+    if dim is not None and shape[1] != dim:
+        raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
+    if not embeddings.is_floating_point():
+        raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
+
+
+def check_labels(
+    embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
+) -> Tensor:
+    """Return the labels as int64; raise if shapes or types of the batch do not match.
+
+    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
+    waits for the device.
+    """
+    check_embeddings(embeddings, dim)
+    if not isinstance(labels, Tensor):
+        labels = labels_like(embeddings, labels)
+    if labels.dtype not in _INTEGERS:
+        raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
+    if labels.shape != embeddings.shape[:1]:
+        got = list(labels.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
+    if num_classes is not None and not torch.compiler.is_compiling():
+        low, high = torch.stack(labels.aminmax()).tolist()
+        if low < IGNORED or high >= num_classes:
+            wrong = low if low < IGNORED else high
+            position = int((labels == wrong).nonzero()[0, 0])
+            raise ValueError(
+                f"label {wrong} (position {position} of the batch) is outside "
+                f"0..{num_classes - 1}; the loss was made for {num_classes} classes, and ignores "
+                f"the label {IGNORED}"
+            )
+    return labels.long()
+
+
+def labels_like(embeddings: Tensor, labels: Labels) -> Tensor:
+    """Return labels as a tensor on the device of the embeddings; tensors stay as they are."""
+    if isinstance(labels, Tensor):
+        return labels
+    array = as_labels(labels, len(embeddings))
+    if array.dtype.kind != "i":
+        raise ValueError("labels must be integers (class indices), got strings")
+    return torch.from_numpy(array).to(embeddings.device)
+
+
+def sample_weights(embeddings: Tensor, weights: Weights, in_range: bool = False) -> Tensor:
+    """Return the weights as a tensor [B] on the device of the embeddings.
+
+    With ``in_range`` negative and non-finite weights raise. On CUDA this waits for the device.
+    """
+    if not isinstance(weights, Tensor):
+        try:
+            weights = torch.from_numpy(np.asarray(weights, np.float64))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
+    if weights.is_complex():
+        raise ValueError(f"weights must be real numbers, got {weights.dtype}")
+    if weights.shape != embeddings.shape[:1]:
+        got = list(weights.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {got}")
+    weights = weights.detach().to(embeddings.device)
+    if in_range and not torch.compiler.is_compiling():
+        wrong = ~((weights >= 0) & torch.isfinite(weights))
+        if wrong.any():
+            position = int(wrong.nonzero()[0, 0])
+            raise ValueError(
+                f"weight {weights[position].item()} (position {position} of the batch) must be a "
+                "finite number of at least 0"
+            )
+    return weights

@@ -18,13 +18,17 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from proximetry._util.tensors import inverse_length
-from proximetry.losses import checks
+from proximetry._util.tensors import inverse_length, l2_normalize
+from proximetry.losses.settings import one_of
 
 Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
+
+#: Entries of a block of proxies.
+BLOCK_ENTRIES = 2**20
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class LossForm:
     join: Join
 
     def __post_init__(self) -> None:
-        checks.one_of(*get_args(Aggregation))("similarity", self.similarity)
-        checks.one_of(*get_args(By))("by", self.by)
-        checks.one_of(*get_args(Join))("join", self.join)
+        one_of(*get_args(Aggregation))("similarity", self.similarity)
+        one_of(*get_args(By))("by", self.by)
+        one_of(*get_args(Join))("join", self.join)
         if self.by == "class" and self.join != "separate":
             raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
 
@@ -199,3 +203,35 @@ def softplus(z: Tensor) -> Tensor:
 def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
     """log(1 + Σ e^z) from ``total`` = Σ e^(z - shift), ``shift`` >= 0, without cancellation."""
     return shift + torch.log1p(total + torch.expm1(-shift))
+
+
+def intra_class_distance(weight: Tensor) -> Tensor:
+    """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
+    if weight.ndim != 3:
+        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
+    classes, k, _ = weight.shape
+    if k == 1:
+        return weight.new_zeros(())
+    with torch.autocast(weight.device.type, enabled=False):
+        rows = block_rows(weight)
+        if classes <= rows or torch.compiler.is_compiling():
+            total = _pair_distances(weight)
+        else:  # some classes at a time, recomputed in backward
+            blocks = torch.split(weight, rows)
+            parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
+            total = torch.stack(parts).sum()
+        return total / (classes * k * (k - 1))
+
+
+def block_rows(weight: Tensor) -> int:
+    """Return the number of rows of ``weight`` in a block of `BLOCK_ENTRIES`."""
+    return max(1, BLOCK_ENTRIES // weight[0].numel())
+
+
+def _pair_distances(weight: Tensor) -> Tensor:
+    """Σ over classes and pairs t < s of the distance of two proxies."""
+    direction, _ = l2_normalize(weight)
+    cosine = direction @ direction.transpose(1, 2)
+    k = weight.shape[1]
+    first, second = torch.triu_indices(k, k, 1, device=weight.device)
+    return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()

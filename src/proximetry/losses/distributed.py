@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from proximetry._util.errors import shown
 from proximetry._util.tensors import gather_rows
-from proximetry.losses import checks
+from proximetry.losses.base import Weights, labels_like, sample_weights
 
 
 class Gathered(nn.Module):
@@ -35,18 +35,14 @@ class Gathered(nn.Module):
         self._shared = False
 
     def forward(
-        self,
-        embeddings: Tensor,
-        labels: Any,
-        weights: checks.Weights | None = None,
-        **kwargs: Any,
+        self, embeddings: Tensor, labels: Any, weights: Weights | None = None, **kwargs: Any
     ) -> Tensor:
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
         problem: ValueError | None = None
         try:
             labels = _rows(embeddings, labels)
             if weights is not None:
-                weights = checks.sample_weights(embeddings, weights)
+                weights = sample_weights(embeddings, weights)
         except ValueError as error:
             problem = error
         several = dist.is_available() and dist.is_initialized()
@@ -115,7 +111,7 @@ def _rows(embeddings: Tensor, labels: Any) -> Tensor:
     """Return the labels as a tensor on the device of the embeddings; a rank may have none."""
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
-    rows = checks.as_labels(embeddings, labels)
+    rows = labels_like(embeddings, labels)
     if rows.ndim == 0 or len(rows) != len(embeddings):
         raise ValueError(
             f"{len(embeddings)} embeddings need as many labels, got shape {list(rows.shape)}"

@@ -5,7 +5,6 @@ float32 scalar, full precision under autocast, ignored labels, clear errors.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,126 +12,117 @@ from torch import Tensor, nn
 
 from proximetry._util.errors import closest, need, shown
 from proximetry._util.tensors import rescale
-from proximetry.losses import checks
-from proximetry.losses.settings import FullPrecision, Setting, check_all, setting
+from proximetry.losses.base import IGNORED, Labels, check_labels
+from proximetry.losses.settings import (
+    LOSS_SETTINGS,
+    FullPrecision,
+    Setting,
+    check_all,
+    count,
+    finite,
+    optional,
+    positive,
+    setting,
+)
 
 Parts = tuple[nn.Module, nn.Module | None]
 """A loss and its miner."""
 
 _MEMORY = setting(
-    checks.optional(checks.count),
-    "number of past embeddings in a cross-batch memory (Wang et al. 2020)",
-    default=None,
+    optional(count), "number of past embeddings in a cross-batch memory (Wang et al. 2020)", None
 )
-
-
-@dataclass(frozen=True)
-class PairForm:
-    """The settings of a pair loss, and the function that creates it and its miner."""
-
-    make: Callable[..., Parts]
-    settings: dict[str, Setting]
 
 
 #: When to use them.
 USE = "As baselines, and where classes are open-ended; batches hold several images per class."
 
-PAIR_LOSSES: dict[str, PairForm] = {}
-"""The pair losses by name."""
+PAIR_LOSSES: dict[str, Callable[..., Parts]] = {}
+"""The functions that create the pair losses and their miners, by name."""
 
 
 def _pair_loss(
     name: str, *, memory: bool = True, **settings: Setting
 ) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
-    if memory:
-        settings["memory"] = _MEMORY
-
     def register(make: Callable[..., Parts]) -> Callable[..., Parts]:
-        PAIR_LOSSES[name] = PairForm(make, settings)
+        PAIR_LOSSES[name] = make
+        LOSS_SETTINGS[f"pairs/{name}"] = settings | ({"memory": _MEMORY} if memory else {})
         return make
 
     return register
 
 
-@_pair_loss(
-    "contrastive",
-    margin=setting(checks.finite, "negatives are pushed below this cosine", default=0.5),
-)
-def _contrastive(peer: Any, margin: float) -> Parts:
+@_pair_loss("contrastive", margin=setting(finite, "negatives are pushed below this cosine", 0.5))
+def _contrastive(pml: Any, margin: float) -> Parts:
     """Hadsell et al. 2006, on cosines: pull to 1, push below the margin; no miner."""
-    cosine = peer.distances.CosineSimilarity()
-    return peer.losses.ContrastiveLoss(pos_margin=1.0, neg_margin=margin, distance=cosine), None
+    cosine = pml.distances.CosineSimilarity()
+    return pml.losses.ContrastiveLoss(pos_margin=1.0, neg_margin=margin, distance=cosine), None
 
 
-@_pair_loss("triplet", margin=setting(checks.finite, "margin of distances", default=0.1))
-def _triplet(peer: Any, margin: float) -> Parts:
+@_pair_loss("triplet", margin=setting(finite, "margin of distances", 0.1))
+def _triplet(pml: Any, margin: float) -> Parts:
     """Schroff et al. 2015, semi-hard negatives with the same margin."""
-    miner = peer.miners.TripletMarginMiner(margin=margin, type_of_triplets="semihard")
-    return peer.losses.TripletMarginLoss(margin=margin), miner
+    miner = pml.miners.TripletMarginMiner(margin=margin, type_of_triplets="semihard")
+    return pml.losses.TripletMarginLoss(margin=margin), miner
 
 
-@_pair_loss("lifted_structure", margin=setting(checks.finite, "margin of distances", default=1.0))
-def _lifted(peer: Any, margin: float) -> Parts:
-    """Oh Song et al. 2016, in the generalised form; no miner."""
-    return peer.losses.GeneralizedLiftedStructureLoss(neg_margin=margin), None
+@_pair_loss("lifted_structure", margin=setting(finite, "margin of distances", 1.0))
+def _lifted(pml: Any, margin: float) -> Parts:
+    """Oh Song et al. 2016, in the generalized form; no miner."""
+    return pml.losses.GeneralizedLiftedStructureLoss(neg_margin=margin), None
 
 
 @_pair_loss("n_pair", memory=False)
-def _n_pair(peer: Any) -> Parts:
+def _n_pair(pml: Any) -> Parts:
     """Sohn 2016; no miner."""
-    return peer.losses.NPairsLoss(), None
+    return pml.losses.NPairsLoss(), None
 
 
 @_pair_loss(
     "margin",
-    margin=setting(checks.finite, "margin of distances", default=0.2),
-    beta=setting(checks.finite, "boundary β between positives and negatives", default=1.2),
-    num_classes=setting(
-        checks.optional(checks.count), "if given, β is learned, one for each class", default=None
-    ),
+    margin=setting(finite, "margin of distances", 0.2),
+    beta=setting(finite, "boundary β between positives and negatives", 1.2),
+    num_classes=setting(optional(count), "if given, β is learned, one for each class", None),
 )
-def _margin(peer: Any, margin: float, beta: float, num_classes: int | None) -> Parts:
+def _margin(pml: Any, margin: float, beta: float, num_classes: int | None) -> Parts:
     """Wu et al. 2017, distance-weighted negatives."""
     learn = num_classes is not None
-    loss = peer.losses.MarginLoss(
+    loss = pml.losses.MarginLoss(
         margin=margin, nu=0, beta=beta, learn_beta=learn, num_classes=num_classes
     )
-    return loss, peer.miners.DistanceWeightedMiner(cutoff=0.5, nonzero_loss_cutoff=1.4)
+    return loss, pml.miners.DistanceWeightedMiner(cutoff=0.5, nonzero_loss_cutoff=1.4)
 
 
 @_pair_loss(
     "multi_similarity",
-    alpha=setting(checks.finite, "sharpness α for positives", default=2.0),
-    beta=setting(checks.finite, "sharpness β for negatives", default=50.0),
-    base=setting(checks.finite, "cosine from which both are measured", default=0.5),
-    epsilon=setting(checks.finite, "margin of the miner", default=0.1),
+    alpha=setting(finite, "sharpness α for positives", 2.0),
+    beta=setting(finite, "sharpness β for negatives", 50.0),
+    base=setting(finite, "cosine from which both are measured", 0.5),
+    epsilon=setting(finite, "margin of the miner", 0.1),
 )
-def _multi_similarity(peer: Any, alpha: float, beta: float, base: float, epsilon: float) -> Parts:
+def _multi_similarity(pml: Any, alpha: float, beta: float, base: float, epsilon: float) -> Parts:
     """Wang et al. 2019, its own mining of informative pairs."""
-    loss = peer.losses.MultiSimilarityLoss(alpha=alpha, beta=beta, base=base)
-    return loss, peer.miners.MultiSimilarityMiner(epsilon=epsilon)
+    loss = pml.losses.MultiSimilarityLoss(alpha=alpha, beta=beta, base=base)
+    return loss, pml.miners.MultiSimilarityMiner(epsilon=epsilon)
 
 
-@_pair_loss("sup_con", temperature=setting(checks.positive, "temperature T", default=0.1))
-def _sup_con(peer: Any, temperature: float) -> Parts:
+@_pair_loss("sup_con", temperature=setting(positive, "temperature T", 0.1))
+def _sup_con(pml: Any, temperature: float) -> Parts:
     """Khosla et al. 2020, supervised contrastive; no miner."""
-    return peer.losses.SupConLoss(temperature=temperature), None
+    return pml.losses.SupConLoss(temperature=temperature), None
 
 
-@_pair_loss("nt_xent", temperature=setting(checks.positive, "temperature T", default=0.07))
-def _nt_xent(peer: Any, temperature: float) -> Parts:
+@_pair_loss("nt_xent", temperature=setting(positive, "temperature T", 0.07))
+def _nt_xent(pml: Any, temperature: float) -> Parts:
     """Chen et al. 2020 (SimCLR), each positive pair against all negatives; no miner."""
-    return peer.losses.NTXentLoss(temperature=temperature), None
+    return pml.losses.NTXentLoss(temperature=temperature), None
 
 
 @_pair_loss(
-    "circle",
-    margin=setting(checks.finite, "relaxation m", default=0.4),
-    gamma=setting(checks.positive, "scale γ", default=80.0),
+    "circle", margin=setting(finite, "relaxation m", 0.4), gamma=setting(positive, "scale γ", 80.0)
 )
-def _circle(peer: Any, margin: float, gamma: float) -> Parts:
+def _circle(pml: Any, margin: float, gamma: float) -> Parts:
     """Sun et al. 2020; no miner."""
-    return peer.losses.CircleLoss(m=margin, gamma=gamma), None
+    return pml.losses.CircleLoss(m=margin, gamma=gamma), None
 
 
 class PairLoss(FullPrecision):
@@ -165,58 +155,59 @@ class PairLoss(FullPrecision):
                 "loss must be a name or a loss object and miner a miner object, "
                 f"got {shown(loss)} and {shown(miner)}"
             )
-        if isinstance(loss, str) and loss not in PAIR_LOSSES:
-            raise ValueError(
-                f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses of "
-                "pytorch-metric-learning as objects."
-            )
-        if hasattr(loss, "embedding_memory"):
-            raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
-        known = PAIR_LOSSES[loss].settings if isinstance(loss, str) else {"memory": _MEMORY}
+        if isinstance(loss, str):
+            if loss not in PAIR_LOSSES:
+                raise ValueError(
+                    f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses "
+                    "of pytorch-metric-learning as objects."
+                )
+            owner, known = f"'pairs/{loss}'", LOSS_SETTINGS[f"pairs/{loss}"]
+        else:
+            if hasattr(loss, "embedding_memory"):
+                raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
+            owner, known = type(loss).__name__, {"memory": _MEMORY}
         if memory is not None:
             settings["memory"] = memory
-        owner = f"'pairs/{loss}'" if isinstance(loss, str) else type(loss).__name__
+            if dim is None:
+                raise ValueError("cross-batch memory needs dim, the embedding dimension")
         values = {key: one.default for key, one in known.items()}
         values |= check_all(f"the loss {owner}", known, settings)
         values.pop("memory", None)
-        if memory is not None and dim is None:
-            raise ValueError("cross-batch memory needs dim, the embedding dimension")
         for name in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
-        peer = need("pytorch_metric_learning", "pairs", "a pair loss")
-        self.loss: nn.Module
-        self.miner: nn.Module | None
-        self.loss, self.miner = (
-            PAIR_LOSSES[loss].make(peer, **values) if isinstance(loss, str) else (loss, None)
+        pml = need("pytorch_metric_learning", "pairs", "a pair loss")
+        module, default_miner = (
+            (loss, None) if isinstance(loss, nn.Module) else PAIR_LOSSES[loss](pml, **values)
         )
-        self.miner = self.miner if miner is None else miner
+        self.loss: nn.Module = module
+        self.miner: nn.Module | None = default_miner if miner is None else miner
         self.memory, self.dim = memory, None
         if memory is not None:
-            supported = peer.losses.CrossBatchMemory.supported_losses()
-            if type(self.loss).__name__ not in supported:
+            supported = pml.losses.CrossBatchMemory.supported_losses()
+            if type(module).__name__ not in supported:
                 raise ValueError(
-                    f"the loss {type(self.loss).__name__} has no cross-batch memory; "
+                    f"the loss {type(module).__name__} has no cross-batch memory; "
                     f"those with one are {', '.join(supported)}"
                 )
-            self.dim = checks.count("dim", dim)
-            self.loss = peer.losses.CrossBatchMemory(self.loss, self.dim, memory, self.miner)
+            self.dim = count("dim", dim)
+            self.loss = pml.losses.CrossBatchMemory(module, self.dim, memory, self.miner)
             self.miner = None
             self.register_buffer("remembered", torch.zeros((), dtype=torch.long))
 
-    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the loss of a batch [B, D] with labels [B]; zero if no pair can be formed.
 
         Labels may be any integers; samples of label -1 are ignored. NaN or infinity in other
         embeddings makes the loss NaN.
         """
-        labels = checks.batch(embeddings, labels, self.dim)
+        labels = check_labels(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            used = labels != checks.IGNORED
+            used = labels != IGNORED
             if not used.all():
                 embeddings, labels = embeddings[used], labels[used]
             if not len(labels):
                 return embeddings.float().sum()  # 0, with a gradient of 0
-            x, _ = rescale(embeddings.float())  # the peer normalizes, with squares that overflow
+            x, _ = rescale(embeddings.float())  # its normalization squares, which overflows
             # Comparisons with NaN are false: its pairs would drop out and the loss look fine.
             finite = torch.isfinite(x).all()
             x = x.nan_to_num(0.0, 0.0, 0.0)
@@ -232,7 +223,7 @@ class PairLoss(FullPrecision):
             return value.float().reshape(()).masked_fill(~finite, torch.nan)
 
     def _with_memory(self, x: Tensor, labels: Tensor, size: int, finite: Tensor) -> Tensor:
-        # The queue of the peer keeps its position in plain attributes, which no state dictionary
+        # The queue keeps its position in plain attributes, which no state dictionary
         # holds. Here a buffer has it.
         queue: Any = self.loss
         before, usable = torch.stack([self.remembered, finite.to(self.remembered)]).tolist()

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proximetry._util.tensors import l2_normalize
-from proximetry.losses import checks
 from proximetry.losses.dense import add_rows_
-from proximetry.losses.settings import FullPrecision
+from proximetry.losses.settings import FullPrecision, count, non_negative, one_of, positive
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
-_check_init = checks.one_of(*get_args(Init))
+_check_init = one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
@@ -65,9 +64,9 @@ class Proxies(FullPrecision):
     ) -> None:
         super().__init__()
         shape = (
-            checks.count("num_classes", num_classes),
-            checks.count("proxies_per_class", proxies_per_class),
-            checks.count("dim", dim),
+            count("num_classes", num_classes),
+            count("proxies_per_class", proxies_per_class),
+            count("dim", dim),
         )
         self.init: Init = init
         self.weight = nn.Parameter(draw(shape, init, generator))
@@ -96,7 +95,7 @@ class Proxies(FullPrecision):
 
     @names.setter
     def names(self, names: Sequence[str] | None) -> None:
-        self.names_utf8 = _encode(names, self.num_classes).to(self.names_utf8.device)
+        self.names_utf8 = _encode(names, len(self.weight)).to(self.names_utf8.device)
 
     @torch.no_grad()
     def project_(self) -> "Proxies":
@@ -127,11 +126,11 @@ class Proxies(FullPrecision):
         """
         names, known = None, self.names
         if isinstance(new_classes, int | Real | str):  # a string is no list of names
-            added = checks.count("new_classes", new_classes)
+            added = count("new_classes", new_classes)
             if known is not None:
                 raise ValueError("the present classes have names, so the new ones need names too")
         else:
-            added = checks.count("new_classes", len(new_classes))
+            added = count("new_classes", len(new_classes))
             if known is None:
                 raise ValueError("the present classes have no names; set `names` first")
             names = [*known, *new_classes]
@@ -212,14 +211,14 @@ def parameter_groups(
 
     Duplicate parameters raise, and missing proxies if ``require_proxies``.
     """
-    lr = checks.positive("lr", lr)
+    lr = positive("lr", lr)
     rates = {
-        "proxies": lr * checks.positive("proxy_lr_multiplier", proxy_lr_multiplier),
-        "head": lr * checks.positive("head_lr_multiplier", head_lr_multiplier),
+        "proxies": lr * positive("proxy_lr_multiplier", proxy_lr_multiplier),
+        "head": lr * positive("head_lr_multiplier", head_lr_multiplier),
     }
     decay = {}
     if weight_decay is not None:
-        decay["weight_decay"] = checks.non_negative("weight_decay", weight_decay)
+        decay["weight_decay"] = non_negative("weight_decay", weight_decay)
     proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
     if require_proxies and not proxies:
         raise ValueError("none of the losses has proxies; pass the loss modules after the model")
@@ -236,7 +235,7 @@ def parameter_groups(
     else:
         members = {"model": [p for p in model.parameters() if p.requires_grad]}
     if layer_decay != 1.0:
-        layers = _last_layer_first(model, checks.positive("layer_decay", layer_decay))
+        layers = _last_layer_first(model, positive("layer_decay", layer_decay))
         rates |= {name: lr * layer_decay**depth for depth, name in enumerate(layers)}
         members = layers | {name: part for name, part in members.items() if name != "backbone"}
     for name, parameters in (("proxies", proxies), ("loss", rest)):

@@ -6,9 +6,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from proximetry.losses.base import ProxyLoss
-from proximetry.losses.checks import cosine_margin, count, non_negative, one_of, positive
 from proximetry.losses.dense import LossForm
-from proximetry.losses.settings import setting
+from proximetry.losses.settings import cosine_margin, count, non_negative, one_of, positive, setting
 
 NegativeClasses = Literal["all", "absent"]
 

@@ -4,9 +4,8 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from proximetry._util.tensors import (
     chunks,
@@ -15,74 +14,42 @@ from proximetry._util.tensors import (
     nearest_other_class,
     rescale,
 )
-from proximetry.losses import checks
-from proximetry.losses.dense import add_rows_, weighted_mean
+from proximetry.losses.base import IGNORED, Labels, check_embeddings, check_labels
+from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
-from proximetry.losses.settings import FullPrecision
-
-#: Entries of a block of proxies.
-BLOCK_ENTRIES = 2**20
+from proximetry.losses.settings import FullPrecision, count, non_negative, positive
 
 
-class IntraClassRegularizer(nn.Module):
+class _Term(FullPrecision):
+    """A term with a weight."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = non_negative("weight", weight)
+
+
+class IntraClassRegularizer(_Term):
     """Pulls the proxies of one class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
-    proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet. Only the K × K
-    blocks of one class are ever formed, some classes at a time.
+    proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet.
     """
 
     def __init__(self, weight: float = 0.2) -> None:
-        super().__init__()
-        self.weight = checks.non_negative("weight", weight)
+        super().__init__(weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
         """Return the term for proxies [C, K, D]."""
         return self.weight * intra_class_distance(_weight_of(proxies))
 
 
-def intra_class_distance(weight: Tensor) -> Tensor:
-    """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
-    if weight.ndim != 3:
-        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
-    classes, k, _ = weight.shape
-    if k == 1:
-        return weight.new_zeros(())
-    with torch.autocast(weight.device.type, enabled=False):
-        rows = _block_rows(weight)
-        if classes <= rows or torch.compiler.is_compiling():
-            total = _pair_distances(weight)
-        else:  # some classes at a time, recomputed in backward
-            blocks = torch.split(weight, rows)
-            parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
-            total = torch.stack(parts).sum()
-        return total / (classes * k * (k - 1))
-
-
-def _block_rows(weight: Tensor) -> int:
-    return max(1, BLOCK_ENTRIES // weight[0].numel())
-
-
-def _pair_distances(weight: Tensor) -> Tensor:
-    """Σ over classes and pairs t < s of the distance of two proxies."""
-    direction, _ = l2_normalize(weight)
-    cosine = direction @ direction.transpose(1, 2)
-    k = weight.shape[1]
-    first, second = torch.triu_indices(k, k, 1, device=weight.device)
-    return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
-
-
-class ExclusiveRegularizer(nn.Module):
+class ExclusiveRegularizer(_Term):
     """Pushes every class away from its nearest other class (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``, over all proxies if there are several per
     class. The nearest proxies are searched tile by tile without gradient; then only these pairs
     are differentiated.
     """
-
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = checks.non_negative("weight", weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
         """Return the term for proxies [C, K, D] or [C, D]; zero if there is one class only."""
@@ -104,7 +71,7 @@ class _PairCosines(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, nearest: Tensor) -> Tensor:
         inverse, _ = inverse_length(weight)
         cosines = weight.new_empty(len(weight))
-        for rows in chunks(len(weight), _block_rows(weight)):
+        for rows in chunks(len(weight), block_rows(weight)):
             other = nearest[rows]
             dot = (weight[rows] * weight[other]).sum(1)
             cosines[rows] = dot * inverse[rows] * inverse[other]
@@ -118,7 +85,7 @@ class _PairCosines(torch.autograd.Function):
         # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
         radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
-        for rows in chunks(len(weight), _block_rows(weight)):
+        for rows in chunks(len(weight), block_rows(weight)):
             other = nearest[rows]
             factor = (inverse[rows] * inverse[other]).unsqueeze(1)
             gradient[rows] += weight[other] * factor
@@ -126,7 +93,7 @@ class _PairCosines(torch.autograd.Function):
         return gradient.mul_(grad), None
 
 
-class CenterLoss(FullPrecision):
+class CenterLoss(_Term):
     """Center loss (Wen et al. 2016): pulls embeddings to the running center of their class.
 
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The optimizer does not train the centers: in training
@@ -140,13 +107,12 @@ class CenterLoss(FullPrecision):
     def __init__(
         self, num_classes: int, dim: int, weight: float = 0.003, rate: float = 0.5
     ) -> None:
-        super().__init__()
-        self.weight = checks.non_negative("weight", weight)
-        self.rate = checks.positive("rate", rate)
-        shape = (checks.count("num_classes", num_classes), checks.count("dim", dim))
+        super().__init__(weight)
+        self.rate = positive("rate", rate)
+        shape = (count("num_classes", num_classes), count("dim", dim))
         self.register_buffer("centers", torch.zeros(shape))
 
-    def forward(self, embeddings: Tensor, labels: checks.Labels) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centers."""
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, counted = _valid_labels(embeddings, labels, self.centers)
@@ -162,20 +128,14 @@ class CenterLoss(FullPrecision):
             return loss
 
 
-class AngularCenterLoss(FullPrecision):
+class AngularCenterLoss(_Term):
     """Pulls embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
 
     ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centers, trained by the
     optimizer. Of several proxies per class the nearest counts.
     """
 
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = checks.non_negative("weight", weight)
-
-    def forward(
-        self, embeddings: Tensor, labels: checks.Labels, proxies: Proxies | Tensor
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Labels, proxies: Proxies | Tensor) -> Tensor:
         """Return the term of a batch, for proxies [C, K, D] or [C, D]."""
         centers = _weight_of(proxies)
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -186,7 +146,7 @@ class AngularCenterLoss(FullPrecision):
             return self.weight * weighted_mean(1.0 - cosine, counted)
 
 
-class QuantizationLoss(nn.Module):
+class QuantizationLoss(_Term):
     """Pulls embeddings to their binary codes (Li et al. 2016, on the unit sphere).
 
     ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.
@@ -194,13 +154,9 @@ class QuantizationLoss(nn.Module):
     all entries of a vector have the same absolute value.
     """
 
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = checks.non_negative("weight", weight)
-
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the term of a batch [B, D]."""
-        checks.check_embeddings(embeddings)
+        check_embeddings(embeddings)
         with torch.autocast(embeddings.device.type, enabled=False):
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             direction, _ = l2_normalize(embeddings.to(dtype))
@@ -208,15 +164,11 @@ class QuantizationLoss(nn.Module):
             return self.weight * away.square().mean()
 
 
-def _valid_labels(
-    embeddings: Tensor, labels: checks.Labels, centers: Tensor
-) -> tuple[Tensor, Tensor]:
+def _valid_labels(embeddings: Tensor, labels: Labels, centers: Tensor) -> tuple[Tensor, Tensor]:
     """Return validated labels [B], 0 for ignored samples, and the weight of each sample [B]."""
-    labels = checks.batch(embeddings, labels, centers.shape[-1])
-    if not torch.compiler.is_compiling():
-        checks.label_range(labels, len(centers))
-    weights = checks.effective_weights(labels, None, centers.dtype)
-    return labels.masked_fill(weights == 0, 0), weights
+    labels = check_labels(embeddings, labels, centers.shape[-1], len(centers))
+    ignored = labels == IGNORED
+    return labels.masked_fill(ignored, 0), (~ignored).to(centers.dtype)
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:

@@ -1,23 +1,83 @@
 """Settings of losses, each declared once with default, validation and description.
 
     class NormSoftmax(ProxyLoss, name="norm_softmax"):
-        scale: float = setting(checks.positive, "scale λ", default=20.0)
+        scale: float = setting(positive, "scale λ", default=20.0)
 
 The constructor, the validation of assignments and recipes, and the tables of the documentation
 are generated from these lines.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
-from typing import Any, ClassVar, Self, dataclass_transform
+from numbers import Real
+from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import closest
-from proximetry.losses.checks import Check
+from proximetry._util.errors import UsageError, closest, is_whole, shown
 
+#: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
+LARGEST = 1e30
 REQUIRED: Any = Parameter.empty
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check(Generic[T]):
+    """Called with a name and a value, return the value as stored or raise a ValueError."""
+
+    kind: str
+    """The accepted type, for tables."""
+    expected: str
+    """What is accepted, for the error."""
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], T]
+
+    def __call__(self, name: str, value: Any) -> T:
+        """Return the validated value."""
+        if not self.accepts(value):
+            raise ValueError(f"{name} must be {self.expected}, got {value!r}")
+        return self.convert(value)
+
+
+def number(kind: str, low: float, high: float, expected: str) -> Check[float]:
+    """Return a check that accepts real numbers from ``low`` to ``high`` as floats."""
+
+    def accepts(value: Any) -> bool:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        return is_real and low <= float(value) <= high
+
+    return Check(kind, expected, accepts, float)
+
+
+finite = number("float", -LARGEST, LARGEST, f"a finite number of at most {LARGEST:g}")
+positive = number("float > 0", 1 / LARGEST, LARGEST, f"positive and at most {LARGEST:g}")
+non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
+cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
+fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
+angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
+count = Check("int ≥ 1", "a whole number of at least 1", is_whole, int)
+boolean = Check("bool", "true or false", lambda value: isinstance(value, bool), bool)
+
+
+def one_of(*choices: str) -> Check[str]:
+    """Return a check that accepts ``choices`` only."""
+    kind = ", ".join(f'"{choice}"' for choice in choices)
+    expected = f"one of {', '.join(map(repr, choices))}"
+    return Check(kind, expected, lambda value: value in choices, str)
+
+
+def optional(inner: Check[T]) -> Check[T | None]:
+    """Return a check that also accepts None."""
+    return Check(
+        f"{inner.kind} or None",
+        f"{inner.expected}, or None",
+        lambda value: value is None or inner.accepts(value),
+        lambda value: None if value is None else inner.convert(value),
+    )
 
 
 @dataclass(frozen=True)
@@ -34,14 +94,29 @@ class Setting:
     """Whether it cannot be changed after construction."""
 
 
-def setting(check: Check[Any], help: str, **options: Any) -> Any:
+def setting(check: Check[Any], help: str, default: Any = REQUIRED, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
     It becomes an attribute that is validated on assignment; annotated as ``InitVar[…]``, only an
-    argument of `Declared.build`. Options are those of `Setting`: ``default``, ``kw_only``,
-    ``alias``.
+    argument of `Declared.build`. Options are those of `Setting`: ``kw_only`` and ``alias``.
     """
-    return Setting(check, help, **options)
+    return Setting(check, help, default, **options)
+
+
+LOSS_SETTINGS: dict[str, dict[str, Setting]] = {}
+"""The settings of every loss by its name in recipes: proxy losses and ``"pairs/<name>"``."""
+
+
+def loss_settings(name: str) -> dict[str, Setting]:
+    """Return the settings of a loss by name: a proxy loss or ``"pairs/<name>"``."""
+    if name not in LOSS_SETTINGS:
+        raise UsageError(f"unknown loss {shown(name)}{closest(name, LOSS_SETTINGS)}")
+    return LOSS_SETTINGS[name]
+
+
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unknown loss, setting or invalid value."""
+    check_all(f"loss {name!r}", loss_settings(name), settings)
 
 
 def check_all(

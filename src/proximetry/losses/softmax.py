@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.losses.base import ProxyLoss
-from proximetry.losses.checks import (
+from proximetry.losses.dense import LossForm
+from proximetry.losses.settings import (
     angle,
     boolean,
     count,
@@ -16,9 +17,8 @@ from proximetry.losses.checks import (
     fraction,
     non_negative,
     positive,
+    setting,
 )
-from proximetry.losses.dense import LossForm
-from proximetry.losses.settings import setting
 
 
 class ProxyNCA(ProxyLoss, name="proxy_nca"):

@@ -219,10 +219,7 @@ class _ByClass(torch.autograd.Function):
 
 
 def _class_pass(
-    tiled: _Tiled,
-    needs: Sequence[bool],
-    class_weight: float | Tensor,
-    terms: Tensor | None = None,
+    tiled: _Tiled, needs: Sequence[bool], class_weight: float | Tensor, terms: Tensor | None = None
 ) -> tuple[Tensor, _Gradients]:
     """Return the weighted sum of the terms and its gradients; fill ``terms`` [C] with them."""
     value = tiled.x.new_zeros(())

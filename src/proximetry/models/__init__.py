@@ -9,8 +9,12 @@ from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.architecture import Architecture
-    from proximetry.models.backbones import list_backbones
-    from proximetry.models.batchnorm import evaluating, freeze_batchnorm, set_batchnorm_momentum
+    from proximetry.models.backbones import (
+        evaluating,
+        freeze_batchnorm,
+        list_backbones,
+        set_batchnorm_momentum,
+    )
     from proximetry.models.embedder import Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
@@ -34,8 +38,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "architecture": ("Architecture",),
-        "backbones": ("list_backbones",),
-        "batchnorm": ("evaluating", "freeze_batchnorm", "set_batchnorm_momentum"),
+        "backbones": (
+            *("evaluating", "freeze_batchnorm", "list_backbones", "set_batchnorm_momentum"),
+        ),
         "embedder": ("Embedder",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),

@@ -28,10 +28,10 @@ from proximetry.models.backbones import (
     build,
     check_patches,
     class_and_patches,
+    evaluating,
     load_timm,
     prepare,
 )
-from proximetry.models.batchnorm import evaluating
 from proximetry.models.encoding import embed_images
 from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.pooling import POOLING_LAYERS
@@ -43,7 +43,7 @@ from proximetry.models.preprocessing import (
     input_from_json,
 )
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
-from proximetry.models.weights import RANDOM, WeightsRecord, load_backbone
+from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
 _LARGEST_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
@@ -66,6 +66,7 @@ class Embedder(nn.Module):
         width: dimension of the pooled features.
         dim: dimension of the vectors.
         bits: length of the trained binary codes, or None.
+        takes_images: whether the input is images rather than tensors.
         class_names: training classes, if saved.
         metrics: metrics, if saved.
         recipe: training recipe, if saved.
@@ -79,8 +80,8 @@ class Embedder(nn.Module):
         weights: WeightsRecord,
     ) -> None:
         super().__init__()
-        tta = architecture.flip_tta or architecture.tta_crops
-        if tta and not isinstance(preprocessing, Preprocessing):
+        self.takes_images = isinstance(preprocessing, Preprocessing)
+        if (architecture.flip_tta or architecture.tta_crops) and not self.takes_images:
             raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
         if architecture.backbone.startswith(OWN):
             features = Features(_probe_custom(model, preprocessing), "token")
@@ -189,7 +190,11 @@ class Embedder(nn.Module):
             vectors = Tensors((input_dim,))
             return cls(_build(backbone, vectors), architecture, vectors, RANDOM)
         crop = (side, side) if side else None
-        model, preprocessing, record = load_backbone(backbone, weights, crop, resize, squash)
+        model = build(backbone, crop)
+        record, pixels = (
+            (RANDOM, {}) if weights == "none" else load_weights(model, backbone, weights)
+        )
+        preprocessing = replace(Preprocessing.from_timm(model, crop, resize, squash), **pixels)
         check_patches(model, backbone, preprocessing.crop)
         embedder = cls(model, architecture, preprocessing, record)
         if embedder._dropped and embedder.architecture.pooling not in ("pre-logits", "token"):
@@ -252,11 +257,6 @@ class Embedder(nn.Module):
         """Whether the network is a custom module, whose code is not saved (see `wrap`)."""
         return self.architecture.backbone.startswith(OWN)
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the input is images rather than tensors."""
-        return isinstance(self.preprocessing, Preprocessing)
-
     def forward(self, pixels: Tensor) -> Tensor:
         """Embed normalized pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
         return self.project(self.features(pixels))
@@ -289,7 +289,7 @@ class Embedder(nn.Module):
             return model.forward_head(feature_map, pre_logits=True)  # type: ignore[no-any-return]
         if self._channels_last:
             feature_map = feature_map.permute(0, 3, 1, 2)
-        return self.pooling(feature_map)  # type: ignore[no-any-return]
+        return self.pooling(feature_map).flatten(1)  # type: ignore[no-any-return]
 
     def project(self, features: Tensor, *, normalize: bool = True) -> Tensor:
         """Return the vectors [B, dim] of pooled features [B, width].
@@ -360,8 +360,7 @@ class Embedder(nn.Module):
             raise ValueError("concat_flip has no effect with flip_tta")
         if not is_whole(batch_size):
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
-        convert = binary_codes if binary else lambda vectors: vectors
-        results = [convert(torch.empty(0, self.dim * (2 if concat_flip else 1)))]
+        results = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = reported = 0
 
         def skip(index: int, error: Exception) -> None:
@@ -380,13 +379,13 @@ class Embedder(nn.Module):
             on_error=on_error and skip,
             blame=lambda: why_not_finite(self),
         ):
-            results.append(convert(vectors))
+            results.append(vectors)
             done += len(indices)
             if progress is not None:
                 progress(reported := done)
         if progress is not None and done > reported:  # the last batch had no readable image
             progress(done)
-        return torch.cat(results)
+        return binary_codes(torch.cat(results)) if binary else torch.cat(results)
 
     def fingerprint(self) -> str:
         """Return a checksum of network, preprocessing and weights.
@@ -453,20 +452,17 @@ class Embedder(nn.Module):
         Metadata that is not passed keeps its value. Raises ValueError if the folder contains other
         files.
         """
-        extras = {
-            "class_names": self.class_names if class_names is None else list(class_names),
-            "metrics": self.metrics if metrics is None else metrics,
-            "recipe": self.recipe if recipe is None else recipe,
-        }
+        self.class_names = self.class_names if class_names is None else list(class_names)
+        self.metrics = self.metrics if metrics is None else metrics
+        self.recipe = self.recipe if recipe is None else recipe
         description = {
             "architecture": self.architecture.to_json(),
             "preprocessing": asdict(self.preprocessing),
             "weights": asdict(self.weights),
-            **extras,
+            **{name: getattr(self, name) for name in EXTRAS},
             "versions": versions(),
         }
         write_embedder(Path(folder), description, self.state_dict())
-        self.class_names, self.metrics, self.recipe = extras.values()  # type: ignore[assignment]
         return Path(folder)
 
     @classmethod

@@ -28,18 +28,10 @@ def embed_images(
     on_error: OnError | None,
     blame: Callable[[], str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield indices of images and their vectors on the CPU.
+    """Yield indices of images and their vectors on the CPU; arguments as in `Embedder.encode`.
 
-    Args:
-        embed: maps uint8 [B, 3, H, W] to vectors [B, dim].
-        images: see `Embedder.encode`.
-        preprocessing: of the images.
-        device: device of `embed`.
-        batch_size: images per batch.
-        concat_flip: append the vector of the horizontal flip.
-        on_error: called with the index of an unreadable image and the error, in order; the image
-            is skipped. None raises a ValueError.
-        blame: explains vectors that are not finite, in a ValueError.
+    `embed` maps uint8 [B, 3, H, W] to vectors [B, dim] on `device`; `blame` explains vectors that
+    are not finite, in a ValueError.
     """
     for names, pixels in _batches(images, preprocessing, batch_size, on_error):
         pixels = pixels.to(device)

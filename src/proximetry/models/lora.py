@@ -11,8 +11,7 @@ from torch import nn
 
 from proximetry._util.errors import UsageError, need
 from proximetry._util.machine import preserve_rng_state
-from proximetry.models.backbones import build
-from proximetry.models.batchnorm import evaluating
+from proximetry.models.backbones import build, evaluating
 from proximetry.models.embedder import Embedder
 
 
@@ -41,11 +40,6 @@ def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embed
         value.requires_grad_(".lora_" in name)
     embedder.keep_frozen()
     return embedder
-
-
-def has_lora(embedder: Embedder) -> bool:
-    """Whether the network has adapters."""
-    return any(".lora_" in name for name, _ in embedder.backbone.named_parameters())
 
 
 def plain_twin(embedder: Embedder) -> Embedder:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError, need
 from proximetry._util.files import atomic_write, check_writable
-from proximetry.models.batchnorm import evaluating
+from proximetry.models.backbones import evaluating
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 
 TOLERANCE = 1e-4  # largest difference to torch, relative to the largest value

@@ -7,19 +7,17 @@ import torch
 from torch import Tensor, nn
 
 
-class AverageMaximum(nn.Module):
-    """Mean, maximum (ProxyNCA++), or their sum (Proxy-Anchor) over all positions."""
+class Maximum(nn.Module):
+    """Maximum over all positions (ProxyNCA++), plus the mean if `add_mean` (Proxy-Anchor)."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, add_mean: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.add_mean = add_mean
 
     def forward(self, features: Tensor) -> Tensor:
         """Pool [B, C, H, W] to [B, C]."""
-        if self.kind == "max":
-            return features.amax((2, 3))
-        mean = features.mean((2, 3))
-        return mean if self.kind == "avg" else mean + features.amax((2, 3))
+        largest = features.amax((2, 3))
+        return features.mean((2, 3)) + largest if self.add_mean else largest
 
 
 class GeM(nn.Module):
@@ -42,9 +40,10 @@ class GeM(nn.Module):
 
 
 POOLING_LAYERS: dict[str, Callable[[], nn.Module]] = {
-    **{kind: partial(AverageMaximum, kind) for kind in ("avg", "max", "avg+max")},
+    "avg": partial(nn.AdaptiveAvgPool2d, 1),
+    "max": Maximum,
+    "avg+max": partial(Maximum, add_mean=True),
     "gem": GeM,
     "gem-learned": partial(GeM, learned=True),
-    "flatten": nn.Flatten,
 }
-"""Layers of the poolings; for all others the backbone pools."""
+"""Layers of the poolings, whose result is flattened; for all others the backbone pools."""

@@ -47,29 +47,24 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
-        if isinstance(self.resize, list):  # from JSON
-            object.__setattr__(self, "resize", tuple(self.resize))
+        for name in ("resize", "crop", "mean", "std"):
+            if isinstance(getattr(self, name), list):  # from JSON
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
         for name, pair in (("resize", sides), ("crop", self.crop)):
-            if (
-                not isinstance(pair, list | tuple)
-                or len(pair) != 2
-                or not all(type(side) is int and 1 <= side <= LARGEST_SIDE for side in pair)
-            ):
+            if not _are(pair, 2, int) or not all(1 <= side <= LARGEST_SIDE for side in pair):
                 raise ValueError(
                     f"{name} must be (height, width) from 1 to {LARGEST_SIDE} pixels, got "
                     f"{shown(getattr(self, name))}"
                 )
-        least = self.crop if self.squash else (min(self.crop),) * 2
+        least = self.crop if isinstance(self.resize, tuple) else (min(self.crop),) * 2
         if sides[0] < least[0] or sides[1] < least[1]:
-            size, enough = (f"{h}×{w}" if self.squash else f"{h}" for h, w in (sides, least))
+            size, crop, enough = (f"{h}×{w}" for h, w in (sides, self.crop, least))
             raise ValueError(
-                f"resize {size} is smaller than the crop {self.crop[0]}×{self.crop[1]}. Use at "
-                f"least {enough}."
+                f"resize {size} is smaller than the crop {crop}. Use at least {enough}."
             )
-        for name, values in (("mean", self.mean), ("std", self.std), ("scale", [self.scale] * 3)):
-            three = isinstance(values, list | tuple) and len(values) == 3
-            if not three or not all(type(v) in (int, float) and isfinite(v) for v in values):
+        for name, values in (("mean", self.mean), ("std", self.std), ("scale", (self.scale,) * 3)):
+            if not _are(values, 3, int, float) or not all(map(isfinite, values)):
                 raise ValueError(f"{name} must be finite, got {shown(getattr(self, name))}")
         if min(self.std) <= 0 or self.scale <= 0:
             raise ValueError(f"std {self.std!r} and scale {self.scale!r} must be positive")
@@ -102,11 +97,7 @@ class Preprocessing:
 
     @classmethod
     def from_timm(
-        cls,
-        model: Any,
-        crop: tuple[int, int] | None,
-        resize: int | None,
-        squash: bool | None,
+        cls, model: Any, crop: tuple[int, int] | None, resize: int | None, squash: bool | None
     ) -> Self:
         """Return the preprocessing of a timm model's pretrained configuration.
 
@@ -195,12 +186,19 @@ class Preprocessing:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Create from the result of `dataclasses.asdict`, also read from JSON."""
-        known = {field.name for field in fields(cls)}
-        if set(values) != known:
-            wrong = sorted(set(values) ^ known)
+        wrong = sorted(set(values) ^ {field.name for field in fields(cls)})
+        if wrong:
             raise ValueError(f"preprocessing has missing or unknown keys: {some(wrong)}")
-        pairs = {name: tuple(values[name]) for name in ("crop", "mean", "std")}
-        return cls(**{**values, **pairs})
+        return cls(**values)
+
+
+def _are(values: object, count: int, *kinds: type) -> bool:
+    """Whether this is a tuple of `count` values of these types."""
+    return (
+        isinstance(values, tuple)
+        and len(values) == count
+        and all(type(value) in kinds for value in values)
+    )
 
 
 @dataclass(frozen=True)
@@ -211,8 +209,8 @@ class Tensors:
 
     def __post_init__(self) -> None:
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
-        positive = all(type(side) is int and side >= 1 for side in sides)
-        if not sides or not positive or prod(sides) > _LARGEST_TENSOR:
+        valid = sides and _are(sides, len(sides), int) and min(sides) >= 1
+        if not valid or prod(sides) > _LARGEST_TENSOR:
             raise ValueError(
                 f"shape must be positive integers, such as (1, 28, 28), got {shown(self.shape)}"
             )

@@ -7,7 +7,6 @@ one killed after it the new one.
 
 import hashlib
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from proximetry import __version__
-from proximetry._util.errors import UsageError, shown, some
-from proximetry._util.files import atomic_write, read_json, sealed_json, written_for
+from proximetry._util.errors import UsageError, some
+from proximetry._util.files import atomic_write, check_format, read_json, sealed_json, written_for
 
 FORMAT = "proximetry embedder"
 VERSION = 1
@@ -92,16 +90,13 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     name, size = named_weights(description, folder / DESCRIPTION)
     path, digest = folder / name, description["tensors"]["sha256"]
     try:
-        facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError(f"{path} is not a file")
-        content = path.read_bytes() if facts.st_size == size else b""
+        actual = path.stat().st_size
+        content = path.read_bytes() if actual == size and path.is_file() else b""
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(
-            f"{path} is damaged: its checksum differs ({facts.st_size} bytes, saved with "
-            f"{shown(size)})"
+            f"{path} is damaged: its checksum differs ({actual} bytes, saved with {size})"
         )
     try:
         return description, load_tensors(content)
@@ -140,14 +135,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         if not folder.exists():
             raise UsageError(f"there is no folder {folder}")
         raise UsageError(f"{folder} is not a saved embedder: it has no {DESCRIPTION}")
-    content = read_json(path, LARGEST_DESCRIPTION)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} does not describe an embedder")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {shown(content.get('version'))}, and Proximetry "
-            f"{__version__} reads version {VERSION}. Install the version that wrote it."
-        )
+    content = check_format(path, read_json(path, LARGEST_DESCRIPTION), FORMAT, VERSION)
     if not isinstance(content.get("architecture"), dict):
         raise ValueError(f"{path} is damaged: 'architecture' is missing")
     for name, kind in EXTRAS.items():

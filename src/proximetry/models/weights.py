@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError, install_hint, readable_size, shorten, some
-from proximetry.models.backbones import build, check_name, load_timm
+from proximetry.models.backbones import load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name
 
@@ -64,33 +64,27 @@ class WeightsRecord:
 RANDOM = WeightsRecord("none", "random", None, 0, [])
 
 
-def load_backbone(
-    name: str,
-    choice: str | PathLike[str],
-    crop: tuple[int, int] | None,
-    resize: int | None,
-    squash: bool | None,
-) -> tuple[nn.Module, Preprocessing, WeightsRecord]:
-    """Return a backbone with the weights of `choice`, its preprocessing and a record of them."""
-    check_name(name)
-    pixels: dict[str, Any] = {}
+def load_weights(
+    model: nn.Module, name: str, choice: str | PathLike[str]
+) -> tuple[WeightsRecord, dict[str, Any]]:
+    """Load the weights of `choice` into a backbone.
+
+    Return a record of them, and the settings of their preprocessing that differ from timm's.
+    """
+    package = _package_file(name)
     if choice == "auto":
-        choice = "package" if _package_file(name) else "hub"
+        choice = "package" if package else "hub"
         log.info("weights of %s: %s", name, choice)
-    model = build(name, crop)
-    record = RANDOM
     if choice == "package":
-        path = _package_file(name)
-        if path is None:
+        if package is None:
             raise WeightsError(f"no installed package has weights for {name}. {_choices(name)}")
-        tensors = read_tensors(path)
+        tensors = read_tensors(package)
         state = model.state_dict()
         names = [*state, *list(tensors)[len(state) :]]
-        origin = f"{path.parent.parent.name.replace('_', '-')}: {path.name}"
+        origin = f"{package.parent.parent.name.replace('_', '-')}: {package.name}"
         tensors = dict(zip(names, tensors.values(), strict=False))
-        record = _load(model, name, tensors, path, "package", origin)
-        pixels = _PACKAGE_PIXELS
-    elif choice == "hub":
+        return _load(model, name, tensors, package, "package", origin), _PACKAGE_PIXELS
+    if choice == "hub":
         try:
             path, origin = _hub_file(name)
         except Exception as error:  # of the hub's client and its transport
@@ -98,12 +92,9 @@ def load_backbone(
             raise WeightsError(
                 f"no weights found for {name}: {reason}. {_choices(name)}"
             ) from error
-        record = _load(model, name, read_tensors(path), path, "hub", origin)
-    elif choice != "none":
-        path, tensors, pixels = _open(name, Path(choice))
-        record = _load(model, name, tensors, path, "file", path.name)
-    preprocessing = Preprocessing.from_timm(model, crop, resize, squash)
-    return model, replace(preprocessing, **pixels), record
+        return _load(model, name, read_tensors(path), path, "hub", origin), {}
+    path, tensors, pixels = _open(name, Path(choice))
+    return _load(model, name, tensors, path, "file", path.name), pixels
 
 
 def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:

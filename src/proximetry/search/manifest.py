@@ -22,6 +22,7 @@ from proximetry._util.errors import UsageError, shown, some
 from proximetry._util.files import (
     CHECKSUM,
     atomic_write,
+    check_format,
     read_json,
     sealed_json,
     take_lock,
@@ -139,13 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = read_json(path, _LARGEST)
     except ValueError as error:
         raise DamagedGalleryError(path, error) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} does not describe a gallery")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {shown(content.get('version'))}; this Proximetry "
-            f"({__version__}) reads version {VERSION}. Install the version that wrote it."
-        )
+    check_format(path, content, FORMAT, VERSION)
     if CHECKSUM not in content:
         raise DamagedGalleryError(path, "it has no checksum")
     try:

@@ -24,7 +24,7 @@ from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
-from proximetry.models.lora import has_lora, merge_lora, plain_twin
+from proximetry.models.lora import merge_lora, plain_twin
 from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
@@ -239,7 +239,9 @@ class Evaluator:
     ) -> None:
         self.recipe, self.data, self.world = recipe, data, data.world
         self._trained = embedder
-        self.embedder = embedder = plain_twin(embedder) if has_lora(embedder) else embedder
+        if recipe.model.lora_rank is not None:
+            embedder = plain_twin(embedder)
+        self.embedder = embedder
         self._group = dist.group.WORLD if self.world.size > 1 else None
         self._labels = np.asarray(data.catalog.labels)
         features = self._plain_features = partial(extract_features, embedder, stage=data.stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
         with (
             torch.random.fork_rng(every_gpu),
             torch.cuda.device(current),
-            ignore_stream_mismatch(),
+            nullcontext() if world.device.type == "cpu" else ignore_stream_mismatch(),
             process_group(world),
         ):
             yield

@@ -1,35 +1,76 @@
-"""Backbones: all models of timm, and three more that are registered with it."""
+"""Backbones: all models of timm, and three more that are registered with it.
+
+Also their evaluation mode and their batch norm.
+"""
 
 import copy
 import sys
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Container
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from proximetry._util.errors import UsageError, closest, need, shown
-from proximetry._util.machine import preserve_rng_state
-from proximetry.models.batchnorm import evaluating
+from proximetry._util.machine import override, preserve_rng_state
 from proximetry.models.preprocessing import Channels
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class NoFeatureMapError(ValueError):
     """The pooling needs a feature map, and the backbone returns tokens."""
 
 
+default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
+BACKBONES: dict[str, "type[Backbone]"] = {}
+
+
 class Backbone(nn.Module):
-    """A network that ends in a feature map; subclasses define `forward_features`."""
+    """A network that ends in a feature map; subclasses define `forward_features`.
+
+    The arguments of a subclass register it with timm:
+
+        name: for timm and `Embedder.create`.
+        scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
+        pooling: meaning of pooling="auto".
+        config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
+    """
 
     num_features: int
     default_cfg: dict[str, Any]  # set by timm
-    # Both are set by `register_backbone`.
     pixel_format: ClassVar[dict[str, Any]]
     default_pooling: ClassVar[str]
+
+    def __init_subclass__(
+        cls,
+        name: str,
+        scale: float = 1 / 255,
+        channels: Channels = "RGB",
+        pooling: str = "avg",
+        **config: Any,
+    ) -> None:
+        from timm.models import build_model_with_cfg, register_model  # slow
+
+        super().__init_subclass__()
+        cls.pixel_format = {"scale": scale, "channels": channels}
+        cls.default_pooling = pooling
+        BACKBONES[name] = cls
+        default_cfgs[name] = {"crop_pct": 1.0, "interpolation": "bilinear", **config}
+
+        def make(pretrained: bool = False, **settings: Any) -> Backbone:
+            return build_model_with_cfg(
+                cls, name, pretrained, kwargs_filter=("in_chans",), **settings
+            )
+
+        make.__name__ = name
+        register_model(make)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last feature map."""
@@ -62,48 +103,6 @@ class ResidualMLP(nn.Module):
         """Map vectors [B, dim] to vectors [B, dim]."""
         change: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
         return x + change
-
-
-Kind = TypeVar("Kind", bound=type[Backbone])
-default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
-BACKBONES: dict[str, type[Backbone]] = {}
-
-
-def register_backbone(
-    name: str,
-    *,
-    scale: float = 1 / 255,
-    channels: Channels = "RGB",
-    pooling: str = "avg",
-    **config: Any,
-) -> Callable[[Kind], Kind]:
-    """Register a class with timm.
-
-    Args:
-        name: for timm and `Embedder.create`.
-        scale, channels: as in `Preprocessing`; timm's configuration has no such fields.
-        pooling: meaning of pooling="auto".
-        config: fields of timm's `PretrainedCfg`: mean, std, input_size, classifier, …
-    """
-    from timm.models import build_model_with_cfg, register_model  # slow
-
-    default_cfgs[name] = config
-
-    def register(kind: Kind) -> Kind:
-        kind.pixel_format = {"scale": scale, "channels": channels}
-        kind.default_pooling = pooling
-        BACKBONES[name] = kind
-
-        def make(pretrained: bool = False, **settings: Any) -> Backbone:
-            return build_model_with_cfg(
-                kind, name, pretrained, kwargs_filter=("in_chans",), **settings
-            )
-
-        make.__name__ = name
-        register_model(make)
-        return kind
-
-    return register
 
 
 @cache
@@ -181,13 +180,10 @@ def check_patches(
     model: nn.Module, name: str, crop: tuple[int, int], key: str = "image_size"
 ) -> None:
     """Raise if the image size is not a multiple of the patch size: timm may drop the border."""
-    from timm.layers.patch_embed import PatchEmbed
-
-    patches = getattr(model, "patch_embed", None)
     config: Any = model.pretrained_cfg
-    if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad:
-        return
-    if crop == tuple(config["input_size"][-2:]):  # as pretrained, e.g. SigLIP
+    patches = _patch_embed(model)
+    pretrained = crop == tuple(config["input_size"][-2:])  # e.g. SigLIP
+    if patches is None or patches.dynamic_img_pad or pretrained:
         return
     for side, step in zip(crop, patches.patch_size, strict=True):
         if side % step:
@@ -200,10 +196,15 @@ def check_patches(
 
 def takes_one_size(model: nn.Module) -> bool:
     """Whether the network takes images of one size only, as with learned positions."""
+    patches = _patch_embed(model)
+    return patches is not None and patches.strict_img_size
+
+
+def _patch_embed(model: nn.Module) -> Any:
     from timm.layers.patch_embed import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
-    return isinstance(patches, PatchEmbed) and patches.strict_img_size
+    return patches if isinstance(patches, PatchEmbed) else None
 
 
 def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
@@ -244,10 +245,10 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
             f"pooling 'cls-avg' needs a class token, and {name} has none. Use pooling='auto'."
         )
     try:
-        try:
-            features = _probe(_on_meta(model), crop, pooling)
+        try:  # on the meta device, which computes shapes only
+            features = _probe(copy.deepcopy(model).eval().to("meta"), crop, pooling)
         except Exception:  # no meta kernel, or a wrong size
-            features = _probe(model, crop, pooling)
+            features = _probe(copy.deepcopy(model).eval(), crop, pooling)
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
@@ -259,19 +260,10 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
         )
     if pooling == "token" != features.pooling:
         raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
-    parameters = dict(model.named_parameters())
-    _drop_unused(model, {id(parameters[name]) for name in features.dropped})
+    if features.dropped:
+        parameters = dict(model.named_parameters())
+        _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy on the meta device, which computes shapes only."""
-    parts: dict[int, Any] = {}
-    for value in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(value, device="meta")
-        trained = isinstance(value, nn.Parameter)
-        parts[id(value)] = nn.Parameter(empty, value.requires_grad) if trained else empty
-    return copy.deepcopy(model, parts)
 
 
 def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
@@ -279,7 +271,7 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     pixels = torch.zeros(1, 3, *crop, device=next(model.parameters()).device)
     width, channels_last = 0, False
-    with evaluating(model), torch.enable_grad():
+    with torch.enable_grad():
         if pooling == "cls-avg":
             output = class_and_patches(model, pixels)
         elif getattr(output := model.forward_features(pixels), "ndim", 0) != 4:
@@ -312,3 +304,46 @@ def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
             setattr(module, name, nn.Identity())
         else:
             _drop_unused(child, unused)
+
+
+def evaluating(module: nn.Module) -> AbstractContextManager[None]:
+    """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
+    return override(
+        module.modules(),
+        False,
+        attrgetter("training"),
+        lambda layer, mode: setattr(layer, "training", mode),
+    )
+
+
+def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:
+    """Switch a layer to evaluation mode before its forward pass."""
+    layer.training = False
+
+
+def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
+    """Freeze the running statistics of every batch norm in `module`, and return it.
+
+    A forward hook puts each layer into evaluation mode, also after `.train()`. Copies and pickles
+    stay frozen. With `affine`, scale and shift are frozen too.
+    """
+    for layer in module.modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if _use_running_statistics not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_use_running_statistics)
+        layer.eval()
+        if affine:
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(False)
+    return module
+
+
+def set_batchnorm_momentum(module: Module, momentum: float) -> Module:
+    """Set the momentum of the running statistics, as PyTorch defines it (Proxy-Anchor: 0.9)."""
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum must be between 0 and 1, got {momentum!r}")
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.momentum = momentum
+    return module

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from proximetry.models.backbones import Backbone, register_backbone
+from proximetry.models.backbones import Backbone
 
 
 class _Block(NamedTuple):
@@ -37,17 +37,16 @@ _BLOCKS = (
 )
 
 
-@register_backbone(
-    "bn_inception",
+class BNInception(
+    Backbone,
+    name="bn_inception",
     channels="BGR",
     scale=1.0,
     mean=(104.0, 117.0, 128.0),
-    std=(1.0, 1.0, 1.0),
+    std=(1.0,) * 3,
     crop_pct=0.875,
-    interpolation="bilinear",
     classifier="last_linear",
-)
-class BNInception(Backbone):
+):
     """Eleven million parameters, 1024 features, a map of 1/32 of the image's side.
 
     The side must be a multiple of 32 (224, 256, …) or halve like one (227).

@@ -2,23 +2,21 @@
 
 from torch import Tensor, nn
 
-from proximetry.models.backbones import Backbone, register_backbone
+from proximetry.models.backbones import Backbone
 
 # Channels and stride of each 3×3 convolution. Strokes need a fine map: on glyphs, a
 # network of similar size that halves once more learned less in the same time.
 _LAYERS = ((32, 2), (64, 1), (96, 2), (128, 1))
 
 
-@register_backbone(
-    "small_convnet",
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
+class SmallConvNet(
+    Backbone,
+    name="small_convnet",
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
     input_size=(3, 48, 48),
-    crop_pct=1.0,
-    interpolation="bilinear",
     classifier="classifier",
-)
-class SmallConvNet(Backbone):
+):
     """Convolution, batch norm, ReLU, four times: 186 thousand parameters, a map of side / 4."""
 
     num_features = _LAYERS[-1][0]

@@ -6,24 +6,22 @@ connected from the flattened map to 512, is the head of the embedder.
 
 from torch import Tensor, nn
 
-from proximetry.models.backbones import Backbone, register_backbone
+from proximetry.models.backbones import Backbone
 
 # Channels and residual blocks of the four stages; each stage starts with a stride-2 convolution.
 _STAGES = ((64, 1), (128, 2), (256, 4), (512, 1))
 
 
-@register_backbone(
-    "sphereface20",
+class SphereFace20(
+    Backbone,
+    name="sphereface20",
     pooling="flatten",
     scale=1.0,
-    mean=(127.5, 127.5, 127.5),
-    std=(128.0, 128.0, 128.0),
+    mean=(127.5,) * 3,
+    std=(128.0,) * 3,
     input_size=(3, 112, 96),
-    crop_pct=1.0,
-    interpolation="bilinear",
     classifier="fc6",
-)
-class SphereFace20(Backbone):
+):
     """Twenty convolutions; the map of a 112×96 face is 512×7×6."""
 
     num_features = 512
