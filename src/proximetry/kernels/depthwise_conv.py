@@ -19,14 +19,6 @@ _PROGRAMS = 2048  # of a reduction over strips
 
 
 @triton.jit
-def _position(strip, width, rows):
-    """Return image, row and first column of every strip."""
-    strips_per_row = tl.cdiv(width, 4)
-    column = (strip % strips_per_row) * 4
-    return strip // (strips_per_row * rows), (strip // strips_per_row) % rows, column
-
-
-@triton.jit
 def _load_pixel(base, n, row, column, H, W, C, c, inside):
     """Load one pixel of every strip, [strips, channels]; zero outside the image."""
     valid = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
@@ -40,15 +32,6 @@ def _store_pixel(base, value, n, row, column, H, W, C, c, inside):
     offsets = ((n * H + row) * W + column).to(tl.int64) * C
     mask = (inside & (column < W))[:, None] & (c < C)[None, :]
     tl.store(base + offsets[:, None] + c[None, :], value.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_strip(base, a, b, d, e, n, row, first, H, W, C, c, inside):
-    """Store the four neighbors of every strip."""
-    _store_pixel(base, a, n, row, first, H, W, C, c, inside)
-    _store_pixel(base, b, n, row, first + 1, H, W, C, c, inside)
-    _store_pixel(base, d, n, row, first + 2, H, W, C, c, inside)
-    _store_pixel(base, e, n, row, first + 3, H, W, C, c, inside)
 
 
 @triton.jit
@@ -94,36 +77,36 @@ def _accumulate(total, v, i: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4):
     return total
 
 
-@triton.jit
-def _accumulate_strip(
-    a, b, d, e, v, i: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr, w0, w1, w2, w3, w4
-):
-    """Add v · wᵢ, and with each neighbor STEP columns further, to the four of every strip."""
-    a = _accumulate(a, v, i, K, w0, w1, w2, w3, w4)
-    b = _accumulate(b, v, i + STEP, K, w0, w1, w2, w3, w4)
-    d = _accumulate(d, v, i + 2 * STEP, K, w0, w1, w2, w3, w4)
-    e = _accumulate(e, v, i + 3 * STEP, K, w0, w1, w2, w3, w4)
-    return a, b, d, e
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _forward_depthwise(
-    x, w, y, N, H, W, C, HO, WO, strips, PT, PL,
+    x, w, y,
+    N, H, W, C, HO, WO, strips, PT, PL,
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y[n, i, j, c] = Σ x[n, i·S + k − PT, j·S + l − PL, c] · w[k, l, c]."""
     c, part = program_channels(C, BC)
     strip = part * BP + tl.arange(0, BP)
+    strips_per_row = tl.cdiv(WO, 4)
     inside = strip < strips
-    n, row, first = _position(strip, WO, HO)
-    zero = tl.zeros((BP, BC), tl.float32)
-    a, b, d, e = zero, zero, zero, zero
+    first = (strip % strips_per_row) * 4
+    row = (strip // strips_per_row) % HO
+    n = strip // (strips_per_row * HO)
+    a = tl.zeros((BP, BC), tl.float32)
+    b = tl.zeros((BP, BC), tl.float32)
+    d = tl.zeros((BP, BC), tl.float32)
+    e = tl.zeros((BP, BC), tl.float32)
     for k in tl.static_range(K):
         w0, w1, w2, w3, w4 = _weights(w, k, C, c, K)
         for j in tl.static_range(3 * S + K):
             v = _load_pixel(x, n, row * S + k - PT, first * S + j - PL, H, W, C, c, inside)
-            a, b, d, e = _accumulate_strip(a, b, d, e, v, j, -S, K, w0, w1, w2, w3, w4)
-    _store_strip(y, a, b, d, e, n, row, first, HO, WO, C, c, inside)
+            a = _accumulate(a, v, j, K, w0, w1, w2, w3, w4)
+            b = _accumulate(b, v, j - S, K, w0, w1, w2, w3, w4)
+            d = _accumulate(d, v, j - 2 * S, K, w0, w1, w2, w3, w4)
+            e = _accumulate(e, v, j - 3 * S, K, w0, w1, w2, w3, w4)
+    _store_pixel(y, a, n, row, first, HO, WO, C, c, inside)
+    _store_pixel(y, b, n, row, first + 1, HO, WO, C, c, inside)
+    _store_pixel(y, d, n, row, first + 2, HO, WO, C, c, inside)
+    _store_pixel(y, e, n, row, first + 3, HO, WO, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -136,11 +119,15 @@ def _input_depthwise_strided(
     c, part = program_channels(C, BC)
     parity = part % 2
     strip = (part // 2) * BP + tl.arange(0, BP)
-    n, row, first = _position(strip, W, half)
-    row = row * 2 + parity
+    strips_per_row = tl.cdiv(W, 4)
+    first = (strip % strips_per_row) * 4
+    row = ((strip // strips_per_row) % half) * 2 + parity
+    n = strip // (strips_per_row * half)
     inside = (strip < strips) & (row < H)
-    zero = tl.zeros((BP, BC), tl.float32)
-    a, b, d, e = zero, zero, zero, zero
+    a = tl.zeros((BP, BC), tl.float32)
+    b = tl.zeros((BP, BC), tl.float32)
+    d = tl.zeros((BP, BC), tl.float32)
+    e = tl.zeros((BP, BC), tl.float32)
     begin = (parity + PT) % 2
     # Column `first + t` gets dy at first / 2 + o through the kernel's column t + LEFT − 2 o, with
     # o descending from `last`.
@@ -152,9 +139,14 @@ def _input_depthwise_strided(
         w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K)
         for j in tl.static_range(last + (K - LEFT) // 2 + 1):
             v = _load_pixel(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
-            column = LEFT - 2 * (last - j)
-            a, b, d, e = _accumulate_strip(a, b, d, e, v, column, 1, K, w0, w1, w2, w3, w4)
-    _store_strip(dx, a, b, d, e, n, row, first, H, W, C, c, inside)
+            a = _accumulate(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            b = _accumulate(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            d = _accumulate(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+            e = _accumulate(e, v, 3 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
+    _store_pixel(dx, a, n, row, first, H, W, C, c, inside)
+    _store_pixel(dx, b, n, row, first + 1, H, W, C, c, inside)
+    _store_pixel(dx, d, n, row, first + 2, H, W, C, c, inside)
+    _store_pixel(dx, e, n, row, first + 3, H, W, C, c, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -167,6 +159,7 @@ def _weight_depthwise(
     c, both = program_channels(C, BC)
     kh = both % K
     part = both // K
+    strips_per_row = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -175,7 +168,9 @@ def _weight_depthwise(
     for start in range(part * BP, strips, programs * BP):
         strip = start + tl.arange(0, BP)
         inside = strip < strips
-        n, row, first = _position(strip, WO, HO)
+        first = (strip % strips_per_row) * 4
+        row = (strip // strips_per_row) % HO
+        n = strip // (strips_per_row * HO)
         g0 = _load_pixel(dy, n, row, first, HO, WO, C, c, inside)
         g1 = _load_pixel(dy, n, row, first + 1, HO, WO, C, c, inside)
         g2 = _load_pixel(dy, n, row, first + 2, HO, WO, C, c, inside)
