@@ -37,7 +37,7 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
         patch.setattr(proxy_separability, "nearest_other_class", blocked)
         result = separability(proxies)
     expected = brute_force(proxies)
-    np.testing.assert_allclose(result.per_class.numpy(), expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(result.per_class, expected, rtol=0, atol=1e-14)
     assert result.mean == pytest.approx(expected.mean(), abs=1e-14)
 
 

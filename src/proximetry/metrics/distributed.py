@@ -34,7 +34,7 @@ def gather_task(
         return task.subset(rows, task.gallery[rows])
     # The labels of all queries are needed: every process has to number the classes alike.
     sets.append(_gather_labels(queries[0], group))
-    task = build_task(sets, similarity, on_any=lambda here: any(gather_objects(here, group)))
+    task = build_task(sets, similarity)
     counts = gather_objects(len(queries[0]), group)
     return task.subset(_share(counts, group), task.queries)
 

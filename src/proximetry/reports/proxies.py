@@ -87,8 +87,8 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
         raise ValueError(f"the proxies in {path} are of one class, or not finite")
     separation, distinct = separability(weight), distinct_proxies(weight)
     names = proxies.names or [str(number) for number in range(len(weight))]
-    nearest, angles = separation.per_class.numpy(), separation.scores()
-    return RunProxies(epoch, names, weight, nearest, angles, distinct.numpy(), path)
+    nearest, angles = separation.per_class, separation.scores()
+    return RunProxies(epoch, names, weight, nearest, angles, distinct, path)
 
 
 @dataclass(frozen=True, eq=False)
