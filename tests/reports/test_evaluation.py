@@ -64,8 +64,8 @@ def test_worst_and_best_queries(found):
     score = [average_precision(result, q, order) for q, order in enumerate(orders)]
     nearest = [cosines[q, order[0]] for q, order in enumerate(orders)]
     for chosen, key in (
-        (result.worst(4), lambda q: (score[q], -nearest[q])),
-        (result.best(4), lambda q: (-score[q], nearest[q])),
+        (result.extremes(4, best=False), lambda q: (score[q], -nearest[q])),
+        (result.extremes(4, best=True), lambda q: (-score[q], nearest[q])),
     ):
         expected = {}
         for query in sorted(range(len(labels)), key=key):
