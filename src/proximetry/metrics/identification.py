@@ -125,13 +125,8 @@ def identify(
         as_count(rank, "ranks")
     for rate in far:
         allowed_accepts(rate, 1)  # raises for invalid rates
-    sets = check_inputs(
-        similarity,
-        (probes, probe_labels, ignore_groups),
-        (gallery, gallery_labels, gallery_ignore_groups),
-        names=_NAMES,
-    )
-    trials = _Trials(sets, similarity)
+    raw = (probes, probe_labels, ignore_groups), (gallery, gallery_labels, gallery_ignore_groups)
+    trials = _Trials(check_inputs(similarity, *raw, names=_NAMES), similarity)
     count = len(trials.left)
     excluded = trials.excluded_pairs() if distractors is None else 0
     total = len(trials.right) if distractors is None else _count(distractors, group)

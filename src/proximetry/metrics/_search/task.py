@@ -77,11 +77,13 @@ class Task:
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
-    def subset(self, rows: slice, queries: Tensor) -> Task:
-        """Return the task for some of the queries, given their vectors."""
+    def subset(self, rows: slice) -> Task:
+        """Return the task for some queries, whose vectors are those of the task or gallery rows."""
+        if rows == slice(None):
+            return self
         return replace(
             self,
-            queries=queries,
+            queries=self.queries if self.self_index is None else self.gallery[rows],
             query_codes=self.query_codes[rows],
             self_index=None if self.self_index is None else self.self_index[rows],
             query_groups=None if self.query_groups is None else self.query_groups[rows],
