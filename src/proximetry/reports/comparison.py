@@ -13,14 +13,13 @@ from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
 from proximetry.reports.evaluation import RunEvaluation
-from proximetry.reports.page import Section, section
+from proximetry.reports.page import Section, section, short
 from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import (
     SPLITS,
     image,
     metric_names,
     neighbor_images,
-    short,
 )
 from proximetry.training.reporting import metric_title
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from proximetry._util.errors import spaced
+from proximetry._util.errors import shorten, spaced
 from proximetry.metrics import Interval
 from proximetry.reports.thumbnails import data_uri
 from proximetry.training.reporting import metric_title
@@ -22,12 +22,18 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_LONGEST_NAME = 60
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
 
 
 def percent(value: float | None) -> str:
     """Format a fraction in percent; None is a dash."""
     return "–" if value is None else f"{100 * value:.1f}"
+
+
+def short(name: object) -> str:
+    """Shorten a name of a class or a file."""
+    return shorten(str(name), _LONGEST_NAME)
 
 
 def signed(value: float) -> str:
@@ -40,7 +46,7 @@ def interval(one: Interval | None) -> str:
     return "–" if one is None else f"{percent(one.low)} to {percent(one.high)}"
 
 
-_FILTERS = (data_uri, interval, metric_title, percent, signed, spaced)
+_FILTERS = (data_uri, interval, metric_title, percent, short, signed, spaced)
 _TEMPLATES.filters.update({function.__name__: function for function in _FILTERS})
 
 

@@ -9,14 +9,14 @@ import numpy as np
 from markupsafe import Markup
 
 from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
-from proximetry._util.errors import readable_seconds, shorten, spaced
+from proximetry._util.errors import readable_seconds, spaced
 from proximetry.data import VectorCatalog
 from proximetry.metrics import map_embeddings
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
 from proximetry.reports.evaluation import MAPPED, RunEvaluation
-from proximetry.reports.page import Section, interval, percent, section, table
+from proximetry.reports.page import Section, interval, percent, section, short, table
 from proximetry.reports.proxies import ProxyUse, RunProxies
 from proximetry.reports.record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
@@ -31,13 +31,7 @@ from proximetry.training.reporting import (
 SHOWN_QUERIES = 8
 SHOWN_CLASSES = 10
 SHOWN_CONFUSIONS = 12
-_LONGEST_NAME = 60
 SPLITS = {"test": "test set", "held_out": "classes held out of training"}
-
-
-def short(name: object) -> str:
-    """Shorten a name of a class or a file."""
-    return shorten(str(name), _LONGEST_NAME)
 
 
 def metric_names(scores: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -244,46 +238,28 @@ def classes_section(run: RunEvaluation) -> Section:
     names = [str(label) for label in scored["label"]]
     queries = dict(zip(names, scored["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
-
-    def often(count: int, name: str) -> str:
-        return f"{spaced(count)} of {spaced(queries.get(name, 0))}"
-
-    confused = pairs and table(
-        f"Queries whose nearest image is of the other class: {min(len(pairs), SHOWN_CONFUSIONS)} "
-        f"of {spaced(len(pairs))} pairs of classes",
-        ["one class", "other class", "one → other", "other → one"],
-        [
-            [short(one), short(other), often(there, one), often(back, other)]
-            for one, other, there, back in pairs[:SHOWN_CONFUSIONS]
-        ],
-        "numbers pairs",
-    )
     first, by = next(iter(run.evaluation.scores)), run.ranking
-    order = np.lexsort((scored[by], scored[first]))
     shown, title = list(dict.fromkeys([first, by])), metric_title(first)
-    head = ["class", "queries", *map(metric_title, shown)]
     rows = [
-        [names[i], spaced(queries[names[i]]), *(percent(float(scored[m][i])) for m in shown)]
-        for i in order
+        (names[i], queries[names[i]], [scored[name][i] for name in shown])
+        for i in np.lexsort((scored[by], scored[first]))
     ]
     bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
     labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
     bars = dict(zip(labels, map(float, bins), strict=True))
-    lowest = [[short(name), *cells] for name, *cells in rows[:SHOWN_CLASSES]]
+    x_label = f"{title}, percent"
     return section(
         "Classes",
         "classes.html",
-        confused=confused,
+        pairs=pairs,
+        most_pairs=SHOWN_CONFUSIONS,
+        queries=queries,
         examples=[_confused_example(run, one, other) for one, other, *_ in pairs[:6]],
         metric=title,
-        chart=bar_chart(
-            f"Classes by {title}", bars, x_label=f"{title}, percent", y_label="classes"
-        ),
-        lowest=table(
-            f"The {len(lowest)} classes with the lowest {title}, in percent", head, lowest
-        ),
-        count=spaced(len(names)),
-        every=table("Every class, in percent", head, rows),
+        chart=bar_chart(f"Classes by {title}", bars, x_label=x_label, y_label="classes"),
+        head=["class", "queries", *map(metric_title, shown)],
+        rows=rows,
+        lowest=SHOWN_CLASSES,
     )
 
 
