@@ -192,17 +192,6 @@ def test_symmetric_search_at_its_real_size():
     both_ways(self_task(vectors, codes, "cosine"), 50)
 
 
-def test_duplicates_rank_by_index_across_tiles():
-    """Equal vectors are equally near wherever they stand, though tiles differ."""
-    generator = torch.Generator().manual_seed(5)
-    vectors = torch.randn(2200, 24, generator=generator).repeat(2, 1)
-    result = retrieve(vectors, torch.arange(4400) % 2000, k=20)
-    # First the query's own twin, then pairs of twins, the smaller index first.
-    assert np.array_equal(result.ids[:, 0], (np.arange(4400) + 2200) % 4400)
-    assert np.array_equal(result.ids[:, 2::2], result.ids[:, 1:-1:2] + 2200)
-    assert np.array_equal(result.similarities[:, 2::2], result.similarities[:, 1:-1:2])
-
-
 def precision_settings():
     return torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 

@@ -246,13 +246,11 @@ class Templates:
     def rows(self, ids: npt.ArrayLike) -> IntArray:
         """Return the row of each template id, for ``pair_similarities``; any shape."""
         array = np.asarray(ids)
-        flat = as_labels(array.reshape(-1), array.size, "ids")
-        (known, codes), _ = encode(self.ids, flat)
-        rows = np.searchsorted(known, codes)  # both are sorted the same way
-        unknown = known[np.minimum(rows, len(known) - 1)] != codes
-        if unknown.any():
-            raise ValueError(f"unknown template {flat[unknown][0].item()!r}")
-        return rows.reshape(array.shape).astype(np.int64)
+        rows = np.minimum(np.searchsorted(self.ids, array), len(self.ids) - 1)
+        unknown = self.ids[rows] != array
+        if np.any(unknown):
+            raise ValueError(f"unknown template {array[unknown][0].item()!r}")
+        return rows.astype(np.int64)
 
 
 def templates(
