@@ -50,7 +50,6 @@ class Alignment:
     report: Path
     images: int
     faces: int
-    copied: int
     several: int
     no_face: int
     unreadable: int
@@ -81,8 +80,7 @@ def align_folder(
     """Align the faces in all images below a folder; resume an interrupted call.
 
     The new folder has the same sub-folders with a PNG file for each kept face, and `faces.csv`,
-    which lists every image and every detected face. A folder whose images all have the size of an
-    aligned face is copied unchanged.
+    which lists every image and every detected face.
 
     Args:
         folder: the images.
@@ -94,24 +92,27 @@ def align_folder(
         log: called with messages.
 
     Raises:
-        UsageError: there is nothing to align, no detector, or `out` contains other files.
+        UsageError: there is nothing to align (also if all images have the size of an aligned
+            face), no detector, or `out` contains other files.
     """
     for name, value, known in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
         if value not in known:
             raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     source, home = Path(folder), Path(out)
     paths = _find_images(source, home, log)
-    settings: dict[str, Any] = {"format": FORMAT, "folder": str(source.resolve()), "size": size}
     if _is_aligned(source, paths, size):
-        log(f"all images in {source} are {size} already: they are copied unchanged")
-        settings |= {"keep": None, "detector": None}
-        model = None
-    else:
-        file, package = (Path(detector), "") if detector is not None else find_detector()
-        model = Detector(file)
-        log(f"detector: {file.name}{package and f' of {package}'}")
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        settings |= {"keep": keep, "detector": f"{file.name} ({digest})"}
+        raise UsageError(f"all images in {source} are {size} already. Use them as they are.")
+    file, package = (Path(detector), "") if detector is not None else find_detector()
+    model = Detector(file)
+    log(f"detector: {file.name}{package and f' of {package}'}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    settings = {
+        "format": FORMAT,
+        "folder": str(source.resolve()),
+        "size": size,
+        "keep": keep,
+        "detector": f"{file.name} ({digest})",
+    }
     work = _Work(source, home, size, keep, model, ambiguous(paths, keep))
     with _open_journal(home, settings) as journal:
         done = _check_journal(journal, source, home, paths)
@@ -188,13 +189,13 @@ def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Work:
-    """Detect, choose, warp and write the faces of a few images; without detector, copy them."""
+    """Detect, choose, warp and write the faces of a few images."""
 
     folder: Path
     out: Path
     size: Size
     keep: Keep
-    detector: Detector | None
+    detector: Detector
     ambiguous: set[str]
 
     def __call__(self, paths: Sequence[str]) -> dict[str, _Entry]:
@@ -206,20 +207,9 @@ class _Work:
                 images[path] = np.asarray(open_image(self.folder / path))
             except ImageError as error:
                 entries[path] = _without_face(path, stamps[path], "unreadable", error.reason)
-        if self.detector is None:
-            return entries | {path: self._copy(path, stamps[path], images[path]) for path in images}
         for path, faces in zip(images, self.detector(list(images.values())), strict=True):
             entries[path] = self._align(path, stamps[path], images[path], faces)
         return entries
-
-    def _copy(self, path: str, stamp: list[int], image: npt.NDArray[np.uint8]) -> _Entry:
-        height, width, _ = image.shape
-        if (height, width) != height_and_width(self.size):
-            reason = f"{height}x{width} after EXIF rotation, not {self.size}"
-            return _without_face(path, stamp, "unreadable", reason)
-        content = (self.folder / path).read_bytes()
-        self._write(path, content)
-        return _without_face(path, stamp, "copied", "", {path: len(content)})
 
     def _align(
         self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
@@ -254,12 +244,9 @@ class _Work:
         atomic_write(file, content, durable=False)
 
 
-def _without_face(
-    path: str, stamp: list[int], status: str, reason: str, outputs: dict[str, int] | None = None
-) -> _Entry:
-    name = next(iter(outputs or ()), "")
-    row = [path, status, 0, "yes" if name else "no", *[""] * (len(COLUMNS) - 6), name, reason]
-    return _Entry(stamp, status, outputs or {}, [row])
+def _without_face(path: str, stamp: list[int], status: str, reason: str) -> _Entry:
+    row = [path, status, 0, "no", *[""] * (len(COLUMNS) - 5), reason]
+    return _Entry(stamp, status, {}, [row])
 
 
 def _run(
@@ -385,7 +372,6 @@ def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str])
         report=home / REPORT,
         images=len(paths),
         faces=count["faces"],
-        copied=count["copied"],
         several=count["several"],
         no_face=count["no face"],
         unreadable=count["unreadable"],
