@@ -21,7 +21,7 @@ from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.vectors import FaceVectors, Options, with_notes
+from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
@@ -157,14 +157,13 @@ class PeopleIdentification:
 
     def __str__(self) -> str:
         r = self.result
-        rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in r.tar_at_far.items()]
-        rates += [f"{far:g}: too few pairs" for far in r.unmeasurable_far]
+        rates = describe_rates(r, "too few pairs")
         lines = [
             f"{spaced(self.probes)} probes of {spaced(self.people)} people, "
             f"{spaced(len(r.ranks))} trials, {spaced(r.distractors)} distractors; cosine of "
             f"{self.views}",
             ", ".join(f"rank-{k} {100 * rate:.2f} %" for k, rate in r.rates.items()),
-            f"TAR at FAR {', '.join(rates)} ({spaced(r.impostor_pairs)} pairs of different people)",
+            f"TAR at FAR {rates} ({spaced(r.impostor_pairs)} pairs of different people)",
         ]
         return with_notes(lines, self.skipped, "images", self.notes)
 

@@ -12,6 +12,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
+from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.inputs import normalize
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.models.encoding import embed_images
@@ -29,6 +30,12 @@ class Options(TypedDict, total=False):
     bad_images: BadImages
     progress: Progress | None
     group: dist.ProcessGroup | None
+
+
+def describe_rates(result: Verification | Identification, missing: str) -> str:
+    """Return TAR at every FAR, and what is missing for others."""
+    rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
+    return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
 
 
 def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Sequence[str]) -> str:

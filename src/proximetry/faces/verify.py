@@ -11,7 +11,7 @@ from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.pairs import PairProtocol
-from proximetry.faces.vectors import FaceVectors, Options, with_notes
+from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
 from proximetry.metrics import Verification, pair_similarities, verify
 
 
@@ -59,8 +59,6 @@ class PairVerification:
 
     def __str__(self) -> str:
         r, protocol = self.result, self.protocol
-        rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in r.tar_at_far.items()]
-        rates += [f"{far:g}: too few different pairs" for far in r.unmeasurable_far]
         folds = zip(protocol.fold_names, r.fold_accuracies, strict=True)
         lines = [
             f"{protocol.format}: {len(protocol.pairs)} pairs in {len(r.fold_accuracies)} folds; "
@@ -68,7 +66,7 @@ class PairVerification:
             f"accuracy {100 * r.accuracy:.2f} ± {100 * r.standard_error:.2f} % "
             "(mean and standard error over the folds)",
             f"AUC {r.auc:.5f}, EER {100 * r.eer:.2f} %",
-            f"TAR at FAR {', '.join(rates)}",
+            f"TAR at FAR {describe_rates(r, 'too few different pairs')}",
             "by fold: " + ", ".join(f"{name} {100 * value:.2f}" for name, value in folds),
         ]
         return with_notes(lines, protocol.skipped, "pairs", self.notes)

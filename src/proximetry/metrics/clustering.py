@@ -52,6 +52,12 @@ class _Table(NamedTuple):
         """Whether both labelings are the same partition."""
         return len(self.cells) == len(self.row_sizes) == len(self.column_sizes)
 
+    @property
+    def entropies(self) -> list[float]:
+        """The entropies of classes and clusters; 0 for a single group."""
+        sizes = self.row_sizes, self.column_sizes
+        return [float(np.sum(of / self.total * np.log(self.total / of))) for of in sizes]
+
 
 def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
     expected = as_labels(labels_true, len(labels_true), "labels_true")
@@ -64,10 +70,6 @@ def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
     keys, cells = np.unique(true * len(column_sizes) + pred, return_counts=True)
     rows, columns = np.divmod(keys, len(column_sizes))
     return _Table(cells, rows, columns, row_sizes, column_sizes, len(true))
-
-
-def _entropy(sizes: IntArray, total: int) -> float:
-    return float(np.sum(sizes / total * np.log(total / sizes)))
 
 
 def _mutual_information(table: _Table) -> float:
@@ -125,7 +127,7 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
     table = _table(labels_true, labels_pred)
     if table.identical:
         return 1.0
-    entropies = [_entropy(sizes, table.total) for sizes in (table.row_sizes, table.column_sizes)]
+    entropies = table.entropies
     if min(entropies) <= 0:
         return 0.0
     mean = sum(entropies) / 2 if average == "arithmetic" else math.sqrt(math.prod(entropies))
@@ -141,13 +143,10 @@ def ami(labels_true: Labels, labels_pred: Labels) -> float:
     table = _table(labels_true, labels_pred)
     if table.identical:
         return 1.0
-    if len(table.row_sizes) == 1 or len(table.column_sizes) == 1:
+    if min(table.entropies) <= 0:
         return 0.0
-    mean = 0.5 * (
-        _entropy(table.row_sizes, table.total) + _entropy(table.column_sizes, table.total)
-    )
     expected = _expected_mutual_information(table)
-    return (_mutual_information(table) - expected) / (mean - expected)
+    return (_mutual_information(table) - expected) / (sum(table.entropies) / 2 - expected)
 
 
 class PairwiseF1(NamedTuple):
