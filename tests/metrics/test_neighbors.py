@@ -165,23 +165,6 @@ def test_inference_mode_default_dtype_and_device_of_the_caller_do_not_matter():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_symmetric_search_equals_brute_force():
-    generator = np.random.default_rng(1)
-    vectors = generator.integers(-3, 4, (300, 5)).astype(np.float32)
-    labels = generator.integers(0, 60, 300)
-    lists = brute.rankings(vectors, vectors, "dot", same_set=True)
-    result = retrieve(vectors, labels, k=11, similarity="dot")
-    assert result.ids.tolist() == [order[:11] for order in lists]
-    expected, without = brute.evaluate(lists, labels, labels, (1, 5))
-    chosen = Metrics(recall_at=(1, 5), ndcg_at=(5,), map_at=(5,), precision_at=(5,))
-    actual = evaluate(vectors, labels, metrics=chosen, similarity="dot").mean()
-    assert actual.pop("queries_without_positive") == without
-    assert actual.pop("queries") == 300 - without
-    for name, value in actual.items():
-        assert value == pytest.approx(expected[name], abs=1e-12), name
-
-
 def test_symmetric_search_at_its_real_size():
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 900, (4500,), generator=generator)
