@@ -153,25 +153,23 @@ _NAMES = (
 
 def check_inputs(
     similarity: Similarity,
-    *inputs: RawInputs,
+    first: RawInputs,
+    second: RawInputs,
+    *,
     names: tuple[tuple[str, str, str], ...] = _NAMES,
     allow_empty: bool = False,
     allow_unlabeled: bool = False,
 ) -> list[Items]:
-    """Return one or two validated sets; the second is optional, as queries and a gallery are.
+    """Return the validated sets, by default a gallery and queries; the second is optional.
 
-    Ranks without a share may be empty. If labels are optional, every item is a class without them.
+    With ``allow_unlabeled`` every item is a class if there are no labels.
     """
-    first, second = inputs
-    if second[0] is None:
-        for name, value in zip(names[1], second, strict=True):
-            if value is not None:
-                raise ValueError(f"{name} is given but {names[1][0]} is not; give both or neither")
-        inputs = (first,)
     for one, two, name, other in zip(first, second, *names, strict=True):
-        if len(inputs) == 2 and (one is None) != (two is None):
+        if second[0] is None and two is not None:
+            raise ValueError(f"{other} is given but {names[1][0]} is not; give both or neither")
+        if second[0] is not None and (one is None) != (two is None):
             raise ValueError(f"give {name} and {other} together, or neither")
-    sets = []
+    inputs, sets = [first] if second[0] is None else [first, second], []
     for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
         vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
         labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
