@@ -93,7 +93,7 @@ def plain_similarity(query, item, similarity):
 
 
 def plain_ranking(row, case, vectors):
-    """The gallery in the order of similarity to a row, which is left out itself."""
+    """The gallery in the order of similarity to a row, without that row."""
     near = {
         item: plain_similarity(vectors[row], vectors[item], case.similarity)
         for item in case.gallery.tolist()

@@ -105,7 +105,7 @@ def test_symmetric_search_equals_blocks_with_ties(similarity, levels, count, cla
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("threads", [2, 5])
 def test_symmetric_search_on_several_threads(threads):
-    """Tiles are visited at once and in no fixed order; the answer is always the same."""
+    """Tiles are visited concurrently, in no fixed order; the result is always the same."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
