@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_json
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.training import Recipe, RunFolder
 from proximetry.training.run_folder import FIRST_STAGE
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class RunRecord:
             raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")
         missing: list[str] = []
 
-        def attempt(title: str, read: Callable[[], T], default: T) -> T:
+        def attempt(title: str, read: Callable[[], Any], default: Any) -> Any:
             try:
                 return read()
             except (ValueError, TypeError) as error:  # TypeError: not a JSON object
